@@ -305,6 +305,8 @@ class PolicyExperimentConfig(ExperimentConfig):
 class KLExperimentConfig(PolicyExperimentConfig):
     """Policy experiments that use the reference only for the KL to it."""
 
+    actor: models.KLConfig = setting(help="The policy")
+
     @forbid("actor.kl_ctl", "is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
     def kl_without_reference(self) -> bool:
         return self.actor.kl_ctl > 0 and self.ref is None

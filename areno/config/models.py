@@ -1,6 +1,7 @@
-"""Settings of the actor, its optimizer and its micro-batches. Imports no torch.
+"""Settings of the models: the actor with its optimizer and micro-batches, the reference and the critic.
 
-Settings of the models beside the actor: the reference and the critic. Imports no torch.
+Imports no torch. What only some policy algorithms have is elsewhere: settings of the importance ratio in
+`areno.config.ratio`, those of a loss beside its formula in `areno.loss_fns` or in the recipe.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.config.lora import LoraConfig
-from areno.config.rejection import RejectionSamplingConfig
 from areno.errors import Problem
 from areno.schema.fields import Needs, Section, check, forbid, setting
 
@@ -164,63 +164,24 @@ class ModelConfig(LoraConfig, UpdatedModelConfig):
         return self.use_lora and self.init_from_scratch
 
 
-_KL = Needs("kl_ctl", so="there is no KL")
-_WEIGHTS = Needs("use_decoupled_loss", so="tokens have no weights")
 _OVERLONG = Needs("overlong_reward_penalty", so="no reward is reduced")
 
 
 @dataclass(kw_only=True)
 class PolicyConfig(ModelConfig):
-    """Settings that the actors of all policy algorithms have."""
+    """The actor of any policy algorithm: updates of a batch, and how rewards become advantages.
+
+    An algorithm of your own inherits from this class. It has no setting of an importance ratio (`ratio.RatioConfig`) or
+    of a KL penalty (`KLConfig`).
+    """
 
     ppo_n_minibatches: int = setting(
         1, help="Optimizer steps per rollout batch. The ratio is always to the policy before the first of them", gt=0
-    )
-    eps_clip: float = setting(
-        0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--clip-eps"
-    )
-    eps_clip_higher: float | None = setting(None, help="Upper clip range, if different (DAPO 2503.14476)", gt=0)
-    c_clip: float | None = setting(
-        None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
-    )
-    recompute_logprob: bool = setting(
-        True,
-        help="Take the old log-probabilities from the training pass. The first update of a batch has them anyway; "
-        "later ones cost a scoring pass. false: use those of the rollout; they differ by rounding, which alone can "
-        "push ratios out of a narrow clip range",
     )
     routing_replay: bool = setting(
         False,
         help="For models with experts: train each token with the experts that it went through in the rollout, so that "
         "both agree. Costs a byte for each expert of a token and layer (two with 256 or more experts) of a sample",
-    )
-    use_decoupled_loss: bool = setting(
-        False,
-        help="Clip against the proximal policy (prox_logp_method) and weight tokens by proximal / behaviour "
-        "probability (decoupled PPO 2505.24298). Corrects for stale or mismatched rollouts",
-    )
-    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
-        "recompute",
-        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: no extra pass; the first update of "
-        "a batch uses its own, later ones interpolate between behaviour and current policy by the row's staleness. "
-        "metrics: recompute, and log the error of loglinear",
-        only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
-    )
-    rejection_sampling: RejectionSamplingConfig | None = setting(
-        None, help="Mask or truncate extreme weights of use_decoupled_loss. null: neither", only_with=_WEIGHTS
-    )
-    m2_threshold: float | None = setting(
-        None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
-    )
-    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
-    kl_estimator: Literal["k1", "k2", "k3"] = setting(
-        "k3",
-        help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
-        only_with=_KL,
-        flag="--kl-loss-type",
-    )
-    use_kl_in_reward: bool = setting(
-        False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss", only_with=_KL
     )
     reward_bias: float = setting(0.0, help="Added to each reward, before reward_scaling")
     reward_scaling: float = setting(1.0, help="Factor on each reward")
@@ -240,11 +201,6 @@ class PolicyConfig(ModelConfig):
         factory=NormConfig, help="Turns rewards into advantages. null: the reward itself"
     )
 
-    @property
-    def kl_in_loss(self) -> float:
-        """The coefficient of the KL term of the loss: kl_ctl, unless the KL is part of the reward."""
-        return 0.0 if self.use_kl_in_reward else self.kl_ctl
-
     @forbid(
         "ppo_n_minibatches",
         "is {self.ppo_n_minibatches}, and gradient_accumulation_steps is {self.gradient_accumulation_steps}. Both cut "
@@ -253,50 +209,15 @@ class PolicyConfig(ModelConfig):
     def two_ways_to_cut_the_batch(self) -> bool:
         return self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None
 
-    @forbid(
-        "adv_norm.mean_leave1out",
-        "needs one advantage per sample. With use_kl_in_reward, only group advantages are per sample; set "
-        "adv_norm.mean_level=group",
-    )
-    def leave_one_out_is_for_samples(self) -> bool:
-        norm = self.adv_norm
-        return norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group"
-
-    @forbid(
-        "prox_logp_method",
-        "is loglinear, but rejection_sampling and m2_threshold need proximal log-probabilities before the update; set "
-        "it to recompute",
-    )
-    def loglinear_decides_late(self) -> bool:
-        needed = self.rejection_sampling is not None or self.m2_threshold is not None
-        return self.prox_logp_method == "loglinear" and needed
-
-    @forbid(
-        "recompute_logprob",
-        "is false, but use_decoupled_loss compares with the policy before the update, not with the rollout; leave "
-        "recompute_logprob out",
-    )
-    def decoupled_from_the_rollout(self) -> bool:
-        return self.use_decoupled_loss and not self.recompute_logprob
-
-    @property
-    def ratio_level(self) -> Literal["token", "sequence"]:
-        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
-        return "token"
-
-    @property
-    def clip_against_rollout(self) -> float | None:
-        """The clip range of a ratio that compares with the rollout. None where ratios compare with training."""
-        updates_again = self.ppo_n_minibatches > 1 or self.gradient_accumulation_steps is not None
-        interpolates = self.prox_logp_method == "loglinear" and updates_again
-        return self.eps_clip if interpolates or not self.recompute_logprob else None
-
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
-        """Where importance ratios take their denominator from, as `areno.Trainer.train` names the choices."""
-        if not self.recompute_logprob:
-            return "rollout"
-        return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
+        """The source of the old log-probabilities, as `areno.Trainer.train` names it."""
+        return "recompute"
+
+    @property
+    def kl_in_reward(self) -> float:
+        """The coefficient of the KL that is subtracted from the rewards. 0 if there is none."""
+        return 0.0
 
     @check
     def overlong_penalty_is_whole(self) -> Iterator[Problem]:
@@ -306,56 +227,45 @@ class PolicyConfig(ModelConfig):
                 yield Problem(name, "is null, but overlong_reward_penalty is true; set it")
 
 
+_KL = Needs("kl_ctl", so="there is no KL")
+
+
 @dataclass(kw_only=True)
-class TokenPolicyConfig(PolicyConfig):
-    """The actor of GRPO and PPO, which have one ratio per token."""
+class KLConfig(PolicyConfig):
+    """The actor of an algorithm that has a penalty on the KL divergence to the reference model.
 
-    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
-        "seq_mean_token_mean",
-        help="How token losses become one number: as in the GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
+    An algorithm of your own inherits from this class if its loss or its advantages use these settings.
+    """
+
+    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k3",
+        help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
+        only_with=_KL,
+        flag="--kl-loss-type",
     )
-    importance_sampling_level: Literal["token", "sequence"] = setting(
-        "token", help="sequence: the row's ratio with each token's gradient (GSPO-token 2507.18071 eq. 13)"
+    use_kl_in_reward: bool = setting(
+        False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss", only_with=_KL
     )
-    use_cispo_loss: bool = setting(False, help="Clip the gradient's weight, not the objective (CISPO 2506.13585 eq. 4)")
-    use_sapo_loss: bool = setting(False, help="Replace the clip by a soft gate (SAPO 2511.20347)")
-    sapo_tau_pos: float = setting(1.0, help="Temperature of the SAPO gate for positive advantages", gt=0)
-    sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for negative advantages", gt=0)
 
     @property
-    def ratio_level(self) -> Literal["token", "sequence"]:
-        return self.importance_sampling_level
+    def kl_in_loss(self) -> float:
+        """The coefficient of the KL term of the loss. 0 if the KL is part of the reward."""
+        return 0.0 if self.use_kl_in_reward else self.kl_ctl
 
     @property
-    def clip_against_rollout(self) -> float | None:
-        return super().clip_against_rollout if self.surrogate != "sapo" else None
+    def kl_in_reward(self) -> float:
+        """The coefficient of the KL that is subtracted from the rewards. 0 if the KL is part of the loss."""
+        return self.kl_ctl if self.use_kl_in_reward else 0.0
 
-    @property
-    def surrogate(self) -> Literal["clip", "cispo", "sapo"]:
-        """How the loss uses the importance ratio; see areno.loss_fns.surrogates."""
-        return "sapo" if self.use_sapo_loss else "cispo" if self.use_cispo_loss else "clip"
-
-    @forbid("use_sapo_loss", "is true, and so is use_cispo_loss; set one of them")
-    def two_surrogates(self) -> bool:
-        return self.use_cispo_loss and self.use_sapo_loss
-
-    @forbid("c_clip", "is {self.c_clip}, but the loss of use_{self.surrogate}_loss has no dual clip; set it to null")
-    def dual_clip_has_a_clip(self) -> bool:
-        return self.surrogate != "clip" and self.c_clip is not None
-
-    @forbid("eps_clip", "is {self.eps_clip}, but the loss of use_sapo_loss does not clip; leave it out")
-    def clip_without_clip(self) -> bool:
-        return self.use_sapo_loss and not self.is_default("eps_clip")
-
-    @forbid("eps_clip_higher", "is {self.eps_clip_higher}, but the loss of use_sapo_loss does not clip; set it to null")
-    def upper_clip_without_clip(self) -> bool:
-        return self.use_sapo_loss and self.eps_clip_higher is not None
-
-    @check
-    def gate_is_used(self) -> Iterator[Problem]:
-        for name, value in {"sapo_tau_pos": self.sapo_tau_pos, "sapo_tau_neg": self.sapo_tau_neg}.items():
-            if not self.use_sapo_loss and not self.is_default(name):
-                yield Problem(name, f"is {value}, but use_sapo_loss is false; set it to true")
+    @forbid(
+        "adv_norm.mean_leave1out",
+        "needs one advantage per sample. With use_kl_in_reward, only group advantages are per sample; set "
+        "adv_norm.mean_level=group",
+    )
+    def leave_one_out_is_for_samples(self) -> bool:
+        norm = self.adv_norm
+        return norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group"
 
 
 @dataclass(kw_only=True)

@@ -1,25 +1,32 @@
-"""The maths: losses over a DataPack (torch), and what is made of rewards before them (numpy).
+"""Losses over a DataPack (torch), and the advantages, rewards and weights that they use (numpy).
 
-A loss is `loss_fn(pack, logprobs_N, **settings) -> (0-dim share of the step's loss, statistics)`; statistics are 0-dim
-shares that are summed over the step, or 1-dim observations.
+A loss is `loss_fn(pack, logprobs_N, **settings) -> (0-dim share of the step's loss, statistics)`. Statistics are 0-dim
+shares that are summed over the step, or 1-dim observations. The public names are imported when they are first used,
+because settings are declared beside formulas and are read without torch.
 """
 
-from areno.loss_fns.advantages import (
-    explained_variance,
-    gae,
-    group_advantages,
-    normalize_tokens,
-    overlong_penalty,
-    shape_rewards,
-)
-from areno.loss_fns.correction import behave_weights, m2_keep
-from areno.loss_fns.dpo import dpo_loss_fn
-from areno.loss_fns.grpo import grpo_loss_fn
-from areno.loss_fns.gspo import gspo_loss_fn
-from areno.loss_fns.kl import kl_array
-from areno.loss_fns.pack import DataPack
-from areno.loss_fns.ppo import ppo_loss_fn, value_loss_fn
-from areno.loss_fns.sft import sft_loss_fn
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areno.loss_fns.advantages import (
+        explained_variance,
+        gae,
+        group_advantages,
+        normalize_tokens,
+        overlong_penalty,
+        shape_rewards,
+    )
+    from areno.loss_fns.correction import behave_weights, m2_keep
+    from areno.loss_fns.dpo import dpo_loss_fn
+    from areno.loss_fns.grpo import grpo_loss_fn
+    from areno.loss_fns.gspo import gspo_loss_fn
+    from areno.loss_fns.kl import kl_array
+    from areno.loss_fns.pack import DataPack
+    from areno.loss_fns.ppo import ppo_loss_fn, value_loss_fn
+    from areno.loss_fns.sft import sft_loss_fn
 
 __all__ = [
     "DataPack",
@@ -39,3 +46,18 @@ __all__ = [
     "shape_rewards",
     "value_loss_fn",
 ]
+
+_MODULES = ("advantages", "correction", "dpo", "grpo", "gspo", "kl", "pack", "ppo", "sft")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in _MODULES:
+            there = vars(import_module(f"areno.loss_fns.{module}"))
+            if name in there:
+                return there[name]
+    raise AttributeError(f"module 'areno.loss_fns' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -14,8 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from areno.errors import DataError
-
-MAX_LOG_RATIO = 20.0  # no ratio is taken beyond exp(20) = 5e8: far from all that matters, and finite in float32
+from areno.loss_fns.surrogates import MAX_LOG_RATIO
 
 Metric = Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"]
 Rows = Sequence[np.ndarray] | Sequence[Sequence[float]]

@@ -1,12 +1,14 @@
-"""GRPO: Group Relative Policy Optimization (arXiv 2402.03300 eq. 3), and what its successors make of it.
+"""GRPO: Group Relative Policy Optimization (arXiv 2402.03300 eq. 3), and the losses derived from it.
 
     loss = reduce_t( w_t surrogate(r_t, A_t) ) + kl_coef reduce_t( kl_t )
 
-r_t: importance ratio of the token, or of its row. A_t: its advantage. w_t: `pack.weights`, a factor on the policy term
-and never on the KL. docs/algorithms.md says which paper chose which surrogate, ratio and reduction.
+r_t is the importance ratio of the token, or of its row. A_t is its advantage. w_t is `pack.weights`, a factor on the
+policy term and never on the KL. docs/algorithms.md says which paper chose which surrogate, ratio and reduction.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +19,8 @@ from areno.loss_fns.policy import Reduction, add_kl, policy_stats, reduce_tokens
 from areno.loss_fns.surrogates import (
     ImportanceLevel,
     ProxMethod,
-    Surrogate,
     bounded,
-    cispo_surrogate,
-    clipped_surrogate,
-    sapo_surrogate,
+    make_surrogate,
     sequence_log_ratio,
     token_log_ratio,
 )
@@ -32,27 +31,40 @@ def grpo_loss_fn(
     logprobs: Tensor,
     *,
     reduction: Reduction = "seq_mean_token_mean",
-    clip_eps: float = 0.2,
-    clip_eps_higher: float | None = None,
-    c_clip: float | None = None,
     norm_length: float | None = None,
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     importance_sampling_level: ImportanceLevel = "token",
-    surrogate: Surrogate = "clip",
-    sapo_tau_pos: float = 1.0,
-    sapo_tau_neg: float = 1.05,
     prox_logp_method: ProxMethod = "recompute",
+    surrogate: str = "clip",
+    **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the step's loss, and statistics. The defaults are GRPO.
+    """Compute the loss of GRPO, or with other settings that of one of its successors. The defaults are GRPO.
 
-    logprobs: (N,) of the trained policy, differentiable. Needs old_logprobs and advantages; ref_logprobs where kl_coef
-    is not 0; staleness for prox_logp_method "loglinear" (`ratio.token_log_ratio`). `pack.weights` multiply.
+    Args:
+        pack: The micro-batch, with advantages and old_logprobs. kl_coef needs ref_logprobs. prox_logp_method
+            "loglinear" needs rollout_logprobs and staleness.
+        logprobs: (N,) log-probabilities under the trained policy, differentiable.
+        reduction: See `policy.reduce_tokens`. Policy term and KL are reduced alike.
+        norm_length: The constant of reduction "seq_mean_token_sum_norm", in tokens.
+        kl_coef: Coefficient of the KL to the reference. 0: no KL.
+        kl_estimator: See `kl.kl_per_token`.
+        importance_sampling_level: "token", or "sequence" for tokens that have the ratio of their row (GSPO-token,
+            `surrogates.sequence_log_ratio`).
+        prox_logp_method: See `surrogates.token_log_ratio`.
+        surrogate: The name of a class of `surrogates`, such as "clip", "cispo" or "sapo".
+        settings: Settings of the surrogate, as its class declares them: clip_eps, clip_eps_higher and c_clip of "clip",
+            for example, where clip_eps stands for eps_clip.
 
-    reduction, norm_length: `reduction.reduce_tokens`; policy term and KL are reduced alike.
-    clip_eps, clip_eps_higher: of surrogates "clip" and "cispo"; c_clip: of "clip"; sapo_tau_*: of "sapo".
-    importance_sampling_level: "sequence" gives each token its row's ratio (GSPO-token, `ratio.sequence_log_ratio`).
+    Returns:
+        The micro-batch's share of the step's loss (0-dim), and statistics by name.
+
+    Raises:
+        ValueError: A choice is unknown.
+        TypeError: No surrogate has such a setting.
+        DataError: The pack lacks a tensor.
     """
+    chosen = make_surrogate(surrogate, **settings)
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
     stats = policy_stats(pack, advantages_T, bounded(log_ratio_T))
@@ -62,14 +74,7 @@ def grpo_loss_fn(
         raise ValueError(f"importance_sampling_level is {importance_sampling_level!r}; expected token or sequence")
     ratio_T = torch.exp(bounded(log_ratio_T))
 
-    if surrogate == "clip":
-        policy_T, how_T = clipped_surrogate(ratio_T, advantages_T, clip_eps, clip_eps_higher, c_clip)
-    elif surrogate == "cispo":
-        policy_T, how_T = cispo_surrogate(ratio_T, advantages_T, logprobs_T, clip_eps, clip_eps_higher)
-    elif surrogate == "sapo":
-        policy_T, how_T = sapo_surrogate(ratio_T, advantages_T, sapo_tau_pos, sapo_tau_neg)
-    else:
-        raise ValueError(f"surrogate is {surrogate!r}; expected clip, cispo or sapo")
+    policy_T, how_T = chosen.surrogate_loss(ratio_T, advantages_T, logprobs_T)
     if weights_T is not None:
         policy_T = policy_T * weights_T
         stats["weights"] = weights_T.detach()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.policy import add_kl, policy_stats, surrogate_stats
-from areno.loss_fns.surrogates import bounded, clipped_surrogate, token_log_ratio
+from areno.loss_fns.surrogates import Clip, bounded, token_log_ratio
+
+_make_clip = cache(Clip)  # checks its settings once, not in every micro-batch
 
 
 def gspo_loss_fn(
@@ -21,13 +25,27 @@ def gspo_loss_fn(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate of s = exp(mean_t(logprobs - old_logprobs)) of each row, mean over rows (eq. 5-7).
+    """Compute the clipped surrogate of s = exp(mean_t(logprobs - old_logprobs)) of each row, mean over rows (eq. 5-7).
 
-    logprobs: (N,) of the trained policy, differentiable. Needs old_logprobs and advantages, and ref_logprobs where
-    kl_coef is not 0. A row's advantage is the mean of its tokens' (all equal where it comes from the row's reward), and
-    the factor on its policy loss is the mean of its tokens' `pack.weights`: the row is the unit here, and a token
-    whose weight was set to 0 takes its part of the row away. The KL is the mean over the row's tokens, then over rows.
-    For advantages that differ within a row: GSPO-token, `grpo_loss_fn` with importance_sampling_level "sequence".
+    A row's advantage is the mean of its tokens' advantages, which are all equal if they come from the row's reward. The
+    factor on a row's policy loss is the mean of its tokens' `pack.weights`: the row is the unit, and a token of weight
+    0 takes its part of the row away. The KL is the mean over the row's tokens, then over rows. For advantages that
+    differ within a row use GSPO-token, `grpo_loss_fn` with importance_sampling_level "sequence".
+
+    Args:
+        pack: The micro-batch, with old_logprobs and advantages. kl_coef needs ref_logprobs.
+        logprobs: (N,) log-probabilities under the trained policy, differentiable.
+        clip_eps: The ratio is clipped to at least 1 - clip_eps.
+        clip_eps_higher: The ratio is clipped to at most 1 + clip_eps_higher. None takes clip_eps.
+        c_clip: Bound of the dual clip, see `surrogates.Clip`. None: no dual clip.
+        kl_coef: Coefficient of the KL to the reference. 0: no KL.
+        kl_estimator: See `kl.kl_per_token`.
+
+    Returns:
+        The micro-batch's share of the step's loss (0-dim), and statistics by name.
+
+    Raises:
+        DataError: The pack lacks a tensor.
     """
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, "recompute")
@@ -35,7 +53,8 @@ def gspo_loss_fn(
     trained_rows = pack.row_lengths() > 0
     ratio_R = torch.exp(bounded(pack.mean_rows(log_ratio_T)))
     # The advantage of a row without trained tokens is 0 here, and so is its surrogate.
-    policy_R, cut_R = clipped_surrogate(ratio_R, pack.mean_rows(advantages_T), clip_eps, clip_eps_higher, c_clip)
+    clip = _make_clip(eps_clip=clip_eps, eps_clip_higher=clip_eps_higher, c_clip=c_clip)
+    policy_R, cut_R = clip.surrogate_loss(ratio_R, pack.mean_rows(advantages_T))
     if weights_T is not None:
         weights_R = pack.mean_rows(weights_T)
         policy_R = policy_R * weights_R

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.loss_fns.correction import MAX_LOG_RATIO
-from areno.loss_fns.surrogates import bounded
+from areno.loss_fns.surrogates import MAX_LOG_RATIO, bounded
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

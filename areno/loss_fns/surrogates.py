@@ -1,44 +1,70 @@
-"""The importance ratio between the trained policy and the one it is held against, in logarithms.
+"""Importance ratios, and the surrogates: what a policy loss makes of the ratio.
 
-What a policy loss makes of the importance ratio: PPO's clip, CISPO's clipped weight, SAPO's soft gate.
+A surrogate is a class that declares its settings and its formula, such as PPO's clip. The classes are listed at the
+end of the file, where one of them is chosen by its name (`actor.surrogate`). To add one, write its class and list it.
 
-Everything here is elementwise, so it serves token ratios and sequence ratios alike. A surrogate is to be minimised.
-Each function also returns statistics of the same shape, for the caller to average: where it cut, how far its gate shut.
+All functions are elementwise, so they serve the ratios of tokens and of sequences. The module imports no torch, because
+the configuration of a run is read before torch is needed.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+from areno.schema.fields import Section, check, setting, settings
+from areno.schema.values import show
+from areno.errors import Problem
 
-from areno.loss_fns.correction import MAX_LOG_RATIO
-from areno.loss_fns.pack import DataPack
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from areno.loss_fns.pack import DataPack
+
+MAX_LOG_RATIO = 20.0  # no ratio is taken beyond exp(20) = 5e8: far from all that matters, and finite in float32
 
 ImportanceLevel = Literal["token", "sequence"]
 ProxMethod = Literal["recompute", "loglinear"]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """The log ratio cut at +-20, where its gradient becomes 0.
+    """Clamp a log ratio to [-20, 20]. Its gradient is 0 outside of that range.
 
-    exp(20) = 5e8 is far beyond every clip range, so no ratio that can matter changes; without the cut, exp overflows to
-    inf in float32 at 88, and inf times a zero advantage, or times the zero gradient of a clipped branch, is NaN.
+    exp(20) = 5e8 is far beyond every clip range, so no ratio that can matter changes. Without the clamp, exp overflows
+    to inf in float32 at 88. Then inf times a zero advantage, or times the zero gradient of a clipped branch, is NaN.
+
+    Args:
+        log_ratio: Logarithms of ratios, of any shape.
+
+    Returns:
+        A tensor of the same shape.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMethod) -> tuple[Tensor, Tensor | None]:
-    """Log ratio of each trained token (T,), differentiable and not bounded, and the factor on its policy loss (T,).
+    """Compute the log ratio of each trained token, and the factor on its policy loss.
 
-    recompute: the ratio to `pack.old_logprobs`, and `pack.weights`; None is 1 everywhere.
-    loglinear: the decoupled objective (arXiv 2505.24298) without a forward pass for the proximal policy. Where
-    `pack.old_logprobs` is given, as in the first update of a batch, the proximal policy is that. Elsewhere its
-    log-probability is interpolated between the policy that sampled and the one in training (A-3PO, arXiv 2512.06547):
-    prox = rollout + alpha (logprobs - rollout), alpha = staleness / (staleness + 1), without gradient. The ratio is
-    that to prox, and exp(prox - rollout) joins the factor. A row that is not stale has alpha 0: the ratio to the
-    rollout, the factor 1.
+    Args:
+        pack: The micro-batch.
+        logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
+        prox_logp_method: "recompute" divides by `pack.old_logprobs`, and the factor is `pack.weights`. "loglinear" is
+            the decoupled objective (arXiv 2505.24298) without a forward pass for the proximal policy. In the first
+            update of a batch the proximal policy is `pack.old_logprobs`. Later, `pack.old_logprobs` is None and the
+            proximal log-probability is interpolated between the policy that sampled and the one in training (A-3PO,
+            arXiv 2512.06547): prox = rollout + alpha (logprobs - rollout), alpha = staleness / (staleness + 1), without
+            gradient. The ratio is logprobs / prox, and exp(prox - rollout) joins the factor. A row that is not stale
+            has alpha 0, so its ratio compares with the rollout and its factor is 1.
+
+    Returns:
+        (log_ratio_T, factor_T): (T,) tensors. The log ratio is differentiable and not bounded. The factor is None if it
+        is 1 for all tokens.
+
+    Raises:
+        ValueError: `prox_logp_method` is unknown.
+        DataError: The pack lacks a tensor that the method needs.
     """
     weights_T = None if pack.weights is None else pack.trained(pack.weights)
     if prox_logp_method == "recompute":
@@ -48,79 +74,248 @@ def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMe
     rollout_T = pack.trained(pack.need("rollout_logprobs"))
     if pack.old_logprobs is not None:
         prox_T = pack.trained(pack.old_logprobs)
-        log_ratio_T, factor_T = logprobs_T - prox_T, torch.exp(bounded(prox_T - rollout_T))
+        log_ratio_T, factor_T = logprobs_T - prox_T, bounded(prox_T - rollout_T).exp()
         return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
     moved_T = (logprobs_T - rollout_T).detach()
     staleness_T = pack.of_rows(pack.need("staleness")).to(moved_T.dtype)
     alpha_T = staleness_T / (staleness_T + 1.0)
-    factor_T = torch.exp(alpha_T * bounded(moved_T))
+    factor_T = (alpha_T * bounded(moved_T)).exp()
     # Written as a sum, so that policies infinitely far apart stay infinitely far apart: inf - alpha * inf is NaN.
     log_ratio_T = (1.0 - alpha_T) * moved_T + (logprobs_T - logprobs_T.detach())
     return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
 
 
 def sequence_log_ratio(pack: DataPack, log_ratio_T: Tensor, logprobs_T: Tensor) -> Tensor:
-    """(T,): every token has its row's mean log ratio, and the gradient of its own log-probability.
+    """Give every token its row's mean log ratio, with the gradient of its own log-probability (GSPO-token).
 
-    GSPO-token: s_it = sg(s_i) pi_t / sg(pi_t) with sg stopping the gradient (arXiv 2507.18071 eq. 14). With equal
-    advantages in a row, value and gradient are those of GSPO.
+    s_it = sg(s_i) pi_t / sg(pi_t), where sg stops the gradient (arXiv 2507.18071 eq. 14). If the advantages of a row
+    are equal, value and gradient are those of GSPO.
+
+    Args:
+        pack: The micro-batch.
+        log_ratio_T: (T,) log ratios of the tokens.
+        logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
+
+    Returns:
+        (T,) log ratios, differentiable.
     """
     return pack.of_rows(pack.mean_rows(log_ratio_T.detach())) + (logprobs_T - logprobs_T.detach())
 
 
-Surrogate = Literal["clip", "cispo", "sapo"]
+@dataclass(kw_only=True)
+class Surrogate(Section):
+    """A policy objective as a function of the importance ratio: the settings of a variant and its formula.
 
-
-def clip_range(clip_eps: float, clip_eps_higher: float | None) -> tuple[float, float]:
-    """1 - clip_eps and 1 + clip_eps_higher, which is clip_eps unless it is given (clip-higher, arXiv 2503.14476)."""
-    return 1.0 - clip_eps, 1.0 + (clip_eps if clip_eps_higher is None else clip_eps_higher)
-
-
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_eps: float, clip_eps_higher: float | None, c_clip: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(r A, clip(r, 1 - clip_eps, 1 + clip_eps_higher) A) (PPO, arXiv 1707.06347 eq. 7).
-
-    c_clip: for A < 0 the loss is at most -c A (dual clip, arXiv 1912.09729 eq. 5), which bounds the push against tokens
-    whose ratio has run away. Statistics: clip_frac_low, clip_frac_high and, with c_clip, clip_frac_dual, each 1 where
-    that bound took the gradient away.
+    The fields of a subclass are keys of the section `actor`. Give them names that no other surrogate has, unless they
+    mean the same.
     """
-    low, high = clip_range(clip_eps, clip_eps_higher)
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    cut = {
-        "clip_frac_low": ((ratio < low) & (advantages < 0)).to(ratio.dtype),
-        "clip_frac_high": ((ratio > high) & (advantages > 0)).to(ratio.dtype),
-    }
-    if c_clip is not None:
-        bound = -c_clip * advantages
-        cut["clip_frac_dual"] = ((loss > bound) & (advantages < 0)).to(ratio.dtype)
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    return loss, cut
+
+    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each token or sequence, which is to be minimised.
+
+        Args:
+            ratio: Importance ratios r, trained policy / old policy, differentiable.
+            advantages: Advantages A, of the same shape.
+            logprobs: Log-probabilities under the trained policy, of the same shape, differentiable.
+
+        Returns:
+            The losses, and statistics by name, all of the same shape. The caller logs the mean of each statistic.
+        """
+        raise NotImplementedError
+
+    def clip_range(self) -> float | None:
+        """Return the lower clip range of the ratio, None for a surrogate that does not clip."""
+        return None
 
 
-def cispo_surrogate(
-    ratio: Tensor, advantages: Tensor, logprobs: Tensor, clip_eps: float, clip_eps_higher: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg(clip(r, 1 - clip_eps, 1 + clip_eps_higher)) A log pi, sg stopping the gradient (CISPO, 2506.13585 eq. 4-5).
+@dataclass(kw_only=True)
+class ClipRange(Surrogate):
+    """Base of the surrogates that clip the ratio to a range.
 
-    The clip bounds the weight of a token's gradient; no token loses its gradient. The paper leaves the lower bound out,
-    which is clip_eps = 1. Statistics: clip_frac_low and clip_frac_high, 1 where the weight was cut, for A of any sign.
+    Attributes:
+        eps_clip: The ratio is clipped to at least 1 - eps_clip.
+        eps_clip_higher: The ratio is clipped to at most 1 + eps_clip_higher. None takes eps_clip.
     """
-    low, high = clip_range(clip_eps, clip_eps_higher)
-    ratio = ratio.detach()
-    cut = {"clip_frac_low": (ratio < low).to(ratio.dtype), "clip_frac_high": (ratio > high).to(ratio.dtype)}
-    return -ratio.clamp(low, high) * advantages * logprobs, cut
+
+    eps_clip: float = setting(
+        0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--clip-eps"
+    )
+    eps_clip_higher: float | None = setting(None, help="Upper clip range, if different (DAPO 2503.14476)", gt=0)
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the least and the greatest ratio that are not clipped."""
+        higher = self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
+        return 1.0 - self.eps_clip, 1.0 + higher
+
+    def clip_range(self) -> float | None:
+        """Return the lower clip range of the ratio."""
+        return self.eps_clip
 
 
-def sapo_surrogate(
-    ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)), tau_pos where A > 0 and tau_neg elsewhere (SAPO, 2511.20347).
+@dataclass(kw_only=True)
+class Clip(ClipRange):
+    """PPO's clip (arXiv 1707.06347 eq. 7): -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_higher) A).
 
-    f'(1) = 1: at the sampling policy the gradient is the plain one, and it fades as r leaves 1 in either direction.
+    With c_clip, the loss of A < 0 is at most -c_clip A (dual clip, arXiv 1912.09729 eq. 5). That bounds the push
+    against tokens whose ratio is far above 1.
+
+    Statistics: clip_frac_low, clip_frac_high and, with c_clip, clip_frac_dual. Each is 1 where the bound has removed
+    the gradient.
+
+    Attributes:
+        c_clip: Bound of the dual clip. None: no dual clip.
+    """
+
+    c_clip: float | None = setting(
+        None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
+    )
+
+    def surrogate_loss(
+        self, ratio: Tensor, advantages: Tensor, logprobs: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the clipped loss. `logprobs` is not used."""
+        low, high = self.bounds()
+        loss = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+        cut = {
+            "clip_frac_low": ((ratio < low) & (advantages < 0)).to(ratio.dtype),
+            "clip_frac_high": ((ratio > high) & (advantages > 0)).to(ratio.dtype),
+        }
+        if self.c_clip is not None:
+            bound = -self.c_clip * advantages
+            cut["clip_frac_dual"] = ((loss > bound) & (advantages < 0)).to(ratio.dtype)
+            loss = loss.minimum(bound).where(advantages < 0, loss)
+        return loss, cut
+
+
+@dataclass(kw_only=True)
+class CISPO(ClipRange):
+    """CISPO (arXiv 2506.13585 eq. 4-5): -sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log pi.
+
+    sg stops the gradient. The clip bounds the weight of a token's gradient, and no token loses its gradient. The paper
+    has no lower bound, which is eps_clip = 1.
+
+    Statistics: clip_frac_low and clip_frac_high, 1 where the weight was cut, for A of any sign.
+    """
+
+    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the log-likelihood loss with clipped weights."""
+        low, high = self.bounds()
+        ratio = ratio.detach()
+        cut = {"clip_frac_low": (ratio < low).to(ratio.dtype), "clip_frac_high": (ratio > high).to(ratio.dtype)}
+        return -ratio.clamp(low, high) * advantages * logprobs, cut
+
+
+@dataclass(kw_only=True)
+class SAPO(Surrogate):
+    """SAPO (arXiv 2511.20347): -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
+
+    tau is sapo_tau_pos where A > 0 and sapo_tau_neg elsewhere. f'(1) = 1: at the old policy the gradient is the plain
+    one, and it fades as r leaves 1 in either direction.
+
     Statistic: sapo_gate = f'(r) in (0, 1], the share of the gradient that passes.
+
+    Attributes:
+        sapo_tau_pos: Temperature for positive advantages.
+        sapo_tau_neg: Temperature for other advantages.
     """
-    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
-    soft = torch.sigmoid(tau * (ratio - 1.0))
-    gate = (4.0 * soft * (1.0 - soft)).detach()
-    return -4.0 / tau * soft * advantages, {"sapo_gate": gate}
+
+    sapo_tau_pos: float = setting(1.0, help="Temperature of the SAPO gate for positive advantages", gt=0)
+    sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for negative advantages", gt=0)
+
+    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the gated loss. `logprobs` is not used."""
+        tau = ratio.new_full(ratio.shape, self.sapo_tau_neg).masked_fill(advantages > 0, self.sapo_tau_pos)
+        soft = (tau * (ratio - 1.0)).sigmoid()
+        gate = (4.0 * soft * (1.0 - soft)).detach()
+        return -4.0 / tau * soft * advantages, {"sapo_gate": gate}
+
+
+SURROGATES: dict[str, type[Surrogate]] = {"clip": Clip, "cispo": CISPO, "sapo": SAPO}
+
+
+@dataclass(kw_only=True)
+class SurrogateConfig(SAPO, CISPO, Clip):
+    """The choice of a surrogate, with the settings of all of them. The actors of GRPO and PPO inherit from it.
+
+    Attributes:
+        surrogate: The name of the chosen surrogate.
+        use_cispo_loss: True is another name of surrogate="cispo".
+        use_sapo_loss: True is another name of surrogate="sapo".
+    """
+
+    surrogate: Literal["clip", "cispo", "sapo"] = setting(
+        "clip",
+        help="How the loss uses the ratio. clip: PPO's clip (1707.06347 eq. 7). cispo: clip the gradient's weight, not "
+        "the objective (CISPO 2506.13585 eq. 4). sapo: a soft gate in place of the clip (SAPO 2511.20347)",
+    )
+
+    use_cispo_loss: bool = setting(False, help="Another name of surrogate=cispo")
+    use_sapo_loss: bool = setting(False, help="Another name of surrogate=sapo")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.surrogate = self.chosen
+
+    @property
+    def chosen(self) -> Literal["clip", "cispo", "sapo"]:
+        """The name of the chosen surrogate, by whichever setting it is chosen."""
+        if self.surrogate != "clip":
+            return self.surrogate
+        return "cispo" if self.use_cispo_loss else "sapo" if self.use_sapo_loss else "clip"
+
+    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of the chosen surrogate."""
+        return SURROGATES[self.chosen].surrogate_loss(self, ratio, advantages, logprobs)
+
+    def clip_range(self) -> float | None:
+        """Return the lower clip range of the chosen surrogate, None if it does not clip."""
+        return SURROGATES[self.chosen].clip_range(self)
+
+    def surrogate_settings(self) -> dict[str, Any]:
+        """Return the chosen surrogate and its settings as keyword arguments of `grpo_loss_fn`."""
+        own = settings(SURROGATES[self.chosen])
+        return {"surrogate": self.chosen} | {_KEYWORDS.get(name, name): vars(self)[name] for name in own}
+
+    @check
+    def settings_of_other_surrogates(self) -> Iterator[Problem]:
+        owners = {name: [key for key, cls in SURROGATES.items() if name in settings(cls)] for name in _all_settings()}
+        owners |= {"use_cispo_loss": ["cispo"], "use_sapo_loss": ["sapo"]}
+        for name, names in owners.items():
+            if self.chosen not in names and not self.is_default(name) and vars(self)[name] is not None:
+                text = f"is {show(vars(self)[name])}, but surrogate is {self.chosen}; "
+                yield Problem(name, f"{text}set surrogate to {' or '.join(names)} or leave this out")
+
+
+_KEYWORDS = {"eps_clip": "clip_eps", "eps_clip_higher": "clip_eps_higher"}
+"""The names of settings as keyword arguments of a loss, where these differ."""
+
+
+@cache
+def make_surrogate(name: str, **given: Any) -> Surrogate:
+    """Make a surrogate from the keyword arguments of a loss.
+
+    Args:
+        name: "clip", "cispo" or "sapo".
+        given: Settings of surrogates. Those of other surrogates than the named one are ignored, so that a loss may have
+            defaults for them, such as the dual clip of PPO.
+
+    Returns:
+        The surrogate. The same arguments return the same object, which must not be changed.
+
+    Raises:
+        ValueError: There is no such surrogate.
+        TypeError: No surrogate has such a setting.
+    """
+    if name not in SURROGATES:
+        *names, last = SURROGATES
+        raise ValueError(f"surrogate is {name!r}; expected {', '.join(names)} or {last}")
+    keywords = {_KEYWORDS.get(setting, setting): setting for setting in _all_settings()}
+    for keyword in given.keys() - keywords.keys():
+        raise TypeError(f"{keyword} is not a setting of a surrogate; expected one of {', '.join(keywords)}")
+    own = settings(SURROGATES[name])
+    return SURROGATES[name](**{keywords[key]: value for key, value in given.items() if keywords[key] in own})
+
+
+def _all_settings() -> list[str]:
+    """Return the settings of all surrogates, each once."""
+    return list(dict.fromkeys(name for cls in SURROGATES.values() for name in settings(cls)))

@@ -13,16 +13,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.config.models import TokenPolicyConfig
-from areno.launch import run_recipe
 from areno.schema.fields import setting
+from areno.config.models import KLConfig
+from areno.config.ratio import RatioConfig
+from areno.launch import run_recipe
+from areno.loss_fns.surrogates import SurrogateConfig
 
 if TYPE_CHECKING:
     from areno.trainers.policy_only import PolicyOnlyTrainer
+
+
+@dataclass(kw_only=True)
+class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
+    """The actor of GRPO and PPO, whose loss is `areno.loss_fns.grpo_loss_fn` with one ratio per token."""
+
+    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
+        "seq_mean_token_mean",
+        help="How token losses become one number: as in the GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = setting(
+        "token", help="sequence: the row's ratio with each token's gradient (GSPO-token 2507.18071 eq. 13)"
+    )
+
+    @property
+    def ratio_level(self) -> Literal["token", "sequence"]:
+        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
+        return self.importance_sampling_level
+
+    def loss_settings(self, max_new_tokens: int) -> dict[str, Any]:
+        """Return the keyword arguments of `grpo_loss_fn`.
+
+        Args:
+            max_new_tokens: Longest completion in tokens, the constant of reduction "seq_mean_token_sum_norm".
+
+        Returns:
+            The keyword arguments by name.
+        """
+        return {
+            **self.surrogate_settings(),
+            "kl_coef": self.kl_in_loss,
+            "kl_estimator": self.kl_estimator,
+            "reduction": self.reduction,
+            "norm_length": max_new_tokens,
+            "importance_sampling_level": self.importance_sampling_level,
+            "prox_logp_method": "loglinear" if self.prox_logp_method == "loglinear" else "recompute",
+        }
 
 
 @dataclass(kw_only=True)
@@ -48,25 +87,7 @@ class GRPOConfig(KLExperimentConfig):
     def loss_fn(self) -> LossFn:
         from areno.loss_fns import grpo_loss_fn
 
-        return partial(grpo_loss_fn, **token_loss_settings(self.actor, self.gconfig.max_new_tokens))
-
-
-def token_loss_settings(actor: TokenPolicyConfig, max_new_tokens: int) -> dict[str, Any]:
-    """The keyword arguments of a loss of token ratios. PPO has the same."""
-    return {
-        "clip_eps": actor.eps_clip,
-        "clip_eps_higher": actor.eps_clip_higher,
-        "c_clip": actor.c_clip,
-        "kl_coef": actor.kl_in_loss,
-        "kl_estimator": actor.kl_estimator,
-        "reduction": actor.reduction,
-        "norm_length": max_new_tokens,
-        "importance_sampling_level": actor.importance_sampling_level,
-        "surrogate": actor.surrogate,
-        "sapo_tau_pos": actor.sapo_tau_pos,
-        "sapo_tau_neg": actor.sapo_tau_neg,
-        "prox_logp_method": "loglinear" if actor.prox_logp_method == "loglinear" else "recompute",
-    }
+        return partial(grpo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
 def loop() -> type[PolicyOnlyTrainer]:

@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.config.models import PolicyConfig
-from areno.launch import run_recipe
 from areno.schema.fields import forbid, setting
+from areno.config.models import KLConfig
+from areno.config.ratio import RatioConfig
+from areno.launch import run_recipe
+from areno.loss_fns.surrogates import Clip
 
 if TYPE_CHECKING:
     from areno.trainers.policy_only import PolicyOnlyTrainer
 
 
 @dataclass(kw_only=True)
-class GSPOActorConfig(PolicyConfig):
+class GSPOActorConfig(Clip, RatioConfig, KLConfig):
     """The actor of GSPO (2507.18071). Its ratio is that of the whole sequence, so the clip range is much smaller."""
 
     eps_clip: float = setting(

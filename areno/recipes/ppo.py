@@ -16,18 +16,16 @@ output for each token. It starts from the actor's body, or from critic.path, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn
-from areno.config.models import NormConfig, RefConfig, TokenPolicyConfig
-from areno.errors import Problem
+from areno.schema.fields import forbid, setting
+from areno.config.models import NormConfig, RefConfig
 from areno.launch import run_recipe
-from areno.recipes.grpo import token_loss_settings
-from areno.schema.fields import check, forbid, setting
+from areno.recipes.grpo import TokenPolicyConfig
 
 if TYPE_CHECKING:
     from areno.trainers.ppo import PPOTrainer
@@ -58,11 +56,6 @@ class PPOActorConfig(TokenPolicyConfig):
     def leave_one_out_is_for_samples(self) -> bool:
         return self.adv_norm is not None and self.adv_norm.mean_leave1out
 
-    @check
-    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
-        if not self.is_default("c_clip"):  # the default of this recipe gives way to another surrogate
-            yield from super().dual_clip_has_a_clip()
-
 
 @dataclass(kw_only=True)
 class PPOConfig(CriticExperimentConfig):
@@ -81,7 +74,7 @@ class PPOConfig(CriticExperimentConfig):
     def loss_fn(self) -> LossFn:
         from areno.loss_fns import ppo_loss_fn
 
-        return partial(ppo_loss_fn, **token_loss_settings(self.actor, self.gconfig.max_new_tokens))
+        return partial(ppo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
 def loop() -> type[PPOTrainer]:

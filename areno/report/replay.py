@@ -16,15 +16,16 @@ import torch
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.config.ratio import RatioConfig
+from areno.schema.values import value_at
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
-from areno.schema.values import value_at
 from areno.tracking.reader import RunReader
 from areno.tracking.run_folder import recipe_of
 from areno.trainers.rows import sample_rewards
-from areno.trainers.update import correct_rows, needs_proximal, pack_of
+from areno.trainers.update import correct_rows, pack_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 
@@ -206,7 +207,7 @@ def _compute_advantage(
     missing: list[str],
 ) -> None:
     """The advantage of the sample, from the rewards of all that were kept of its step, where the settings allow."""
-    if isinstance(config, CriticExperimentConfig) or config.actor.use_kl_in_reward:
+    if isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:
         missing.append("the advantage, which needs more than the rewards")
         return
     scored = [sample for sample in samples if sample.get("reward") is not None]
@@ -250,10 +251,10 @@ def _add_loss(
         staleness=0 if recorded.versions is None or not found.checkpoint_step else
         max(0, found.checkpoint_step - recorded.versions[0]),
     )  # fmt: skip
-    if needs_proximal(config.actor):
+    if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
         correct_rows([row], [now.tolist()], config.actor)
     rollout = np.where(recorded.trained, recorded.logprobs, 0.0)
-    if not config.actor.recompute_logprob:
+    if config.actor.old_logprobs == "rollout":
         row.old_logprobs = rollout
     elif found.checkpoint_step == step - 1:  # the weights before the update
         row.old_logprobs = now

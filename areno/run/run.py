@@ -17,6 +17,7 @@ import numpy as np
 from areno import heartbeat
 from areno.api.metrics import Stopwatch, step_scalars, step_times, with_prefix
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, EngineError, Key, WorkerLost
 from areno.files.interrupts import Stop
@@ -82,8 +83,8 @@ class Run:
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.divergence = Divergence(reward, unanswered)
-        if isinstance(config, PolicyExperimentConfig):
-            actor = config.actor
+        actor = config.actor
+        if isinstance(actor, RatioConfig):
             remedy = "actor.prox_logp_method=recompute" if actor.recompute_logprob else "actor.recompute_logprob=true"
             self.divergence.ratio = (actor.clip_against_rollout, actor.ratio_level, remedy)
         self._scalars: dict[str, float] = {}  # of the step under way

@@ -16,7 +16,7 @@ import numpy as np
 
 from areno.agents.rows import train_sequences
 from areno.api.trainer import Trainer
-from areno.config.models import PolicyConfig
+from areno.config.models import KLConfig, PolicyConfig
 from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens, overlong_penalty, shape_rewards
 from areno.loss_fns.kl import kl_array
@@ -157,9 +157,9 @@ def n_trained(row: TrainSequence) -> int:
 
 def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
     """The reward of each trained token: the row's at its last one, less kl_ctl * KL at each with use_kl_in_reward."""
-    if actor.use_kl_in_reward and actor.kl_ctl:
+    if isinstance(actor, KLConfig) and actor.kl_in_reward:
         pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
-        arrays = [-actor.kl_ctl * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
+        arrays = [-actor.kl_in_reward * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
     else:
         arrays = [np.zeros(n_trained(row)) for row in rows]
     for row, array in zip(rows, arrays, strict=True):
@@ -179,7 +179,7 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     centred then, and not divided by their deviation.
     """
     norm = actor.adv_norm
-    if not actor.use_kl_in_reward:
+    if not actor.kl_in_reward:
         rewards_B = np.array([row.reward for row in rows])
         values_B = rewards_B if norm is None else group_advantages(rewards_B, groups, **asdict(norm))
         return _on_tokens(rows, values_B)

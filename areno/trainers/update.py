@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from areno.config.experiments import LossFn
-from areno.config.models import MicroBatchSpec, PolicyConfig
+from areno.config.models import MicroBatchSpec
+from areno.config.ratio import RatioConfig
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import pack_rows
@@ -38,13 +39,7 @@ from areno.trainers.rows import (
 from areno.types import TrainSequence
 
 
-def needs_proximal(actor: PolicyConfig) -> bool:
-    """Return whether `correct_rows` needs a scoring pass of the policy before the update."""
-    decoupled = actor.use_decoupled_loss and actor.prox_logp_method != "loglinear"
-    return decoupled or actor.m2_threshold is not None
-
-
-def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: PolicyConfig) -> dict[str, float]:
+def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: RatioConfig) -> dict[str, float]:
     """Weigh and mask tokens by how the policy before the update differs from the policy that sampled them.
 
     Args:
@@ -131,7 +126,7 @@ def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) ->
 def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Score the rows under the policy and weigh them by `correct_rows`, where the settings need that."""
     actor = setup.config.actor
-    if not needs_proximal(actor):
+    if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
         return {}
     with setup.run.clock.phase("recompute"):
         return correct_rows(rows, logprobs_of(setup, "actor", rows), actor)

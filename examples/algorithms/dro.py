@@ -13,21 +13,15 @@ The paper learns V. This file uses the mean of R - tau * h over the samples of t
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import areno
 from areno.api import Algorithm, register_algorithm
 from areno.config.experiments import PolicyExperimentConfig
+from areno.schema.fields import setting
 from areno.config.models import PolicyConfig, RefConfig
-from areno.errors import Problem
 from areno.launch import run_algorithm
-from areno.schema.fields import check, setting
-
-# DRO has no ratio, no clip and no further KL. So these settings of other policies would do nothing here.
-NO_USE = ("eps_clip", "eps_clip_higher", "c_clip", "use_decoupled_loss", "m2_threshold", "recompute_logprob")
-NO_USE += ("kl_ctl", "kl_estimator", "use_kl_in_reward")
 
 
 @dataclass(kw_only=True)
@@ -36,12 +30,6 @@ class DROActorConfig(PolicyConfig):
 
     tau: float = setting(0.2, help="KL strength. A reward of 1 moves log(policy / ref) by 1 / tau", gt=0)
     adv_norm: None = setting(None, help="Not used: DRO computes its own advantages")
-
-    @check
-    def nothing_is_set_in_vain(self) -> Iterator[Problem]:
-        for name in NO_USE:
-            if not self.is_default(name):
-                yield Problem(name, "has no use in DRO; leave it out")
 
 
 @dataclass(kw_only=True)

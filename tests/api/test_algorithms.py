@@ -16,12 +16,11 @@ import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
 from areno.api.algorithms import algorithm_names
 from areno.config.experiments import PolicyExperimentConfig
-from areno.config.models import TokenPolicyConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.loss_fns import grpo_loss_fn
 from areno.recipes.dpo import DPOConfig
-from areno.recipes.grpo import GRPOConfig
+from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
@@ -265,6 +264,8 @@ def test_help_and_configuration_of_a_file(script: Path) -> None:
     [
         ("actor.puhcn=2", "error: actor.puhcn: unknown key; did you mean actor.punch?"),
         ("actor.punch=0", "error: actor.punch: is 0.0; it must be more than 0"),
+        ("actor.eps_clip=0.1", "error: actor.eps_clip: unknown key; it is a setting of grpo, gspo and ppo"),
+        ("actor.kl_ctl=0.1", "error: actor.kl_ctl: unknown key; it is a setting of grpo, gspo and ppo"),
     ],
 )
 def test_a_typo_in_a_knob_of_ones_own(script: Path, override: str, message: str) -> None:
@@ -279,7 +280,7 @@ def test_a_loss_for_a_recipes_own_loop_in_memory(tmp_path: Path) -> None:
     from areno.files.paths import find_file
 
     made = register_algorithm(mine(loss_fn=lambda config: lambda pack, logprobs: (pack.token_mean(-logprobs), {})))
-    actor = TokenPolicyConfig(path=str(find_file("examples/quickstart/model")), gradient_checkpointing=False)
+    actor = GRPOActorConfig(path=str(find_file("examples/quickstart/model")), gradient_checkpointing=False)
     config = load(MyConfig, "quickstart", [*SMALL, "total_train_steps=1", f"cluster.fileroot={tmp_path}"])
     config.actor = actor
     with made.trainer(config, tmp_path / "r", train_dataset=[{"prompt": "1+9="}] * 4, reward_fn=len_reward) as trainer:

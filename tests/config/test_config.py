@@ -14,7 +14,7 @@ from areno.config.rollout import GenerationConfig
 from areno.config.run import EngineConfig
 from areno.errors import ConfigError, Problem, keys_renamed
 from areno.recipes.dpo import DPOConfig
-from areno.recipes.grpo import GRPOConfig
+from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
@@ -226,11 +226,12 @@ IDLE = [  # settings that would do nothing beside the others: (actor, more, the 
     ),
 ]
 IDLE_OF_TOKENS = [
-    ({"use_sapo_loss": True, "eps_clip_higher": 0.3}, {}, "actor.eps_clip_higher"),
+    ({"surrogate": "sapo", "eps_clip_higher": 0.3}, {}, "actor.eps_clip_higher"),
     ({"use_sapo_loss": True, "c_clip": 2.0}, {}, "actor.c_clip"),
-    ({"use_cispo_loss": True, "c_clip": 2.0}, {}, "actor.c_clip"),
+    ({"surrogate": "cispo", "c_clip": 2.0}, {}, "actor.c_clip"),
     ({"sapo_tau_pos": 2.0}, {}, "actor.sapo_tau_pos"),
     ({"use_cispo_loss": True, "sapo_tau_neg": 2.0}, {}, "actor.sapo_tau_neg"),
+    ({"use_cispo_loss": True, "use_sapo_loss": True}, {}, "actor.use_sapo_loss"),
 ]
 
 
@@ -252,6 +253,17 @@ def test_what_a_recipe_brings_is_nobodys_wish():
     actor = {"path": "model", "use_decoupled_loss": True, "rejection_sampling": limits}
     greedy = {"gconfig": {"greedy": True, "n_samples": 1}, "actor": actor}
     assert build(PPOConfig, smallest() | greedy).actor.rejection_sampling.agg == "max"
+
+
+@pytest.mark.parametrize("name", ["cispo", "sapo"])
+def test_the_switch_of_a_surrogate_is_another_name_of_its_choice(name):
+    chosen = build(GRPOConfig, smallest() | {"actor": {"path": "model", "surrogate": name}})
+    switched = build(GRPOConfig, smallest() | {"actor": {"path": "model", f"use_{name}_loss": True}})
+    assert switched.actor.surrogate == chosen.actor.surrogate == name
+    assert switched.loss_fn().keywords == chosen.loss_fn().keywords  # type: ignore[attr-defined]
+    assert build(GRPOConfig, asdict(switched)) == switched
+    own = GRPOActorConfig(path="model", use_sapo_loss=True, sapo_tau_pos=2.0)
+    assert own.surrogate_settings() == {"surrogate": "sapo", "sapo_tau_pos": 2.0, "sapo_tau_neg": 1.05}
 
 
 def test_an_empty_stop_string_would_end_every_completion():

@@ -38,7 +38,22 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "actor.recompute_logprob=false actor.use_decoupled_loss=true",
             "actor.recompute_logprob: is false, but use_decoupled_loss compares with the policy before the update",
         ),
-        ("grpo", "actor.use_sapo_loss=true actor.eps_clip=0.1", "actor.eps_clip: is 0.1, but the loss of use_sapo"),
+        (
+            "grpo",
+            "actor.surrogate=sapo actor.eps_clip=0.1",
+            "actor.eps_clip: is 0.1, but surrogate is sapo; set surrogate to clip or cispo or leave this out",
+        ),
+        (
+            "ppo",
+            "actor.surrogate=cispo actor.c_clip=2",
+            "actor.c_clip: is 2.0, but surrogate is cispo; set surrogate to clip or leave this out",
+        ),
+        ("grpo", "actor.sapo_tau_pos=2", "actor.sapo_tau_pos: is 2.0, but surrogate is clip; set surrogate to sapo or"),
+        (
+            "grpo",
+            "actor.surrogate=cispo actor.use_sapo_loss=true",
+            "actor.use_sapo_loss: is true, but surrogate is cispo; set surrogate to sapo or leave this out",
+        ),
         (
             "gspo",
             "eval_gconfig.top_p=0.5",

@@ -187,7 +187,7 @@ def test_dro_on_the_command_line(tmp_path):
     assert wrong.returncode == 2
     assert "actor.tao: unknown key; did you mean actor.tau?" in wrong.stderr
     assert "actor.tau: is -1.0; it must be more than 0" in wrong.stderr
-    assert "actor.eps_clip: has no use in DRO" in wrong.stderr
+    assert "actor.eps_clip: unknown key; it is a setting of grpo, gspo and ppo" in wrong.stderr
     assert "  ref: is null" in wrong.stderr
     assert not list(tmp_path.iterdir())
 

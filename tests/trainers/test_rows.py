@@ -8,8 +8,10 @@ import re
 import numpy as np
 import pytest
 
-from areno.config.models import NormConfig, PolicyConfig, RejectionSamplingConfig
+from areno.config.models import NormConfig
+from areno.config.ratio import RejectionSamplingConfig
 from areno.errors import ConfigError, DataError
+from areno.recipes.grpo import GRPOActorConfig
 from areno.recipes.ppo import PPOActorConfig
 from areno.trainers.collect import first_groups, has_signal, n_groups
 from areno.trainers.rows import (
@@ -21,7 +23,7 @@ from areno.trainers.rows import (
     token_rewards,
     trained,
 )
-from areno.trainers.update import correct_rows, needs_proximal
+from areno.trainers.update import correct_rows
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 
@@ -42,8 +44,8 @@ def prompt() -> PromptItem:
     return PromptItem(prompt="a", text="a", tokens=[1, 2], index=7)
 
 
-def actor(**settings) -> PolicyConfig:
-    return PolicyConfig(path="model", **settings)
+def actor(**settings) -> GRPOActorConfig:
+    return GRPOActorConfig(path="model", **settings)
 
 
 def row(logprobs: list[float], reward: float = 0.0, mask: list[bool] | None = None, **fields) -> TrainSequence:
@@ -211,11 +213,11 @@ def test_the_rounding_of_a_kl_is_not_made_a_signal(levels: tuple[str, str], has_
 
 
 def test_only_weights_need_a_scoring_pass_before_the_update() -> None:
-    assert not needs_proximal(actor())
-    assert not needs_proximal(actor(recompute_logprob=False))
-    assert not needs_proximal(actor(use_decoupled_loss=True, prox_logp_method="loglinear"))
-    assert needs_proximal(actor(use_decoupled_loss=True))
-    assert needs_proximal(actor(m2_threshold=0.04))
+    assert not actor().needs_proximal
+    assert not actor(recompute_logprob=False).needs_proximal
+    assert not actor(use_decoupled_loss=True, prox_logp_method="loglinear").needs_proximal
+    assert actor(use_decoupled_loss=True).needs_proximal
+    assert actor(m2_threshold=0.04).needs_proximal
 
 
 def test_the_decoupled_loss_weighs_tokens_and_masks_those_rejected() -> None:

@@ -55,7 +55,7 @@ def test_cispo(grpo: Variant) -> None:
     assert moved.series("train/clip_frac_low") == [0]  # nothing is below 1 - 1
     assert moved.series("train/clip_frac_high")[0] > 0
     # The clip cuts the weight of a gradient and leaves the gradient: another update than PPO's clip makes.
-    other = grpo("variant=cispo", *MOVING, "actor.use_cispo_loss=false")
+    other = grpo("variant=cispo", *MOVING, "actor.surrogate=clip")
     assert moved.series("train/grad_norm")[0] != close(other.series("train/grad_norm")[0], 1e-3)
 
 

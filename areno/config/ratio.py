@@ -1,0 +1,139 @@
+"""Settings of the importance ratio: what it compares, and how stale or mismatched rollouts are corrected.
+
+The actors of GRPO, GSPO and PPO have these settings (`RatioConfig`). What a loss does with the ratio, such as the clip,
+is set beside the formulas in `areno.loss_fns.surrogates`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from areno.schema.fields import Needs, Section, check, forbid, setting
+from areno.config.models import PolicyConfig
+from areno.errors import Problem
+
+
+@dataclass(kw_only=True)
+class RejectionSamplingConfig(Section):
+    """Mask or truncate tokens or rows whose importance weights are extreme: settings of the decoupled loss."""
+
+    level: Literal["token", "sequence"] = setting("token", help="Judge each token alone, or each row as a whole")
+    action: Literal["mask", "clamp"] = setting(
+        "mask", help="mask: leave it out of training. clamp: limit its weight to [lower, upper] (truncated IS)"
+    )
+    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = setting(
+        "ratio",
+        help="ratio: r = proximal / behaviour probability. kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1. "
+        "binary_kl: the larger of the two KL directions, where the only outcomes are this token and any other token",
+    )
+    agg: Literal["sum", "mean", "max"] = setting(
+        "mean",
+        help="How level=sequence combines tokens. Ratios are combined in log space: mean is geometric",
+        only_with=Needs("level", "sequence", so="tokens are not combined"),
+    )
+    upper: float = setting(5.0, help="Largest metric that is accepted", gt=0)
+    lower: float | None = setting(None, help="Smallest metric that is accepted. null: no bound")
+
+    @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
+    def clamp_without_ratio(self) -> bool:
+        return self.action == "clamp" and self.metric != "ratio"
+
+    @check
+    def a_kl_of_zero_passes(self) -> Iterator[Problem]:
+        if self.lower is None or self.metric == "ratio":
+            return
+        if self.metric != "kl_k1":
+            yield Problem("lower", f"is {self.lower}, but {self.metric} is never negative, and 0 must pass; use null")
+        elif self.lower >= 0:
+            yield Problem("lower", f"is {self.lower}, but a kl_k1 of 0 (no difference) must pass; use lower < 0")
+
+    @forbid("lower", "is {self.lower}, but it must be less than upper={self.upper}")
+    def bounds_out_of_order(self) -> bool:
+        return self.lower is not None and self.lower >= self.upper
+
+    @forbid("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
+    def ratio_of_one_outside(self) -> bool:
+        return self.metric == "ratio" and (self.upper <= 1 or (self.lower or 0.5) >= 1 or (self.lower or 0.5) <= 0)
+
+
+@dataclass(kw_only=True)
+class RatioConfig(PolicyConfig):
+    """The actor of an algorithm whose loss has an importance ratio, trained policy / old policy.
+
+    An algorithm of your own inherits from this class if its loss divides by `pack.old_logprobs`.
+    """
+
+    recompute_logprob: bool = setting(
+        True,
+        help="Take the old log-probabilities from the training pass. The first update of a batch has them anyway; "
+        "later ones cost a scoring pass. false: use those of the rollout; they differ by rounding, which alone can "
+        "push ratios out of a narrow clip range",
+    )
+    use_decoupled_loss: bool = setting(
+        False,
+        help="Clip against the proximal policy (prox_logp_method) and weight tokens by proximal / behaviour "
+        "probability (decoupled PPO 2505.24298). Corrects for stale or mismatched rollouts",
+    )
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
+        "recompute",
+        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: no extra pass; the first update of "
+        "a batch uses its own, later ones interpolate between behaviour and current policy by the row's staleness. "
+        "metrics: recompute, and log the error of loglinear",
+        only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
+    )
+    rejection_sampling: RejectionSamplingConfig | None = setting(
+        None,
+        help="Mask or truncate extreme weights of use_decoupled_loss. null: neither",
+        only_with=Needs("use_decoupled_loss", so="tokens have no weights"),
+    )
+    m2_threshold: float | None = setting(
+        None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
+    )
+
+    @forbid(
+        "prox_logp_method",
+        "is loglinear, but rejection_sampling and m2_threshold need proximal log-probabilities before the update; set "
+        "it to recompute",
+    )
+    def loglinear_decides_late(self) -> bool:
+        needed = self.rejection_sampling is not None or self.m2_threshold is not None
+        return self.prox_logp_method == "loglinear" and needed
+
+    @forbid(
+        "recompute_logprob",
+        "is false, but use_decoupled_loss compares with the policy before the update, not with the rollout; leave "
+        "recompute_logprob out",
+    )
+    def decoupled_from_the_rollout(self) -> bool:
+        return self.use_decoupled_loss and not self.recompute_logprob
+
+    @property
+    def ratio_level(self) -> Literal["token", "sequence"]:
+        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
+        return "token"
+
+    def clip_range(self) -> float | None:
+        """Return the lower clip range of the ratio, None for a loss that does not clip."""
+        return None
+
+    @property
+    def clip_against_rollout(self) -> float | None:
+        """The clip range if ratios compare with the rollout. None if they compare with a training pass."""
+        updates_again = self.ppo_n_minibatches > 1 or self.gradient_accumulation_steps is not None
+        interpolates = self.prox_logp_method == "loglinear" and updates_again
+        return self.clip_range() if interpolates or not self.recompute_logprob else None
+
+    @property
+    def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
+        """The source of the denominator of the ratio, as `areno.Trainer.train` names it."""
+        if not self.recompute_logprob:
+            return "rollout"
+        return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the policy must score the rows before the update, to weigh or mask tokens."""
+        decoupled = self.use_decoupled_loss and self.prox_logp_method != "loglinear"
+        return decoupled or self.m2_threshold is not None
