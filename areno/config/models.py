@@ -207,6 +207,7 @@ class PolicyConfig(ModelConfig):
         "the batch into optimizer steps; set only one of them",
     )
     def two_ways_to_cut_the_batch(self) -> bool:
+        """Refuse two settings for the number of optimizer steps."""
         return self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None
 
     @property
@@ -221,6 +222,7 @@ class PolicyConfig(ModelConfig):
 
     @check
     def overlong_penalty_is_whole(self) -> Iterator[Problem]:
+        """Refuse an overlong penalty of which a part is missing."""
         if self.overlong_reward_penalty:
             values = {"overlong_tokens": self.overlong_tokens, "overlong_penalty_factor": self.overlong_penalty_factor}
             for name in (name for name, value in values.items() if value is None):
@@ -264,6 +266,7 @@ class KLConfig(PolicyConfig):
         "adv_norm.mean_level=group",
     )
     def leave_one_out_is_for_samples(self) -> bool:
+        """Refuse a mean over other samples for advantages of tokens."""
         norm = self.adv_norm
         return norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group"
 

@@ -38,10 +38,12 @@ class RejectionSamplingConfig(Section):
 
     @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
     def clamp_without_ratio(self) -> bool:
+        """Refuse to clamp a metric that is not a weight."""
         return self.action == "clamp" and self.metric != "ratio"
 
     @check
     def a_kl_of_zero_passes(self) -> Iterator[Problem]:
+        """Refuse a lower bound that rejects tokens on which both policies agree."""
         if self.lower is None or self.metric == "ratio":
             return
         if self.metric != "kl_k1":
@@ -51,10 +53,12 @@ class RejectionSamplingConfig(Section):
 
     @forbid("lower", "is {self.lower}, but it must be less than upper={self.upper}")
     def bounds_out_of_order(self) -> bool:
+        """Refuse bounds that nothing can pass."""
         return self.lower is not None and self.lower >= self.upper
 
     @forbid("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
     def ratio_of_one_outside(self) -> bool:
+        """Refuse bounds that reject tokens on which both policies agree."""
         return self.metric == "ratio" and (self.upper <= 1 or (self.lower or 0.5) >= 1 or (self.lower or 0.5) <= 0)
 
 
@@ -98,6 +102,7 @@ class RatioConfig(PolicyConfig):
         "it to recompute",
     )
     def loglinear_decides_late(self) -> bool:
+        """Refuse corrections before the update without the proximal policy."""
         needed = self.rejection_sampling is not None or self.m2_threshold is not None
         return self.prox_logp_method == "loglinear" and needed
 
@@ -107,6 +112,7 @@ class RatioConfig(PolicyConfig):
         "recompute_logprob out",
     )
     def decoupled_from_the_rollout(self) -> bool:
+        """Refuse a decoupled loss whose proximal policy is the behaviour policy."""
         return self.use_decoupled_loss and not self.recompute_logprob
 
     @property

@@ -1,6 +1,7 @@
-"""Rewards to advantages: normalised within groups or the batch, or estimated with a critic. numpy float64.
+"""Rewards and advantages, in numpy float64.
 
-What is added to, taken off or done to a reward before it becomes an advantage. numpy float64.
+Rewards are shaped first (penalty of long completions, bias, scale, clip). Then they become advantages: normalised
+within groups or the batch, or estimated with a critic.
 """
 
 from __future__ import annotations
@@ -24,18 +25,30 @@ def group_advantages(
     eps: float = 1e-6,
     mean_leave1out: bool = False,
 ) -> np.ndarray:
-    """(R - mean) / (std + eps), mean and std over the sample's group, over the batch, or left out (None).
+    """Compute (R - mean) / (std + eps) of each sample. Mean and std are over its group, over the batch, or left out.
 
-    Defaults are GRPO (arXiv 2402.03300 sec. 4.1.2); std_level None is Dr.GRPO (arXiv 2503.20783). The deviation is
-    that of the rewards about their own mean at `std_level`; the variance divides by n, or n - 1 when `std_unbiased`.
-    mean_leave1out: the mean is that of the others at `mean_level`, without the sample itself (RLOO, arXiv 2402.14740,
-    with std_level None); this is the ordinary advantage times n / (n - 1). The deviation is not changed by it.
+    The defaults are GRPO (arXiv 2402.03300 sec. 4.1.2). std_level None is Dr.GRPO (arXiv 2503.20783). If the known
+    rewards of a group or batch are all equal, they carry no signal and the advantage is exactly 0, not a rounding error
+    divided by eps.
 
-    rewards: (B,); NaN marks a sample whose reward is unknown (timeout, error): it stays out of every mean and gets
-    advantage 0. group_ids: (B,), equal for the samples of one prompt. Returns (B,) float64.
+    Args:
+        rewards: (B,) rewards. NaN marks a sample whose reward is unknown (timeout, error). It does not count in any
+            mean and gets advantage 0.
+        group_ids: (B,) numbers, equal for the samples of one prompt.
+        mean_level: "group" or "batch": the samples of the mean. None subtracts no mean.
+        std_level: "group" or "batch": the samples of the deviation, which is about their own mean. None does not
+            divide.
+        std_unbiased: Whether the variance divides by n - 1 instead of n.
+        eps: Added to the deviation.
+        mean_leave1out: Whether the sample itself is left out of its mean (RLOO, arXiv 2402.14740, with std_level None).
+            This multiplies the ordinary advantage by n / (n - 1). The deviation does not change.
 
-    Where the rewards that are normalised over are all equal, or only one is known, they carry no signal and the
-    advantage is exactly 0, not a rounding error divided by eps.
+    Returns:
+        (B,) float64 advantages.
+
+    Raises:
+        DataError: The lengths differ, or a reward is infinite.
+        ValueError: A level is unknown, or mean_leave1out is set without mean_level.
     """
     rewards_B = np.asarray(rewards, dtype=np.float64)
     groups_B = np.asarray(group_ids)
@@ -75,11 +88,25 @@ def normalize_tokens(
     eps: float = 1e-6,
     mean_leave1out: bool = False,
 ) -> list[np.ndarray]:
-    """The same over tokens: (x - mean) / (std + eps) over all tokens of the batch, or of the rows of a group.
+    """Compute (x - mean) / (std + eps) of each token, over all tokens of the batch or of the rows of a group.
 
-    Whitens the advantages of PPO, and is the global normalisation of REINFORCE++ (arXiv 2501.03262). values: one (T_i,)
-    array for each row, of its trained tokens. group_ids: one for each row. Returns arrays of the same lengths, float64;
-    exactly 0 where all tokens normalised over are equal.
+    This whitens the advantages of PPO, and is the global normalisation of REINFORCE++ (arXiv 2501.03262). If all values
+    of a group or batch are equal, the results are exactly 0.
+
+    Args:
+        values: A (T_i,) array for each row, of its trained tokens.
+        group_ids: A number for each row, equal for the rows of one prompt.
+        mean_level: "group" or "batch": the tokens of the mean. None subtracts no mean.
+        std_level: "group" or "batch": the tokens of the deviation. None does not divide.
+        std_unbiased: Whether the variance divides by n - 1 instead of n.
+        eps: Added to the deviation.
+        mean_leave1out: Whether the token itself is left out of its mean.
+
+    Returns:
+        A (T_i,) float64 array for each row.
+
+    Raises:
+        DataError: The numbers of rows differ, or a value is not finite.
     """
     lengths = [len(row) for row in values]
     if len(lengths) != len(group_ids):
@@ -95,13 +122,22 @@ def normalize_tokens(
 def gae(
     rewards_T: Sequence[float] | np.ndarray, values_T: Sequence[float] | np.ndarray, discount: float, gae_lambda: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation (arXiv 1506.02438 eq. 16) over the trained tokens of one row, in their order.
+    """Compute generalised advantage estimates (arXiv 1506.02438 eq. 16) over the trained tokens of one row.
 
-    delta_t = r_t + discount V_t+1 - V_t;  A_t = delta_t + discount gae_lambda A_t+1;  the value after the end is 0.
-    Tokens that are not trained (a tool's answer) are not in the arrays: the recursion steps across them.
+    delta_t = r_t + discount V_t+1 - V_t, and A_t = delta_t + discount gae_lambda A_t+1. The value after the last token
+    is 0. Tokens that are not trained, such as a tool's answer, are not in the arrays, so the recursion skips them.
 
-    rewards_T: (T,), the reward given for each token; values_T: (T,), the critic's value before it. Returns advantages
-    (T,) and returns A + V (T,), the critic's targets, float64.
+    Args:
+        rewards_T: (T,) rewards, one for each token.
+        values_T: (T,) values of the critic before each token.
+        discount: Factor on later rewards, for each token.
+        gae_lambda: 0 relies on the critic, 1 on the rewards.
+
+    Returns:
+        (advantages, returns), (T,) float64 each. The returns A + V are the critic's targets.
+
+    Raises:
+        DataError: The lengths differ.
     """
     rewards, values = np.asarray(rewards_T, dtype=np.float64), np.asarray(values_T, dtype=np.float64)
     if rewards.ndim != 1 or rewards.shape != values.shape:
@@ -116,9 +152,15 @@ def gae(
 
 
 def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[float] | np.ndarray) -> float:
-    """1 - Var(returns - values) / Var(returns), over (T,) tokens: 1 is a perfect critic, 0 one that knows nothing.
+    """Compute 1 - Var(returns - values) / Var(returns) over tokens.
 
-    Negative where the critic does worse than a constant. 0 where the returns do not vary.
+    Args:
+        values: (T,) values of the critic.
+        returns: (T,) targets of the critic.
+
+    Returns:
+        1 for a perfect critic, 0 for a critic that knows nothing, and less for a critic that is worse than a constant.
+        0 if the returns do not vary.
     """
     returns_T, values_T = np.asarray(returns, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if returns_T.size == 0 or np.all(returns_T == returns_T[0]):
@@ -127,9 +169,7 @@ def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[f
 
 
 def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
-    """Indices of the known entries of each set that is normalised together: (S, N) for S sets of N entries each, for
-    each N above 0 that there is.
-    """
+    """Return the indices of the entries that are normalised together: (S, N) for S sets of N known entries."""
     known = np.flatnonzero(known_B)
     if level is None or not known.size:
         return []
@@ -145,10 +185,19 @@ def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np
 def overlong_penalty(
     lengths: Sequence[int] | np.ndarray, max_new_tokens: int, overlong_tokens: int, factor: float = 1.0
 ) -> np.ndarray:
-    """DAPO's soft punishment of completions near the limit (arXiv 2503.14476 eq. 13), times factor; add it to rewards.
+    """Compute DAPO's soft penalty of completions near the length limit (arXiv 2503.14476 eq. 13), to add to rewards.
 
-    0 up to max_new_tokens - overlong_tokens tokens, then falling linearly to -factor at max_new_tokens, and -factor
-    beyond. lengths: (B,) tokens of each completion. Returns (B,) float64.
+    Args:
+        lengths: (B,) lengths of the completions in tokens.
+        max_new_tokens: The length limit in tokens.
+        overlong_tokens: The number of tokens before the limit over which the penalty grows.
+        factor: The penalty at the limit.
+
+    Returns:
+        (B,) float64: 0 up to max_new_tokens - overlong_tokens, then falling linearly to -factor at max_new_tokens.
+
+    Raises:
+        ValueError: overlong_tokens is not between 1 and max_new_tokens.
     """
     if not 0 < overlong_tokens <= max_new_tokens:
         raise ValueError(f"overlong_tokens is {overlong_tokens}; expected 1 to max_new_tokens={max_new_tokens}")
@@ -159,6 +208,16 @@ def overlong_penalty(
 def shape_rewards(
     rewards: Sequence[float] | np.ndarray, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None
 ) -> np.ndarray:
-    """(R + bias) * scaling, cut to [-clip, clip] where clip is given. (B,) float64; an unknown reward stays NaN."""
+    """Compute (R + bias) * scaling, clipped to [-clip, clip].
+
+    Args:
+        rewards: (B,) rewards. An unknown reward is NaN and stays NaN.
+        bias: Added to each reward.
+        scaling: Factor on each reward.
+        clip: Largest absolute value. None: no limit.
+
+    Returns:
+        (B,) float64 rewards.
+    """
     shaped_B = (np.asarray(rewards, dtype=np.float64) + bias) * scaling
     return shaped_B if clip is None else np.clip(shaped_B, -clip, clip)

@@ -1,8 +1,8 @@
-"""Corrections for rows that another policy sampled than the one about to be trained. numpy float64.
+"""Weights and masks for rows that were not sampled by the policy before this update. numpy float64.
 
-Behaviour policy: sampled the rows (a stale one, or the same weights under other kernels). Proximal policy: the one
-before this update, whose log-probabilities the training forward pass gives. r = proximal / behaviour probability of a
-token.
+The behaviour policy has sampled the rows: a stale policy, or the same weights with other kernels. The proximal policy
+is the policy before this update. Its log-probabilities come from a forward pass of training. r is the ratio of a
+token's probabilities, proximal / behaviour.
 """
 
 from __future__ import annotations
@@ -83,14 +83,26 @@ def behave_weights(
 
 
 def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> list[np.ndarray]:
-    """Which tokens M2PO trains on (arXiv 2510.01161, Algorithm 1): a (T_i,) bool array for each row.
+    """Choose the tokens that M2PO trains on (arXiv 2510.01161, Algorithm 1).
 
-    Candidates for masking are the tokens that a trust region would hold back, whose update moves the ratio further from
-    1: A > 0 with r > 1, or A < 0 with r < 1. Of these, the ones with the largest (log r)^2 are masked until the mean of
-    (log r)^2 over the candidates that remain is at most `threshold` (the paper's 0.04). All other tokens are kept.
+    Candidates for masking are the tokens whose update moves the ratio further away from 1: A > 0 with r > 1, or A < 0
+    with r < 1. The candidates with the largest (log r)^2 are masked until the mean of (log r)^2 over the other
+    candidates is at most `threshold`. All other tokens are kept. The mean is over the whole batch, so give all rows of
+    an optimizer step at once. The paper's loss still divides by all tokens: give masked tokens weight 0, and leave them
+    in the training mask.
 
-    The mean is over the whole batch, so give all rows of an optimizer step at once. The paper's loss keeps dividing by
-    all tokens: give masked ones weight 0 instead of taking them out of the training mask.
+    Args:
+        prox: Log-probabilities of the proximal policy at the trained tokens, a (T_i,) array for each row.
+        behave: The same of the policy that sampled the rows.
+        advantages: Advantages, a (T_i,) array for each row.
+        threshold: Largest mean of (log r)^2. The paper has 0.04.
+
+    Returns:
+        A (T_i,) bool array for each row, True for tokens to train on.
+
+    Raises:
+        ValueError: The threshold is not positive.
+        DataError: The arrays differ in shape, or a log-probability is not finite.
     """
     if threshold <= 0:
         raise ValueError(f"m2_threshold is {threshold}; expected a positive number, such as 0.04")
@@ -109,7 +121,7 @@ def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> lis
 
 
 def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
-    """log r of each row, float64. DataError where the two differ in shape or a token has no finite ratio."""
+    """Return log r of each row, float64. Raises DataError if shapes differ or a ratio is not finite."""
     if len(prox) != len(behave):
         raise DataError(f"there are {len(prox)} rows of proximal and {len(behave)} of behaviour log-probabilities")
     out = []
@@ -127,7 +139,7 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
 
 
 def _weights(log_r_T: np.ndarray, by_row: bool) -> np.ndarray:
-    """Return r of each token, or with `by_row` their geometric mean at each token."""
+    """Return r of each token. With `by_row`, each token has the geometric mean of its row."""
     log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if by_row and log_r_T.size else log_r_T
     return np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
@@ -154,6 +166,6 @@ def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
 
 
 def _of_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
-    """Combine the tokens of a row. values_T: log ratios for metric "ratio", else the metric of each token."""
+    """Combine the tokens of a row. `values_T` are log ratios for metric "ratio", else the metric of each token."""
     value = float({"sum": np.sum, "mean": np.mean, "max": np.max}[agg](values_T))
     return math.exp(min(value, MAX_LOG_RATIO)) if metric == "ratio" else value

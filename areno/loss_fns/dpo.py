@@ -1,10 +1,7 @@
-"""DPO and IPO: losses on pairs of answers, of which one was preferred. Shape letters: P pairs, and those of pack.py.
+"""DPO and IPO: losses on pairs of answers, where one answer is preferred. Shape letters: P pairs, and those of pack.py.
 
-Rows 2i and 2i + 1 of the pack are the chosen and the rejected answer of a pair. For each row
-
-    h = sum over its trained tokens of (log p - log p_ref),
-
-which needs both log-probabilities of the same tokens; L is their number.
+Rows 2i and 2i + 1 of the pack are the chosen and the rejected answer of a pair. h of a row is the sum over its trained
+tokens of (log p - log p_ref). L is the number of these tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +27,28 @@ def dpo_loss_fn(
     label_smoothing: float = 0.0,
     loss_type: LossType = "sigmoid",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean over the step's pairs of `preference_loss`. logprobs: (N,), differentiable. Needs ref_logprobs.
+    """Compute the mean of `preference_loss` over the step's pairs.
 
-    Statistics are means over the step's pairs. rewards_chosen, rewards_rejected: the implicit reward beta * h (for ipo
-    beta * h / L, which is what it compares); margin: their difference; accuracy: share of pairs whose margin is
-    positive, one of exactly 0 counting half; logps_chosen, logps_rejected: summed log-probabilities.
+    Train with rows_per_unit=2, which keeps pairs together.
 
-    Train with rows_per_unit=2; DataError where pairs could have been torn apart, or where a row has no trained token.
+    All statistics are means over the step's pairs. rewards_chosen and rewards_rejected are the implicit rewards beta *
+    h (for ipo beta * h / L, which its loss compares). margin is their difference. accuracy is the share of pairs with a
+    positive margin, where a margin of exactly 0 counts half. logps_chosen and logps_rejected are summed
+    log-probabilities.
+
+    Args:
+        pack: The micro-batch, with ref_logprobs.
+        logprobs: (N,) log-probabilities under the trained policy, differentiable.
+        beta: Strength of the pull towards the reference, the factor on the margin.
+        label_smoothing: Probability that the labels of a pair are swapped. For "sigmoid" only.
+        loss_type: "sigmoid" (DPO) or "ipo".
+
+    Returns:
+        The micro-batch's share of the step's loss (0-dim), and statistics by name.
+
+    Raises:
+        DataError: Pairs may be split over packs (rows_per_unit is not 2), or a row has no trained token.
+        ValueError: loss_type is unknown or does not use label_smoothing.
     """
     if pack.rows_per_unit != 2:
         raise DataError(
@@ -71,14 +83,29 @@ def dpo_loss_fn(
 
 
 def preference_loss(margins_P: Tensor, beta: float, label_smoothing: float, loss_type: LossType) -> Tensor:
-    """(P,) -> (P,): the loss of each pair, differentiable.
+    """Compute the loss of each pair, differentiable.
 
-    sigmoid: margins are m = h_chosen - h_rejected, the loss -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m). With
-        s = label_smoothing = 0 this is arXiv 2305.18290 eq. 7; s is the probability that a label is wrong (conservative
-        DPO: E. Mitchell, A note on DPO with noisy preferences, 2023).
-    ipo: margins are d = h_chosen / L_chosen - h_rejected / L_rejected, the loss (d - 1 / (2 beta))^2, arXiv 2310.12036
-        eq. 17 with beta for tau. The paper writes h where d has h / L; the mean over tokens is what TRL computes too:
-        of sums, the square would grow with the length of the answers.
+    sigmoid: -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m) with m = h_chosen - h_rejected. With s = 0 this is
+        arXiv
+    2305.18290 eq. 7. s is the probability that a label is wrong (conservative DPO: E. Mitchell, A note on DPO with
+    noisy preferences, 2023).
+
+    ipo: (d - 1 / (2 beta))^2 with d = h_chosen / L_chosen - h_rejected / L_rejected. This is arXiv 2310.12036 eq. 17
+        with
+    beta for tau. The paper has h in place of h / L. TRL takes the mean over tokens too, because the square of a sum
+    would grow with the length of the answers.
+
+    Args:
+        margins_P: (P,) margins m or d.
+        beta: Factor on the margin, or the tau of ipo.
+        label_smoothing: s.
+        loss_type: "sigmoid" or "ipo".
+
+    Returns:
+        (P,) losses.
+
+    Raises:
+        ValueError: loss_type is unknown or does not use label_smoothing.
     """
     if loss_type == "sigmoid":
         agree_P = logsigmoid(beta * margins_P)
@@ -93,5 +120,5 @@ def preference_loss(margins_P: Tensor, beta: float, label_smoothing: float, loss
 
 
 def _pair_mean(pack: DataPack, values_P: Tensor) -> Tensor:
-    """This micro-batch's share of the step's mean over pairs: 0-dim."""
+    """Return the micro-batch's share of the step's mean over pairs, 0-dim."""
     return pack.row_mean(values_P) * 2

@@ -6,11 +6,13 @@ With r = reference / policy and tokens drawn from the policy (Schulman, "Approxi
     k2 = (log r)^2 / 2       biased, low variance
     k3 = r - log r - 1       unbiased, low variance, never negative (also arXiv 2402.03300 eq. 4)
 
-An unbiased estimate need not have an unbiased gradient. Differentiated as a term of the loss, on samples of the policy,
-k1's gradient is that of log pi, whose mean is 0: it adds noise and no pull towards the reference. k2's gradient is
-unbiased: its mean is that of KL(policy || reference). k3's gradient is biased: its mean is that of the other direction,
-KL(reference || policy); near the reference the two agree. Taken off the reward instead (`kl_array`), the
-value is what counts, and k1 is the unbiased choice.
+An unbiased estimate need not have an unbiased gradient. As a term of the loss, on samples of the policy:
+
+    k1's gradient is that of log pi. Its mean is 0, so it adds noise and no pull towards the reference.
+    k2's gradient is unbiased: its mean is the gradient of KL(policy || reference).
+    k3's gradient is biased: its mean is the gradient of KL(reference || policy). Near the reference the two agree.
+
+If the KL is subtracted from the reward (`kl_array`), only the value counts, and k1 is the unbiased choice.
 """
 
 from __future__ import annotations
@@ -28,9 +30,19 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """KL(policy || reference) at each token, for tokens drawn from the policy; differentiable in `logprobs`.
+    """Estimate KL(policy || reference) at each token, for tokens drawn from the policy.
 
-    log r is bounded to +-20, beyond which the gradient is 0.
+    Args:
+        logprobs: Log-probabilities under the policy, of any shape, differentiable.
+        ref_logprobs: Log-probabilities under the reference, of the same shape.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        Estimates of the same shape, differentiable in `logprobs`. log r is bounded to +-20, beyond which the gradient
+        is 0.
+
+    Raises:
+        ValueError: The estimator is unknown.
     """
     return _estimate(bounded(ref_logprobs - logprobs), torch.exp, estimator)
 
@@ -38,17 +50,28 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
 def kl_array(
     logprobs: Sequence[float] | np.ndarray, ref_logprobs: Sequence[float] | np.ndarray, estimator: KLEstimator
 ) -> np.ndarray:
-    """The same in numpy float64, (T,), to be taken off the rewards of the tokens.
+    """Estimate KL(policy || reference) at each token in numpy float64, to subtract it from the rewards of the tokens.
 
-    With k1, what is taken off a row is its log ratio to the reference, whose mean is the KL of whole sequences
+    With k1, the sum over a row is its log ratio, policy / reference. The mean of that is the KL of whole sequences
     (arXiv 1909.08593 eq. 2).
+
+    Args:
+        logprobs: (T,) log-probabilities under the policy.
+        ref_logprobs: (T,) log-probabilities under the reference.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        (T,) float64 estimates.
+
+    Raises:
+        ValueError: The estimator is unknown.
     """
     log_r = np.asarray(ref_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64)
     return _estimate(np.clip(log_r, -MAX_LOG_RATIO, MAX_LOG_RATIO), np.exp, estimator)
 
 
 def _estimate(log_r: Any, exp: Callable[[Any], Any], estimator: str) -> Any:
-    """log_r: tensor or array, bounded; exp: its exponential."""
+    """Compute the estimator of a bounded log ratio. `log_r` is a tensor or an array, `exp` its exponential."""
     if estimator == "k1":
         return -log_r
     if estimator == "k2":

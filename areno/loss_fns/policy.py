@@ -1,11 +1,11 @@
-"""How the losses of tokens become one number. The choice changes what is optimised, so it has a name.
+"""Parts that the policy losses share: the reduction over tokens, statistics and the KL term.
 
-With rows i, their trained tokens t and T_i of them:
-seq_mean_token_mean      mean_i 1/T_i sum_t    GRPO (arXiv 2402.03300 eq. 3): every row weighs the same
-token_mean               sum_it / sum_i T_i    DAPO (arXiv 2503.14476 eq. 8): every token weighs the same
-seq_mean_token_sum_norm  mean_i 1/L sum_t      Dr.GRPO (arXiv 2503.20783 sec. 3.2): a constant L, so length has no pull
+The reduction changes what is optimised, so it has a name. With rows i and their T_i trained tokens t:
 
-What the policy losses share: their statistics, and the KL term.
+    seq_mean_token_mean      mean_i 1/T_i sum_t    GRPO (arXiv 2402.03300 eq. 3): every row weighs the same
+    token_mean               sum_it / sum_i T_i    DAPO (arXiv 2503.14476 eq. 8): every token weighs the same
+    seq_mean_token_sum_norm  mean_i 1/L sum_t      Dr.GRPO (arXiv 2503.20783 sec. 3.2): L is a constant, so the length
+                                                   of a row has no pull
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ Reduction = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_nor
 
 
 def reduce_tokens(pack: DataPack, values_T: Tensor, reduction: Reduction, norm_length: float | None = None) -> Tensor:
-    """(T,) values of trained tokens -> 0-dim: this micro-batch's share of the step's value.
+    """Reduce the values of tokens to the micro-batch's share of the step's value.
 
-    norm_length: the constant L of seq_mean_token_sum_norm, in tokens (usually the longest completion allowed).
+    Args:
+        pack: The micro-batch.
+        values_T: (T,) values of trained tokens.
+        reduction: The name of the reduction, see the top of the file.
+        norm_length: The constant L of seq_mean_token_sum_norm in tokens, usually the longest completion allowed.
+
+    Returns:
+        A 0-dim tensor.
+
+    Raises:
+        ValueError: The reduction is unknown, or lacks a positive norm_length.
     """
     if reduction == "seq_mean_token_mean":
         return pack.row_mean(pack.mean_rows(values_T))
@@ -61,12 +71,29 @@ def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[
 
 
 def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
-    """Return the entropy of the next-token distribution, mean over the step's trained tokens, in nats."""
+    """Return the entropy of the next-token distribution, averaged over the step's trained tokens.
+
+    Args:
+        pack: The micro-batch.
+
+    Returns:
+        {"entropy": a 0-dim share in nats}, or nothing if the pack has no entropy.
+    """
     return {} if pack.entropy is None else {"entropy": pack.token_mean(pack.trained(pack.entropy))}
 
 
 def surrogate_stats(how: dict[str, Tensor], policy_loss: Tensor, ratio: Tensor) -> dict[str, Tensor]:
-    """What every surrogate reports: its own means, their clip_frac where it clips, policy_loss, and the ratios seen."""
+    """Collect the statistics of a surrogate.
+
+    Args:
+        how: The surrogate's own statistics, averaged over the step.
+        policy_loss: The reduced loss of the surrogate.
+        ratio: Importance ratios of tokens or rows, logged as observations.
+
+    Returns:
+        `how`, policy_loss and ratio. Surrogates that clip also have clip_frac, the sum of clip_frac_low and
+        clip_frac_high.
+    """
     stats = {**how, "policy_loss": policy_loss.detach(), "ratio": ratio.detach()}
     if "clip_frac_low" in how:
         stats["clip_frac"] = how["clip_frac_low"] + how["clip_frac_high"]
@@ -83,7 +110,24 @@ def add_kl(
     reduction: Reduction,
     norm_length: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """policy_loss + kl_coef * KL to the reference, and stats with kl_loss; without a reference where kl_coef is 0."""
+    """Add kl_coef * KL to the reference to a policy loss.
+
+    Args:
+        pack: The micro-batch. It needs ref_logprobs if kl_coef is not 0.
+        policy_loss: The reduced policy loss, 0-dim.
+        logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
+        stats: Statistics by name.
+        kl_coef: Coefficient of the KL. 0: no KL.
+        kl_estimator: See `kl.kl_per_token`.
+        reduction: See `reduce_tokens`.
+        norm_length: See `reduce_tokens`.
+
+    Returns:
+        The loss, and the statistics with kl_loss.
+
+    Raises:
+        DataError: The pack has no ref_logprobs.
+    """
     if not kl_coef:
         return policy_loss, stats
     kl_T = kl_per_token(logprobs_T, pack.trained(pack.need("ref_logprobs")), kl_estimator)

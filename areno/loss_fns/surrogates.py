@@ -278,6 +278,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
+        """Refuse settings that belong only to surrogates that are not chosen."""
         owners = {name: [key for key, cls in SURROGATES.items() if name in settings(cls)] for name in _all_settings()}
         owners |= {"use_cispo_loss": ["cispo"], "use_sapo_loss": ["sapo"]}
         for name, names in owners.items():

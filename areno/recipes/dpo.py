@@ -48,6 +48,7 @@ class DPOActorConfig(ModelConfig):
 
     @forbid("label_smoothing", "is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0")
     def unused_smoothing(self) -> bool:
+        """Refuse label smoothing for a loss without it."""
         return self.label_smoothing > 0 and self.loss_type != "sigmoid"
 
 
@@ -58,6 +59,7 @@ class DPOConfig(PreferenceExperimentConfig):
     actor: DPOActorConfig = setting(help="The model that is trained")
 
     def loss_fn(self) -> LossFn:
+        """Return the loss function that the settings describe."""
         from areno.loss_fns import dpo_loss_fn
 
         actor = self.actor

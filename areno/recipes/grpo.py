@@ -80,11 +80,21 @@ class GRPOConfig(KLExperimentConfig):
     actor: GRPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
+        """Compute the advantages that the settings describe.
+
+        Args:
+            rows: The TrainSequences of the step.
+            groups: The number of each row's group.
+
+        Returns:
+            For each row, an array over its trained tokens.
+        """
         from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
+        """Return the loss function that the settings describe."""
         from areno.loss_fns import grpo_loss_fn
 
         return partial(grpo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))

@@ -37,10 +37,12 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
 
     @property
     def ratio_level(self) -> Literal["token", "sequence"]:
+        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
         return "sequence"
 
     @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
     def proximal_policy_of_tokens(self) -> bool:
+        """Refuse an interpolation that needs ratios of tokens."""
         return self.prox_logp_method == "loglinear"
 
 
@@ -51,11 +53,21 @@ class GSPOConfig(KLExperimentConfig):
     actor: GSPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
+        """Compute the advantages that the settings describe.
+
+        Args:
+            rows: The TrainSequences of the step.
+            groups: The number of each row's group.
+
+        Returns:
+            For each row, an array over its trained tokens.
+        """
         from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
+        """Return the loss function that the settings describe."""
         from areno.loss_fns import gspo_loss_fn
 
         actor = self.actor

@@ -54,6 +54,7 @@ class PPOActorConfig(TokenPolicyConfig):
 
     @forbid("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
     def leave_one_out_is_for_samples(self) -> bool:
+        """Refuse a mean over other samples: the advantages are those of tokens."""
         return self.adv_norm is not None and self.adv_norm.mean_leave1out
 
 
@@ -67,11 +68,21 @@ class PPOConfig(CriticExperimentConfig):
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:
+        """Compute the advantages that the settings describe.
+
+        Args:
+            rows: The TrainSequences of the step.
+            groups: The number of each row's group.
+
+        Returns:
+            (advantages, returns): for each row, an array over its trained tokens.
+        """
         from areno.trainers.rows import critic_advantages
 
         return critic_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
+        """Return the loss function that the settings describe."""
         from areno.loss_fns import ppo_loss_fn
 
         return partial(ppo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))

@@ -23,6 +23,7 @@ class SFTConfig(SupervisedExperimentConfig):
     """Supervised fine-tuning."""
 
     def loss_fn(self) -> LossFn:
+        """Return the loss function that the settings describe."""
         from areno.loss_fns import sft_loss_fn
 
         return sft_loss_fn

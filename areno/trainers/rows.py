@@ -1,7 +1,7 @@
-"""From scored samples to training rows: rewards, advantages, corrections. What is behind every policy loop, as plain
-functions. Arrays are float64; `trained` ones hold the trained tokens of a row only, (T_i,).
+"""Rows to train on, from scored samples: rewards, advantages and corrections, as functions that all policy loops share.
 
-Rows and samples: an agent's sample may have several rows, and advantages are of samples.
+Arrays are float64. A *trained* array has only the trained tokens of a row, (T_i,). An agent's sample may have several
+rows; advantages are computed for samples.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from areno.types import RolloutSequence, ScoredSample, TokenArrays, TrainSequenc
 
 Arrays = list[np.ndarray]
 AdvantageFn = Callable[[Sequence[TrainSequence], Sequence[int], Any], Any]
-"""(rows, the number of each row's group, the actor's settings) -> an array over the trained tokens of each row.
+"""A function of (rows, the number of each row's group, the actor's settings) that computes advantages.
 
-In the PPO loop, whose rows have values, two such lists: (advantages, returns). REINFORCE without a baseline would be
+It returns an array over the trained tokens of each row. In the PPO loop, whose rows have values, it returns two such
+lists: (advantages, returns). REINFORCE without a baseline would be
 
     def advantages(rows, groups, actor):
         return [np.full(len(logprobs), row.reward) for row, logprobs in zip(rows, trained(rows, "logprobs"))]
@@ -36,9 +37,18 @@ In the PPO loop, whose rows have values, two such lists: (advantages, returns). 
 
 
 def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new_tokens: int) -> np.ndarray:
-    """The reward of each sample, (B,), as the actor's settings shape it: overlong penalty, bias, scale, clip, norm.
+    """Shape the rewards of samples by the actor's settings: overlong penalty, bias, scale, clip and normalisation.
 
-    Raises ConfigError if they make one that training cannot compute with.
+    Args:
+        samples: The scored samples of the step.
+        actor: The settings.
+        max_new_tokens: Length limit of completions in tokens.
+
+    Returns:
+        (B,) float64, a reward for each sample. NaN where the reward is unknown.
+
+    Raises:
+        ConfigError: A reward becomes larger than float32 holds.
     """
     rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
     if actor.overlong_reward_penalty:
@@ -64,11 +74,18 @@ def policy_rows(
     drop_truncated: bool = False,
     weights_version: int = 0,
 ) -> list[TrainSequence]:
-    """The row of each sample, or the rows of its trajectory.
+    """Make the rows to train on: one for each sample, or those of an agent's trajectory. The response is trained.
 
-    The response is trained, unless `drop_truncated` is set and it was cut off.
+    Args:
+        samples: The scored samples of the step.
+        rewards_B: The shaped reward of each sample.
+        eos_token_id: The token that ends a completion.
+        drop_truncated: Whether samples that were cut off at the length limit have no trained tokens.
+        weights_version: The version of the policy's weights. A row's staleness is counted from the oldest version that
+            has sampled one of its tokens.
 
-    weights_version: of the policy as it is; a row is as stale as the oldest weights that sampled one of its tokens.
+    Returns:
+        The rows, in the order of the samples.
     """
     rows = []
     for sample, reward in zip(samples, rewards_B, strict=True):
@@ -76,9 +93,12 @@ def policy_rows(
         masked = drop_truncated and sequence.finish_reason == "length"
         if sample.trajectory is not None:
             rows += train_sequences(
-                sample.trajectory, reward=reward, eos_token_id=eos_token_id, weights_version=weights_version,
+                sample.trajectory,
+                reward=reward,
+                eos_token_id=eos_token_id,
+                weights_version=weights_version,
                 masked=masked,
-            )  # fmt: skip
+            )
             continue
         arrays = sample.arrays or token_arrays(prompt, sequence)
         oldest = weights_version if arrays.oldest_version is None else arrays.oldest_version
@@ -99,7 +119,16 @@ def policy_rows(
 
 
 def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) -> TokenArrays:
-    """A completion as arrays, with its prompt."""
+    """Make arrays of a prompt and its completion.
+
+    Args:
+        prompt: Token ids of the prompt.
+        sequence: The completion.
+
+    Returns:
+        Tokens and log-probabilities, (T,) each, prompt included; and the oldest version of weights in the completion.
+        The log-probabilities of the prompt are 0.
+    """
     n_prompt, n_tokens = len(prompt), len(prompt) + sequence.n_tokens
     tokens, logprobs = np.empty(n_tokens, np.int64), np.zeros(n_tokens)
     given = vars(sequence)  # as arrays, if it came so
@@ -109,19 +138,40 @@ def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) 
 
 
 def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
-    """The token ids of each row."""
+    """Return the token ids of each row.
+
+    Args:
+        rows: The rows.
+
+    Returns:
+        A list or array of token ids for each row.
+    """
     return [[] if row.tokens is None else row.tokens for row in rows]
 
 
 def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
-    """The values of a per-token field at the trained tokens of each row."""
+    """Return a per-token field at the trained tokens of each row.
+
+    Args:
+        rows: The rows.
+        name: The name of the field, such as "logprobs".
+
+    Returns:
+        A (T_i,) float64 array for each row.
+    """
     return [np.asarray(vars(row)[name], dtype=np.float64)[places_of(row)] for row in rows]
 
 
 def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
-    """Set a per-token field from its values at trained tokens; 0.0 elsewhere.
+    """Set a per-token field from its values at trained tokens. Other tokens get 0.
 
-    DataError where they are not as many, of which an advantage function of one's own should hear.
+    Args:
+        rows: The rows, which are changed.
+        name: The name of the field, such as "advantages".
+        arrays: For each row, an array over its trained tokens.
+
+    Raises:
+        DataError: The arrays do not fit the rows. The message is for the author of an advantage function.
     """
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
@@ -145,18 +195,41 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
 
 
 def places_of(row: TrainSequence) -> np.ndarray:
-    """Where the trained tokens of a row are, (T,) bool."""
+    """Find the trained tokens of a row.
+
+    Args:
+        row: The row.
+
+    Returns:
+        (T,) bool, True at trained tokens.
+    """
     return ~np.asarray(row.prompt_mask, dtype=bool)
 
 
 def n_trained(row: TrainSequence) -> int:
-    """Number of these."""
+    """Count the trained tokens of a row.
+
+    Args:
+        row: The row.
+
+    Returns:
+        Their number.
+    """
     mask = np.asarray(row.prompt_mask, dtype=bool)
     return mask.size - int(np.count_nonzero(mask))
 
 
 def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
-    """The reward of each trained token: the row's at its last one, less kl_ctl * KL at each with use_kl_in_reward."""
+    """Compute the reward of each trained token.
+
+    Args:
+        rows: The rows, with ref_logprobs if the KL is part of the reward.
+        actor: The settings.
+
+    Returns:
+        A (T_i,) array for each row: the row's reward at its last trained token, 0 elsewhere. If the KL is part of the
+        reward, kl_ctl times the KL of each token is subtracted.
+    """
     if isinstance(actor, KLConfig) and actor.kl_in_reward:
         pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
         arrays = [-actor.kl_in_reward * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
@@ -172,11 +245,19 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     """Compute advantages without a critic, one for each trained token.
 
     The tokens of a row have equal advantages: the reward of the row, normalised over samples by adv_norm. If the KL is
-    part of the reward, a group compares the samples by the sum of their token rewards (RLOO); without a group, each
-    token has the sum of the rewards from it on, normalised over the tokens of the batch (REINFORCE++).
+    part of the reward, a group compares the samples by the sum of their token rewards (RLOO). Without a group, each
+    token has the sum of the rewards from itself on, normalised over the tokens of the batch (REINFORCE++).
 
-    Where all rewards that a deviation is taken over are equal, only KL terms differ, which may be rounding. They are
-    centred then, and not divided by their deviation.
+    If all rewards under a deviation are equal, only KL terms differ, and their differences may be rounding. Such
+    advantages are centred and not divided by the deviation.
+
+    Args:
+        rows: The rows of the step, one for each sample.
+        groups: The number of each row's group.
+        actor: The settings.
+
+    Returns:
+        A (T_i,) array for each row.
     """
     norm = actor.adv_norm
     if not actor.kl_in_reward:
@@ -214,7 +295,16 @@ def _are_equal(rewards: Sequence[float]) -> bool:
 
 
 def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
-    """(advantages, returns) by GAE from the rows' values; the advantages are then normalised over tokens (whitened)."""
+    """Compute advantages by GAE from the rows' values, and normalise them over tokens (whitening).
+
+    Args:
+        rows: The rows of the step, one for each sample, with values.
+        groups: The number of each row's group.
+        actor: The settings of PPO's actor.
+
+    Returns:
+        (advantages, returns): for each row, a (T_i,) array each. The returns are not normalised.
+    """
     found = [
         gae(rewards, values, actor.discount, actor.gae_lambda)
         for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True)
@@ -229,14 +319,29 @@ logger = logging.getLogger("areno")
 
 
 def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
-    """How many of the rows of `policy_rows` each sample has."""
+    """Count the rows that `policy_rows` makes of each sample.
+
+    Args:
+        samples: The scored samples of the step.
+
+    Returns:
+        A number for each sample.
+    """
     return [1 if sample.trajectory is None else len(sample.trajectory.rows) for sample in samples]
 
 
 def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSequence]:
-    """One row for each sample, of the rows that it has one after another. sizes: of `rows_per_sample`.
+    """Join the rows of each sample into one row.
 
-    Advantages are of samples: one with two rows counts once in its group, and its tokens are one sequence.
+    Advantages are computed for samples: a sample with two rows counts once in its group, and its tokens are one
+    sequence.
+
+    Args:
+        rows: The rows of the step.
+        sizes: The number of rows of each sample, from `rows_per_sample`.
+
+    Returns:
+        A row for each sample. A sample with one row keeps this row.
     """
     found, start = [], 0
     for size in sizes:
@@ -255,9 +360,19 @@ def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSeq
 def set_advantages(
     rows: Sequence[TrainSequence], sizes: Sequence[int], found: Sequence[np.ndarray], name: str = "advantages"
 ) -> None:
-    """Set a per-token field of the rows from its values at the trained tokens of each sample, as of `joined`."""
+    """Set a per-token field of the rows from its values at the trained tokens of each sample.
+
+    Args:
+        rows: The rows of the step, which are changed.
+        sizes: The number of rows of each sample, from `rows_per_sample`.
+        found: For each sample, an array over the trained tokens of its rows, one row after another.
+        name: The name of the field.
+
+    Raises:
+        DataError: The arrays do not fit the samples.
+    """
     samples = joined(rows, sizes)
-    set_trained(samples, name, found)  # tells what does not fit
+    set_trained(samples, name, found)  # checks the shapes
     if all(size == 1 for size in sizes):
         return  # these are the rows
     arrays: Arrays = []
@@ -270,7 +385,16 @@ def set_advantages(
 def without_truncated(
     rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
 ) -> list[TrainSequence]:
-    """Return the rows, with no token trained of samples that were cut off at a length limit. sizes: see `joined`."""
+    """Make rows in which samples that were cut off at a length limit have no trained tokens.
+
+    Args:
+        rows: The rows of the step.
+        samples: The scored samples of the step.
+        sizes: The number of rows of each sample, from `rows_per_sample`.
+
+    Returns:
+        The rows. Those of samples that were not cut off are the same objects.
+    """
     truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
     return [
         replace(row, prompt_mask=np.ones_like(np.asarray(row.prompt_mask, dtype=bool))) if masked else row
@@ -281,10 +405,18 @@ def without_truncated(
 def score_agents(
     trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], temperature: float
 ) -> None:
-    """`score_missing` for the rows of agents' samples. Warns where these sampled at temperatures of their own."""
+    """Compute the log-probabilities that agents' samples lack, by `score_missing`. Warn of other sampling temperatures.
+
+    Args:
+        trainer: Scores the rows.
+        samples: The scored samples of the step.
+        rows: The rows of the step, which are changed.
+        temperature: Sampling temperature of training.
+    """
     sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
     if others := score_missing(trainer, sampled, rows, temperature):
         logger.warning(
             "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate",
-            ", ".join(map(str, others)), temperature,
-        )  # fmt: skip
+            ", ".join(map(str, others)),
+            temperature,
+        )

@@ -1,8 +1,6 @@
-"""Weights and masks for rows that another policy sampled than the one before the update.
+"""The training half of a step: rows to train on, corrections of rows from another policy, and optimizer steps.
 
-A loss function as a measure of rows that are not trained on: the same numbers as in training, by the same code.
-
-The training half of a step: rows in, optimizer steps out. Every loop trains by `update`.
+Every loop trains by `update`. `measure_loss` evaluates a loss on rows that are not trained on, by the same code.
 """
 
 from __future__ import annotations
@@ -85,9 +83,16 @@ def _share_masked(keep: Arrays) -> float:
 def measure_loss(
     loss_fn: LossFn, rows: Sequence[TrainSequence], logprobs: Sequence[Sequence[float]], *, rows_per_unit: int = 1
 ) -> dict[str, float]:
-    """The loss of all rows as one step, under "loss", and the loss function's statistics by name.
+    """Compute the loss of all rows as one step, without an update.
 
-    logprobs: of all tokens of each row, under the model that is measured. rows_per_unit: see Trainer.train.
+    Args:
+        loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns.
+        rows: The rows.
+        logprobs: Log-probabilities of all tokens of each row, under the model to be measured.
+        rows_per_unit: The number of adjacent rows that belong together.
+
+    Returns:
+        "loss", and the 0-dim statistics of the loss function by name.
     """
     loss, stats = loss_fn(
         pack_of(rows, rows_per_unit), torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs])
@@ -96,7 +101,15 @@ def measure_loss(
 
 
 def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
-    """All rows, as one micro-batch that is a whole step."""
+    """Pack all rows into one micro-batch that is a whole step.
+
+    Args:
+        rows: The rows.
+        rows_per_unit: The number of adjacent rows that belong together.
+
+    Returns:
+        The pack, on the CPU.
+    """
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
     ((step,),) = share_steps(read_rows(rows, vocab_size), whole)
@@ -104,7 +117,15 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
 
 
 def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
-    """The rows to train on: shaped rewards, and the reference's log-probabilities where there is a reference."""
+    """Make the rows to train on, with shaped rewards and, if there is a reference, its log-probabilities.
+
+    Args:
+        setup: The parts of the run.
+        rollout: The samples of the step.
+
+    Returns:
+        The rows of the samples that are kept.
+    """
     config = setup.config
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
     eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
@@ -118,13 +139,30 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
 
 
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-    """Of every token of the rows, under the model of a role, at the temperature of the rollout."""
+    """Score every token of the rows under the model of a role, at the temperature of the rollout.
+
+    Args:
+        setup: The parts of the run.
+        role: "actor" or "ref".
+        rows: The rows.
+
+    Returns:
+        The log-probabilities of each row's tokens.
+    """
     routes = [row.routes for row in rows] if role == "actor" else None
     return setup.trainer.score_logprobs(role, token_rows(rows), setup.config.gconfig.temperature, routes=routes)
 
 
 def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Score the rows under the policy and weigh them by `correct_rows`, where the settings need that."""
+    """Score the rows under the policy and weigh them by `correct_rows`, if the settings need that.
+
+    Args:
+        setup: The parts of the run.
+        rows: The rows to train on, which are changed.
+
+    Returns:
+        The statistics of `correct_rows`; nothing if no correction is set.
+    """
     actor = setup.config.actor
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
         return {}
@@ -141,7 +179,19 @@ def update(
     rows_per_unit: int = 1,
     old_logprobs: OldLogprobs = "recompute",
 ) -> dict[str, float]:
-    """Take optimizer steps of the actor and return the train/* statistics by name."""
+    """Take optimizer steps of the actor.
+
+    Args:
+        setup: The parts of the run.
+        rows: The rows to train on.
+        n_minibatches: Number of optimizer steps that the rows are split into.
+        temperature: Temperature of the log-probabilities, that of the rollout.
+        rows_per_unit: The number of adjacent rows that stay in one micro-batch.
+        old_logprobs: The source of the denominator of importance ratios, see `areno.Trainer.train`.
+
+    Returns:
+        The train/* statistics by name.
+    """
     run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
     with run.clock.phase("train"):
         log_stage("train_start")
@@ -163,7 +213,15 @@ def update(
 
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Call `update` with the minibatches, temperature and old log-probabilities of the settings."""
+    """Call `update` with the minibatches, temperature and old log-probabilities of the settings.
+
+    Args:
+        setup: The parts of the run.
+        rows: The rows to train on.
+
+    Returns:
+        The train/* statistics by name.
+    """
     actor = setup.config.actor
     how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
     return update(setup, rows, temperature=setup.config.gconfig.temperature, **how)
