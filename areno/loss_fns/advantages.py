@@ -50,14 +50,7 @@ def group_advantages(
         DataError: The lengths differ, or a reward is infinite.
         ValueError: A level is unknown, or mean_leave1out is set without mean_level.
     """
-    rewards_B = np.asarray(rewards, dtype=np.float64)
-    groups_B = np.asarray(group_ids)
-    if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape:
-        raise DataError(
-            f"rewards and group_ids must be lists of equal length, not {rewards_B.size} and {groups_B.size}"
-        )
-    if np.isinf(rewards_B).any():
-        raise DataError(f"the reward of sample {int(np.isinf(rewards_B).argmax())} is infinite; return a finite number")
+    rewards_B, groups_B = _checked(rewards, group_ids)
     if mean_leave1out and mean_level is None:
         raise ValueError("mean_leave1out is set, but mean_level is null, so there is no mean; set it to group or batch")
 
@@ -77,6 +70,21 @@ def group_advantages(
             are_equal = (rewards_B[members_SN] == rewards_B[members_SN[:, :1]]).all(axis=1)
             advantages_B[members_SN[are_equal]] = 0.0
     return advantages_B
+
+
+def _checked(
+    rewards: Sequence[float] | np.ndarray, group_ids: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return rewards and group numbers as arrays. Raises DataError if lengths differ or a reward is infinite."""
+    rewards_B = np.asarray(rewards, dtype=np.float64)
+    groups_B = np.asarray(group_ids)
+    if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape:
+        raise DataError(
+            f"rewards and group_ids must be lists of equal length, not {rewards_B.size} and {groups_B.size}"
+        )
+    if np.isinf(rewards_B).any():
+        raise DataError(f"the reward of sample {int(np.isinf(rewards_B).argmax())} is infinite; return a finite number")
+    return rewards_B, groups_B
 
 
 def normalize_tokens(

@@ -2,6 +2,13 @@
 
 Rows 2i and 2i + 1 of the pack are the chosen and the rejected answer of a pair. h of a row is the sum over its trained
 tokens of (log p - log p_ref). L is the number of these tokens.
+
+Statistics are means over the step's pairs:
+
+    rewards_chosen, rewards_rejected    the implicit rewards beta * h (for ipo beta * h / L, which its loss compares)
+    margin                              the difference of these two
+    accuracy                            the share of pairs with a positive margin; a margin of exactly 0 counts half
+    logps_chosen, logps_rejected        summed log-probabilities
 """
 
 from __future__ import annotations
@@ -30,11 +37,6 @@ def dpo_loss_fn(
     """Compute the mean of `preference_loss` over the step's pairs.
 
     Train with rows_per_unit=2, which keeps pairs together.
-
-    All statistics are means over the step's pairs. rewards_chosen and rewards_rejected are the implicit rewards beta *
-    h (for ipo beta * h / L, which its loss compares). margin is their difference. accuracy is the share of pairs with a
-    positive margin, where a margin of exactly 0 counts half. logps_chosen and logps_rejected are summed
-    log-probabilities.
 
     Args:
         pack: The micro-batch, with ref_logprobs.
