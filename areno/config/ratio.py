@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.schema.fields import Needs, Section, check, forbid, setting
 from areno.config.models import PolicyConfig
 from areno.errors import Problem
+from areno.schema.fields import Needs, Section, check, forbid, setting
 
 
 @dataclass(kw_only=True)

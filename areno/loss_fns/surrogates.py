@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from areno.errors import Problem
 from areno.schema.fields import Section, check, setting, settings
 from areno.schema.values import show
-from areno.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.schema.fields import forbid, setting
 from areno.config.models import KLConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
 from areno.loss_fns.surrogates import Clip
+from areno.schema.fields import forbid, setting
 
 if TYPE_CHECKING:
     from areno.trainers.policy_only import PolicyOnlyTrainer

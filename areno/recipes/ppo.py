@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn
-from areno.schema.fields import forbid, setting
 from areno.config.models import NormConfig, RefConfig
 from areno.launch import run_recipe
 from areno.recipes.grpo import TokenPolicyConfig
+from areno.schema.fields import forbid, setting
 
 if TYPE_CHECKING:
     from areno.trainers.ppo import PPOTrainer

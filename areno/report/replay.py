@@ -17,11 +17,11 @@ import torch
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.schema.values import value_at
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
+from areno.schema.values import value_at
 from areno.tracking.reader import RunReader
 from areno.tracking.run_folder import recipe_of
 from areno.trainers.rows import sample_rewards

@@ -19,9 +19,9 @@ from functools import partial
 import areno
 from areno.api import Algorithm, register_algorithm
 from areno.config.experiments import PolicyExperimentConfig
-from areno.schema.fields import setting
 from areno.config.models import PolicyConfig, RefConfig
 from areno.launch import run_algorithm
+from areno.schema.fields import setting
 
 
 @dataclass(kw_only=True)
