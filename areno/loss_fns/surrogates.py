@@ -231,6 +231,7 @@ class SAPO(Surrogate):
 
 
 SURROGATES: dict[str, type[Surrogate]] = {"clip": Clip, "cispo": CISPO, "sapo": SAPO}
+SurrogateName = Literal["clip", "cispo", "sapo"]
 
 
 @dataclass(kw_only=True)
@@ -239,25 +240,24 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     Attributes:
         surrogate: The name of the chosen surrogate.
-        use_cispo_loss: True is another name of surrogate="cispo".
-        use_sapo_loss: True is another name of surrogate="sapo".
+        use_cispo_loss: True is another name of surrogate="cispo". None once the section is made.
+        use_sapo_loss: True is another name of surrogate="sapo". None once the section is made.
     """
 
-    surrogate: Literal["clip", "cispo", "sapo"] = setting(
+    surrogate: SurrogateName = setting(
         "clip",
         help="How the loss uses the ratio. clip: PPO's clip (1707.06347 eq. 7). cispo: clip the gradient's weight, not "
         "the objective (CISPO 2506.13585 eq. 4). sapo: a soft gate in place of the clip (SAPO 2511.20347)",
     )
-
-    use_cispo_loss: bool = setting(False, help="Another name of surrogate=cispo")
-    use_sapo_loss: bool = setting(False, help="Another name of surrogate=sapo")
+    use_cispo_loss: bool | None = setting(None, help="true: another name of surrogate=cispo")
+    use_sapo_loss: bool | None = setting(None, help="true: another name of surrogate=sapo")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.surrogate = self.chosen
+        self.surrogate, self.use_cispo_loss, self.use_sapo_loss = self._chosen, None, None
 
     @property
-    def chosen(self) -> Literal["clip", "cispo", "sapo"]:
+    def _chosen(self) -> SurrogateName:
         """The name of the chosen surrogate, by whichever setting it is chosen."""
         if self.surrogate != "clip":
             return self.surrogate
@@ -265,26 +265,33 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of the chosen surrogate."""
-        return SURROGATES[self.chosen].surrogate_loss(self, ratio, advantages, logprobs)
+        return SURROGATES[self.surrogate].surrogate_loss(self, ratio, advantages, logprobs)
 
     def clip_range(self) -> float | None:
         """Return the lower clip range of the chosen surrogate, None if it does not clip."""
-        return SURROGATES[self.chosen].clip_range(self)
+        return SURROGATES[self.surrogate].clip_range(self)
 
     def surrogate_settings(self) -> dict[str, Any]:
         """Return the chosen surrogate and its settings as keyword arguments of `grpo_loss_fn`."""
-        own = settings(SURROGATES[self.chosen])
-        return {"surrogate": self.chosen} | {_KEYWORDS.get(name, name): vars(self)[name] for name in own}
+        own = settings(SURROGATES[self.surrogate])
+        return {"surrogate": self.surrogate} | {_KEYWORDS.get(name, name): vars(self)[name] for name in own}
+
+    @check
+    def two_names_of_one_choice(self) -> Iterator[Problem]:
+        """Refuse a switch that contradicts the choice."""
+        for name, switch in {"cispo": self.use_cispo_loss, "sapo": self.use_sapo_loss}.items():
+            if switch is not None and switch != (self._chosen == name):
+                text = f"is {show(switch)}, but surrogate is {self._chosen}; leave one of them out"
+                yield Problem(f"use_{name}_loss", text)
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
         """Refuse settings that belong only to surrogates that are not chosen."""
-        owners = {name: [key for key, cls in SURROGATES.items() if name in settings(cls)] for name in _all_settings()}
-        owners |= {"use_cispo_loss": ["cispo"], "use_sapo_loss": ["sapo"]}
-        for name, names in owners.items():
-            if self.chosen not in names and not self.is_default(name) and vars(self)[name] is not None:
-                text = f"is {show(vars(self)[name])}, but surrogate is {self.chosen}; "
-                yield Problem(name, f"{text}set surrogate to {' or '.join(names)} or leave this out")
+        for name in _all_settings():
+            owners = [key for key, cls in SURROGATES.items() if name in settings(cls)]
+            if self._chosen not in owners and not self.is_default(name) and vars(self)[name] is not None:
+                text = f"is {show(vars(self)[name])}, but surrogate is {self._chosen}; set surrogate to "
+                yield Problem(name, f"{text}{' or '.join(owners)} or leave this out")
 
 
 _KEYWORDS = {"eps_clip": "clip_eps", "eps_clip_higher": "clip_eps_higher"}

@@ -52,7 +52,12 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
         (
             "grpo",
             "actor.surrogate=cispo actor.use_sapo_loss=true",
-            "actor.use_sapo_loss: is true, but surrogate is cispo; set surrogate to sapo or leave this out",
+            "actor.use_sapo_loss: is true, but surrogate is cispo; leave one of them out",
+        ),
+        (
+            "grpo",
+            "variant=cispo actor.use_cispo_loss=false",
+            "actor.use_cispo_loss: is false, but surrogate is cispo; leave one of them out",
         ),
         (
             "gspo",
