@@ -9,7 +9,7 @@ the configuration of a run is read before torch is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -252,16 +252,17 @@ class SurrogateConfig(SAPO, CISPO, Clip):
     use_cispo_loss: bool | None = setting(None, help="true: another name of surrogate=cispo")
     use_sapo_loss: bool | None = setting(None, help="true: another name of surrogate=sapo")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.surrogate, self.use_cispo_loss, self.use_sapo_loss = self._chosen, None, None
-
-    @property
-    def _chosen(self) -> SurrogateName:
-        """The name of the chosen surrogate, by whichever setting it is chosen."""
-        if self.surrogate != "clip":
-            return self.surrogate
-        return "cispo" if self.use_cispo_loss else "sapo" if self.use_sapo_loss else "clip"
+    @classmethod
+    def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the switches use_cispo_loss and use_sapo_loss by the choice, unless they contradict it."""
+        found = dict(values)
+        for name in ("cispo", "sapo"):
+            switch, chosen = found[f"use_{name}_loss"], found["surrogate"]
+            if switch is True and chosen in ("clip", name):
+                found |= {"surrogate": name, f"use_{name}_loss": None}
+            elif switch is False and chosen != name:
+                found[f"use_{name}_loss"] = None
+        return found
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of the chosen surrogate."""
@@ -279,18 +280,17 @@ class SurrogateConfig(SAPO, CISPO, Clip):
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
         """Refuse a switch that contradicts the choice."""
-        for name, switch in {"cispo": self.use_cispo_loss, "sapo": self.use_sapo_loss}.items():
-            if switch is not None and switch != (self._chosen == name):
-                text = f"is {show(switch)}, but surrogate is {self._chosen}; leave one of them out"
-                yield Problem(f"use_{name}_loss", text)
+        for name, switch in {"use_cispo_loss": self.use_cispo_loss, "use_sapo_loss": self.use_sapo_loss}.items():
+            if switch is not None:
+                yield Problem(name, f"is {show(switch)}, but surrogate is {self.surrogate}; leave one of them out")
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
         """Refuse settings that belong only to surrogates that are not chosen."""
         for name in _all_settings():
             owners = [key for key, cls in SURROGATES.items() if name in settings(cls)]
-            if self._chosen not in owners and not self.is_default(name) and vars(self)[name] is not None:
-                text = f"is {show(vars(self)[name])}, but surrogate is {self._chosen}; set surrogate to "
+            if self.surrogate not in owners and not self.is_default(name) and vars(self)[name] is not None:
+                text = f"is {show(vars(self)[name])}, but surrogate is {self.surrogate}; set surrogate to "
                 yield Problem(name, f"{text}{' or '.join(owners)} or leave this out")
 
 

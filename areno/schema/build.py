@@ -204,7 +204,7 @@ def with_defaults(
                 for key, given in value.items()
             }
         values[name] = required if value is REQUIRED else value
-    return values | {key: value for key, value in data.items() if key not in values}
+    return cls.canonical(values) | {key: value for key, value in data.items() if key not in values}
 
 
 def _examine(

@@ -317,6 +317,7 @@ class Section:
     """Base of every configuration dataclass. Its values are checked when it is made, whoever makes it."""
 
     def __post_init__(self) -> None:
+        vars(self).update(self.canonical(vars(self)))
         problems, known = [], {}
         for name, field in settings(type(self)).items():
             try:
@@ -343,6 +344,21 @@ class Section:
             ConfigError: A value is wrong.
         """
         return cls(**{**{name: value for name, value in vars(record).items() if name in settings(cls)}, **more})
+
+    @classmethod
+    def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace settings that are another name of a choice by the choice.
+
+        A subclass with such settings overrides this method. It is applied wherever values enter: to arguments, to files
+        and to the settings of earlier runs.
+
+        Args:
+            values: A value for each setting of the section, not checked.
+
+        Returns:
+            The values, of which those that contradict each other are not changed.
+        """
+        return dict(values)
 
     def is_default(self, name: str) -> bool:
         """Whether the setting `name` has the default of its field."""

@@ -18,6 +18,7 @@ from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
+from areno.run.resume import changes
 from areno.schema.build import build, with_defaults
 from areno.schema.fields import Section, check, rows, setting
 from areno.schema.values import InvalidValue, convert, spelling
@@ -263,6 +264,7 @@ def test_the_switch_of_a_surrogate_is_another_name_of_its_choice(name):
     assert switched.actor.surrogate == name
     of_an_older_run = {"path": "model", "use_cispo_loss": False, "use_sapo_loss": False} | {f"use_{name}_loss": True}
     assert build(GRPOConfig, smallest() | {"actor": of_an_older_run}) == chosen
+    assert not changes(GRPOConfig, smallest() | {"actor": of_an_older_run}, asdict(chosen))
     own = GRPOActorConfig(path="model", use_sapo_loss=True, sapo_tau_pos=2.0)
     assert own.surrogate_settings() == {"surrogate": "sapo", "sapo_tau_pos": 2.0, "sapo_tau_neg": 1.05}
 
