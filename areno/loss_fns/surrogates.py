@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from areno.errors import Problem
-from areno.schema.fields import Section, check, setting, settings
+from areno.schema.fields import Needs, Section, check, setting, settings
 from areno.schema.values import show
 
 if TYPE_CHECKING:
@@ -290,8 +290,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         for name in _all_settings():
             owners = [key for key, cls in SURROGATES.items() if name in settings(cls)]
             if self.surrogate not in owners and not self.is_default(name) and vars(self)[name] is not None:
-                text = f"is {show(vars(self)[name])}, but surrogate is {self.surrogate}; set surrogate to "
-                yield Problem(name, f"{text}{' or '.join(owners)} or leave this out")
+                yield Needs("surrogate", *owners).problem(name, vars(self)[name], self.surrogate)
 
 
 _KEYWORDS = {"eps_clip": "clip_eps", "eps_clip_higher": "clip_eps_higher"}

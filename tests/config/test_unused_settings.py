@@ -41,14 +41,14 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
         (
             "grpo",
             "actor.surrogate=sapo actor.eps_clip=0.1",
-            "actor.eps_clip: is 0.1, but surrogate is sapo; set surrogate to clip or cispo or leave this out",
+            "actor.eps_clip: is 0.1, but actor.surrogate is sapo; set actor.surrogate to clip or cispo, or",
         ),
         (
             "ppo",
             "actor.surrogate=cispo actor.c_clip=2",
-            "actor.c_clip: is 2.0, but surrogate is cispo; set surrogate to clip or leave this out",
+            "actor.c_clip: is 2, but actor.surrogate is cispo; set actor.surrogate to clip, or leave this out",
         ),
-        ("grpo", "actor.sapo_tau_pos=2", "actor.sapo_tau_pos: is 2.0, but surrogate is clip; set surrogate to sapo or"),
+        ("grpo", "actor.sapo_tau_pos=2", "actor.sapo_tau_pos: is 2, but actor.surrogate is clip; set"),
         (
             "grpo",
             "actor.surrogate=cispo actor.use_sapo_loss=true",
