@@ -110,7 +110,7 @@ async def run_episode(
     """Let the model act until the environment says that it is done, or a limit is reached.
 
     client: an `openai.AsyncOpenAI`. max_turns: most answers of the model. request: more fields of each request, such as
-    temperature. Raises DataError for an environment that returns something else than it should, and what it raises.
+    top_p. Raises DataError for an environment that returns something else than it should, and what it raises.
     """
     episode = Episode()
     try:

@@ -7,7 +7,7 @@ turn begins a row of its own. No row has a token that the model did not see at i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from areno.agents.trajectories import (
     items_of,
     plain_results,
 )
+from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
 from areno.server.conversations import Conversations, conversation_keys
 from areno.server.errors import ApiError
@@ -214,9 +215,19 @@ def train_sequences(
     ]
 
 
-def needs_scoring(row: TokenRow, temperature: float) -> bool:
-    """Whether log-probabilities of trained tokens are missing: not sampled, or sampled at another temperature."""
-    return row.temperature != temperature or bool((row.trained & ~row.sampled).any())
+def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
+    """Return whether a row has trained tokens that were not sampled with the temperature of `sampling`."""
+    return row.temperature != sampling.logprob_temperature or bool((row.trained & ~row.sampled).any())
+
+
+def other_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> str:
+    """Return a warning that names the temperatures of rows other than that of `sampling`; "" if there are none."""
+    own = sampling.logprob_temperature
+    if not (others := {row.temperature for row in rows} - {own}):
+        return ""
+    found = ", ".join(map(str, others))
+    training = f"training is at gconfig.temperature={own:g}: ratios are approximate"
+    return f"agents sampled at temperatures {found}, and {training}"
 
 
 def call_start(parser: ToolCallParser, text: str) -> int:

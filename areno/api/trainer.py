@@ -15,6 +15,7 @@ from areno.api.metrics import MetricsRecorder, StepLog, Stopwatch
 from areno.api.session import ProxySettings, RolloutSession, Sessions
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig, at_temperature
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
@@ -29,7 +30,6 @@ from areno.plan.arguments import (
     check_prompts,
     check_rows,
     check_sampling,
-    check_temperature,
     check_token_rows,
     check_update,
 )
@@ -96,7 +96,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self.clock = Stopwatch() if clock is None else clock
         self._steps = StepLog(self.clock) if clock is None else None
         self._rollouts = 0  # that chose their own seed
-        self.temperature = 1.0  # of the last rollout
+        self.sampling = SamplingConfig()  # of the last rollout
         self.loss_mask_policy = LossMaskPolicy()  # of the last session that served agents
 
     def init(self) -> None:
@@ -204,7 +204,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if proxy:
             seed = self._own_seed() if seed is None else seed
             settings = ProxySettings(params=sampling_params, timeout_s=timeout_s, seed=seed)
-            self.temperature = sampling_params.logprob_temperature
+            self.sampling = sampling_params
             self.loss_mask_policy = loss_mask_policy or LossMaskPolicy()
         return RolloutSession(
             self._sessions, max_running_prompts or self._plan.rollout.max_concurrent_rollouts, settings
@@ -260,7 +260,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             report = RolloutProgress("rollout", len(prompt_tokens), n_samples, copies, interval_s=interval_s)
         with self._named(), self.clock.phase("rollout"), report as say:
             results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say, at_once)
-        self.temperature = sampling_params.logprob_temperature
+        self.sampling = sampling_params
         return results
 
     def _own_seed(self) -> int:
@@ -280,6 +280,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         mb_spec: MicroBatchSpec | None = None,
         n_minibatches: int = 1,
         temperature: float | None = None,
+        sampling: SamplingConfig | None = None,
         seed: int = 0,
         rows_per_unit: int = 1,
         old_logprobs: OldLogprobs = "recompute",
@@ -294,15 +295,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             mini_bs: Rows in a forward pass, unless mb_spec or ArenoConfig.runtime decides. Results do not depend on it.
             gradient_accumulation_steps: Forward passes of each optimizer step. None makes one step of all rows.
             n_minibatches: Number of steps, each on its part of the rows, which `seed` shuffles.
-            temperature: Sampling temperature of the rows; None is the one of this Trainer's last rollout.
+            temperature: Sampling temperature of the rows. None is the one of `sampling`.
+            sampling: Settings that the rows were sampled with. None are those of this Trainer's last rollout.
             rows_per_unit: Number of adjacent rows that are never separated.
             old_logprobs: "recompute" as above; steps after the first of a call cost a scoring pass. "loglinear": the
                 loss interpolates in these steps. "rollout": ratios compare with the rollout. Neither keeps any.
 
         Returns statistics by name (docs/sdk.md lists them). Raises DataError for rows of the wrong form.
         """
-        temperature = self.temperature if temperature is None else temperature
-        how = (self._micro_batches(mini_bs, mb_spec), n_minibatches, gradient_accumulation_steps, temperature)
+        sampling = self._sampling(temperature, sampling)
+        how = (self._micro_batches(mini_bs, mb_spec), n_minibatches, gradient_accumulation_steps, sampling)
         update = UpdateSpec(*how, seed=seed, rows_per_unit=rows_per_unit, old_logprobs=old_logprobs)
         return self._train("actor", batch_data, loss_fn, update)
 
@@ -334,6 +336,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         mb_spec = self._micro_batches(mini_bs, mb_spec)
         update = UpdateSpec(mb_spec, n_minibatches, gradient_accumulation_steps, seed=seed)
         return self._train(role, batch_data, loss_fn, update)
+
+    def _sampling(self, temperature: float | None, sampling: SamplingConfig | None) -> SamplingConfig:
+        return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
     def _micro_batches(self, mini_bs: int, mb_spec: MicroBatchSpec | None) -> MicroBatchSpec:
         if mb_spec is not None:
@@ -372,18 +377,29 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         token_rows: Sequence[Sequence[int]],
         temperature: float | None = None,
         *,
+        sampling: SamplingConfig | None = None,
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
     ) -> list[list[float]]:
-        """Log-probability of every token given those before it, under a role ("actor", "ref"); the first has 0.0.
+        """Return the log-probability of every token given the tokens before it, under the model of a role.
 
-        temperature: that of softmax(logits / temperature); None is the one of this Trainer's last rollout. routes: for
-        the actor, RolloutSequence.routes of each row.
+        Args:
+            role: "actor", or a role with a language model, such as "ref".
+            token_rows: Token ids of each row.
+            temperature: Of softmax(logits / temperature). None is the one of `sampling`.
+            sampling: Settings that the rows were sampled with. None are those of this Trainer's last rollout.
+            mb_spec: Rows of one forward pass. None is the one of the engine.
+            routes: RolloutSequence.routes of each row, for the actor.
+
+        Returns:
+            One list for each row, aligned with its tokens. The first entry is 0.0.
+
+        Raises:
+            ConfigError: The temperature is not a number that logits can be divided by.
         """
-        temperature = self.temperature if temperature is None else temperature
-        check_temperature(temperature)
+        sampling = self._sampling(temperature, sampling)
         score = partial(self.engine.logprobs, routes=routes)
-        scored = self._score("score_logprobs", score, role, token_rows, temperature, mb_spec)
+        scored = self._score("score_logprobs", score, role, token_rows, sampling, mb_spec)
         return [row.tolist() for row in scored]
 
     def score_values(

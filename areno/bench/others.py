@@ -52,7 +52,7 @@ class WithTransformers:
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, **how)
         self.model = model.to(self.device)
-        self.model.generation_config = GenerationConfig(pad_token_id=0)  # no token ends a completion
+        self.model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)  # no token ends one
         self.vocab_size: int = model.config.vocab_size
         self._optimizer: torch.optim.Optimizer | None = None
         if settings.trains:
@@ -109,10 +109,6 @@ class WithTransformers:
         out = self.model.generate(
             ids,
             attention_mask=mask,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
             max_new_tokens=n_new,
             num_return_sequences=n_samples,
             logits_processor=[seen],
@@ -239,9 +235,7 @@ class WithVllm:
         from vllm import SamplingParams  # type: ignore[import-not-found]
 
         params = [
-            SamplingParams(
-                n=work.n_samples, temperature=1.0, max_tokens=new_len, ignore_eos=True, logprobs=0, detokenize=False
-            )
+            SamplingParams(n=work.n_samples, max_tokens=new_len, ignore_eos=True, logprobs=0, detokenize=False)
             for new_len in work.new_lens
         ]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.experiments import PolicyExperimentConfig
+from areno.config.rollout import flags_of_draws
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.config.tracking import StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
@@ -55,12 +56,21 @@ def evaluate_model(config: PolicyExperimentConfig, folder: Path, step: int = 0) 
         setup.close()
 
 
+_FLAGS_OF_DRAWS = flags_of_draws()
 _FLAGS = {
-    "actor.path": "FOLDER", "valid_dataset.path": "--data", "train_dataset.path": "--data", "reward.fn": "--reward",
-    "valid_dataset.max_rows": "--max-rows", "eval_gconfig.n_samples": "--n-samples", "engine.device": "--device",
-    "eval_gconfig.temperature": "--temperature", "eval_gconfig.max_new_tokens": "--max-new-tokens",
-    "gconfig.max_new_tokens": "--max-new-tokens", "trial_name": "--output", "cluster.fileroot": "--output",
-}  # fmt: skip
+    "actor.path": "FOLDER",
+    "valid_dataset.path": "--data",
+    "train_dataset.path": "--data",
+    "reward.fn": "--reward",
+    "valid_dataset.max_rows": "--max-rows",
+    "eval_gconfig.n_samples": "--n-samples",
+    "engine.device": "--device",
+    "eval_gconfig.max_new_tokens": "--max-new-tokens",
+    "gconfig.max_new_tokens": "--max-new-tokens",
+    "trial_name": "--output",
+    "cluster.fileroot": "--output",
+    **{f"eval_gconfig.{name}": flag for name, flag in _FLAGS_OF_DRAWS.items()},
+}
 _TASK, _RECIPE = "prompts", "gspo"  # for a model that was not trained by rewards
 
 
@@ -80,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-rows", metavar="N", help="only the first rows")
     add("--n-samples", type=int, metavar="N", help="answers to each prompt; more than one are sampled, for pass@k")
-    add("--temperature", metavar="T", help="sample with this temperature")
+    for name, flag in _FLAGS_OF_DRAWS.items():
+        add(flag, dest=name, metavar=name[0].upper(), help=f"sample with this {name}")
     add("--max-new-tokens", metavar="N", help="longest answer")
     add("--device", choices=["auto", "cpu", "cuda"], help="default: that of the run")
     add("-o", "--output", metavar="FOLDER", help="new folder for the answers (default: evaluations/ in the run)")
@@ -149,18 +160,20 @@ def _found(named: str) -> tuple[Path | None, str, int]:
 
 
 def _overrides(arguments: argparse.Namespace) -> Iterator[str]:
-    """The settings that the flags stand for."""
+    """Yield the settings that the flags stand for."""
+    of_draws = {name: vars(arguments)[name] for name in _FLAGS_OF_DRAWS}
     if arguments.data is not None:
         yield from (f"valid_dataset.path={_quoted(arguments.data)}", "valid_dataset.loader=null")
         yield "valid_dataset.sets=null"
     for key, value in {
         "reward.fn": arguments.reward and _quoted(arguments.reward), "valid_dataset.max_rows": arguments.max_rows,
-        "eval_gconfig.n_samples": arguments.n_samples, "eval_gconfig.temperature": arguments.temperature,
+        "eval_gconfig.n_samples": arguments.n_samples,
+        **{f"eval_gconfig.{name}": value for name, value in of_draws.items()},
         "eval_gconfig.max_new_tokens": arguments.max_new_tokens, "engine.device": arguments.device,
     }.items():  # fmt: skip
         if value is not None:
             yield f"{key}={value}"
-    if (arguments.n_samples or 1) > 1 or arguments.temperature is not None:
+    if (arguments.n_samples or 1) > 1 or any(value is not None for value in of_draws.values()):
         yield "eval_gconfig.greedy=false"
 
 

@@ -222,14 +222,10 @@ class PolicyExperimentConfig(ExperimentConfig):
     def objective(self) -> tuple[str, Literal["max", "min"]]:
         return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
 
-    @forbid(
-        "eval_gconfig.temperature",
-        "is {self.eval_gconfig.temperature}, but eval_gconfig.greedy takes the most likely token; set "
-        "eval_gconfig.greedy=false",
-    )
-    def temperature_of_greedy(self) -> bool:
-        gconfig = self.eval_gconfig
-        return gconfig is not None and gconfig.greedy and not gconfig.is_default("temperature")
+    @check
+    def eval_gconfig_of_greedy(self) -> Iterator[Problem]:
+        if self.eval_gconfig is not None:
+            yield from self.eval_gconfig.unused_in_evaluation("eval_gconfig")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
         """The advantages that the settings describe, in the form of an AdvantageFn (areno.trainers.rows)."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
-from areno.errors import Problem
+from areno.errors import ConfigError, Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
-from areno.schema.fields import Missing, Needs, Section, check, forbid, setting, settings, with_sections
+from areno.schema.fields import Missing, Needs, Section, as_in, check, forbid, setting, settings, with_sections
 
 LEAST_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""
@@ -104,12 +106,35 @@ class SamplingConfig(Section):
         return min(self.stop_token_ids or [0]) < 0
 
 
+def flags_of_draws() -> dict[str, str]:
+    """Return the flags of the settings that a greedy completion does not use, by name."""
+    known = settings(GenerationConfig)
+    names = ["temperature", *(name for name, each in known.items() if _DRAWING in each.only_with)]
+    return {name: known[name].flag for name in names if known[name].flag}
+
+
+def at_temperature(value: Any) -> SamplingConfig:
+    """Return the settings of rows that were sampled at a temperature.
+
+    Args:
+        value: Number that the logits are divided by.
+
+    Raises:
+        ConfigError: `value` is not a number that logits can be divided by.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+        expected = f"a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} is expected"
+        raise ConfigError(Problem("temperature", f"is {value!r}; {expected}"))
+    return SamplingConfig(temperature=float(value))
+
+
 @dataclass(kw_only=True)
 class GenerationConfig(SamplingConfig):
     """How completions are sampled."""
 
     n_samples: int = setting(8, help="Completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
-    max_new_tokens: int = setting(3071, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
+    max_new_tokens: int = as_in(SamplingConfig, "max_new_tokens", default=3071)
     max_tokens: int | None = setting(
         None,
         help="Longest prompt plus completion in tokens. null: the model's limit",
@@ -117,13 +142,13 @@ class GenerationConfig(SamplingConfig):
         flag="--max-context-len",
     )
     # Training divides by the temperature, so it cannot be 0 in a run.
-    temperature: float = setting(
-        1.0,
-        help="Softmax temperature, in sampling and in training",
-        ge=LEAST_TEMPERATURE,
-        le=MOST_TEMPERATURE,
-        flag="--temperature",
-    )
+    temperature: float = as_in(SamplingConfig, "temperature", ge=LEAST_TEMPERATURE)
+
+    def unused_in_evaluation(self, section: str) -> Iterator[Problem]:
+        """Yield a problem of a temperature that greedy evaluation does not use; in training it scales the logits."""
+        if self.greedy and not self.is_default("temperature"):
+            text = f"is {self.temperature}, but {section}.greedy takes the most likely token; "
+            yield Problem(f"{section}.temperature", f"{text}set {section}.greedy=false")
 
     @forbid(
         "max_tokens",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, wait_for_all
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
@@ -307,15 +308,24 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         role: str,
         token_rows: TokenRows,
-        temperature: float = 1.0,
+        sampling: SamplingConfig | None = None,
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
-        """Log-probability of every token of every row under a role's model, each row float32; the first token has 0.
+        """Return the log-probability of every token given the tokens before it, under the model of a role.
 
-        routes: for the actor, those of each row (TrainSequence.routes)."""
+        Args:
+            role: Role with a language-model head.
+            token_rows: Token ids of each row.
+            sampling: Settings that the rows were sampled with. None is SamplingConfig().
+            mb_spec: Rows of one forward pass. None is EngineSpec.mb_spec.
+            routes: Experts of each row's tokens (TrainSequence.routes), for the actor. None lets the router choose.
+
+        Returns:
+            One float32 array for each row, aligned with its tokens. The first entry is 0.
+        """
         read = routes_of_rows(routes, token_rows, self.info.routes, role)
-        return self._scored("logprobs", role, token_rows, mb_spec, temperature, routes=read)
+        return self._scored("logprobs", role, token_rows, mb_spec, sampling or SamplingConfig(), routes=read)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Values of every row, float32: entry t is that of the state before token t, so the first token has 0."""

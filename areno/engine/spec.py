@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.rollout import SamplingConfig
 from areno.config.run import DecoderConfig, EngineConfig, Layout
 from areno.engine.train.rows import RouteShape
 from areno.layers.config import AdapterSpec
@@ -163,22 +164,25 @@ class EngineSpec:
 class UpdateSpec:
     """How one call of `Engine.train` cuts its rows into optimizer steps and micro-batches.
 
-    mb_spec: the rows of one forward pass; the result does not depend on it.
-    n_minibatches: optimizer steps of equally many rows each (give or take one), after a shuffle by `seed`.
-    gradient_accumulation_steps: one optimizer step for every so many micro-batches, in the order of the rows. None and
-    n_minibatches=1 make one step of all rows. Set at most one of the two.
-    temperature: the one that the rows were sampled at. Models with values have none.
-    rows_per_unit: so many adjacent rows are never separated (2 for preference pairs).
-    old_logprobs: what importance ratios divide by. recompute: the old_logprobs of the rows; where rows have none, the
-        training pass before the first update. That update takes its own forward pass, so its ratios are exactly 1; for
-        the later ones a scoring pass over the same micro-batches comes first. loglinear: as recompute in the first
-        update; the loss interpolates in the later ones. rollout: the log-probabilities of the rollout.
+    Attributes:
+        mb_spec: Rows of one forward pass. The result does not depend on it.
+        n_minibatches: Number of optimizer steps, each of equally many rows (within one row), after a shuffle by `seed`.
+        gradient_accumulation_steps: Micro-batches of one optimizer step, in the order of the rows. None and
+            n_minibatches=1 make one step of all rows. Set at most one of the two.
+        sampling: Settings that the rows were sampled with. Models with values do not read them.
+        seed: Seed of the shuffle.
+        rows_per_unit: Number of adjacent rows that are never separated (2 for preference pairs).
+        old_logprobs: What importance ratios divide by. "recompute": the old_logprobs of the rows. For rows that have
+            none, the training pass before the first update computes them: the first update uses its own forward pass,
+            so its ratios are exactly 1, and a scoring pass over the same micro-batches precedes the later updates.
+            "loglinear": as "recompute" in the first update, and the loss interpolates in the later ones. "rollout": the
+            log-probabilities of the rollout.
     """
 
     mb_spec: MicroBatchSpec
     n_minibatches: int = 1
     gradient_accumulation_steps: int | None = None
-    temperature: float = 1.0
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     rows_per_unit: int = 1
     old_logprobs: OldLogprobs = "recompute"

@@ -57,7 +57,6 @@ _OF_MODELS = {
     "attn_impl": "see engine.attn_backend",
     "use_kernels": "on a GPU, areno always uses its own kernels",
     "is_critic": "the section decides: critic has values, actor and ref have none",
-    "temperature": "training uses that of the rollout, gconfig.temperature",
     "pad_to_maximum": "rows are packed without padding",
     "disable_dropout": "no model has dropout",
     "grad_reduce_dtype": "gradients are always summed in float32",
@@ -154,8 +153,9 @@ def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
     names = _recipes_with(key)
     told = f"; it is a setting of {listed(names)}" if names else ""
     section, _, name = key.partition(".")
-    if not names and section in ("ref", "critic") and _recipes_with(f"actor.{name}"):
-        told = f"; {section} has none of its own, see actor.{name}"
+    for other in ("actor", "gconfig"):
+        if not told and section in ("actor", "ref", "critic") and _recipes_with(f"{other}.{name}"):
+            told = f"; {section} has none of its own, see {other}.{name}"
     return told + (f"; variant={variant[0]} sets it" if variant and _sets(variant[1], key) else "")
 
 

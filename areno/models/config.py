@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from areno.config.rollout import SamplingConfig
 from areno.layers.config import Delta, Experts, Rope
 from areno.models.folder import RawConfig
 from areno.models.rope import read_rope
+from areno.schema.fields import settings
 
 HeadName = Literal["lm", "value"]
 MOST_LAYERS = 10_000  # each is built before the weights are read
@@ -22,10 +24,10 @@ _HOW_IT_RUNS = (
     "gradient_checkpointing attn_implementation use_flash_attention use_flash_attn use_flashattn"
 )
 _LENGTHS = "model_max_length tokenizer_model_max_length max_sequence_length max_seq_length seq_length"
-_SAMPLING = (  # older versions of transformers kept them here
-    "max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups "
-    "diversity_penalty temperature top_k top_p typical_p min_p repetition_penalty length_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size num_return_sequences"
+# Older versions of transformers kept settings of sampling in config.json: those of ours by the same names, and these.
+_SAMPLING = " ".join(settings(SamplingConfig)) + (
+    " max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences"
 )
 _TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config tokenizer_padding_side padding_side"
 UNUSED = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())

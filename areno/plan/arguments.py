@@ -9,7 +9,6 @@ from typing import Any, get_args
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from areno.config.run import is_no_folder
 from areno.data.row_schema import bad_text, messages_problem
 from areno.engine.requests import check_params
@@ -45,13 +44,6 @@ def check_positive(name: str, value: Any) -> None:
     """ConfigError unless the argument `name` is a finite number above 0."""
     if not _is_number(value) or not 0 < value < math.inf:
         raise ConfigError([Problem(name, f"is {value!r}; a number above 0 is expected")])
-
-
-def check_temperature(value: Any) -> None:
-    """Raise ConfigError unless a temperature is a number that the logits can be divided by."""
-    if not _is_number(value) or not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
-        expected = f"a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} is expected"
-        raise ConfigError([Problem("temperature", f"is {value!r}; {expected}")])
 
 
 def check_folder(name: str, path: Any) -> None:
@@ -108,7 +100,6 @@ def check_update(update: UpdateSpec, loss_fn: Any) -> None:
     check_count("n_minibatches", update.n_minibatches)
     check_count("rows_per_unit", update.rows_per_unit)
     check_count("seed", update.seed, least=0)
-    check_temperature(update.temperature)
     if (steps := update.gradient_accumulation_steps) is not None:
         check_count("gradient_accumulation_steps", steps)
         if update.n_minibatches > 1:

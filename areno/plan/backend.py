@@ -6,7 +6,6 @@ that the errors of a script's Trainer name its arguments (areno.errors.keys_rena
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor
 from areno.schema.build import build
-from areno.schema.fields import Section, check, forbid, setting, settings
+from areno.schema.fields import Section, as_in, check, forbid, setting, settings
 
 
 @dataclass
@@ -47,34 +46,28 @@ class ArenoConfig:
     decode_progress_interval_s: float = 10.0
 
 
-def _as_in(section: type[Section], name: str) -> Any:
-    """The field `name` of another section: its default, help and bounds."""
-    there = next(field for field in dataclasses.fields(section) if field.name == name)  # type: ignore[arg-type]
-    return dataclasses.field(default=there.default, metadata=there.metadata, kw_only=True)
-
-
 @dataclass(kw_only=True)
 class RuntimeConfig(LoraConfig, DecoderConfig):
     """The keys of ArenoConfig.runtime. Where recipes have a setting of the same name, it is that one."""
 
-    attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
-    exact: bool = _as_in(EngineConfig, "exact")
-    deterministic: bool = _as_in(EngineConfig, "deterministic")
-    cp_size: int = _as_in(EngineConfig, "cp_size")
-    zero_stage: Literal[0, 1, 2] = _as_in(EngineConfig, "zero_stage")
-    sequence_parallel: bool | None = _as_in(EngineConfig, "sequence_parallel")
-    device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
-    workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
-    stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
-    dtype: Literal["auto", "bfloat16", "float32"] = _as_in(ModelConfig, "dtype")
-    gradient_checkpointing: bool = _as_in(ModelConfig, "gradient_checkpointing")
-    router_aux_loss_coef: float = _as_in(ModelConfig, "router_aux_loss_coef")
-    routing_replay: bool = _as_in(PolicyConfig, "routing_replay")
-    max_tokens_per_mb: int | None = _as_in(MicroBatchSpec, "max_tokens_per_mb")
+    attn_backend: Literal["auto", "flash", "native"] = as_in(EngineConfig, "attn_backend")
+    exact: bool = as_in(EngineConfig, "exact")
+    deterministic: bool = as_in(EngineConfig, "deterministic")
+    cp_size: int = as_in(EngineConfig, "cp_size")
+    zero_stage: Literal[0, 1, 2] = as_in(EngineConfig, "zero_stage")
+    sequence_parallel: bool | None = as_in(EngineConfig, "sequence_parallel")
+    device: Literal["auto", "cpu", "cuda"] = as_in(EngineConfig, "device")
+    workers: Literal["auto", "inline", "spawn"] = as_in(EngineConfig, "workers")
+    stall_timeout_s: float | None = as_in(EngineConfig, "stall_timeout_s")
+    dtype: Literal["auto", "bfloat16", "float32"] = as_in(ModelConfig, "dtype")
+    gradient_checkpointing: bool = as_in(ModelConfig, "gradient_checkpointing")
+    router_aux_loss_coef: float = as_in(ModelConfig, "router_aux_loss_coef")
+    routing_replay: bool = as_in(PolicyConfig, "routing_replay")
+    max_tokens_per_mb: int | None = as_in(MicroBatchSpec, "max_tokens_per_mb")
     drop_rollout_state: bool = setting(False, help="free KV cache and graphs at the end of each session")
-    enable_thinking: bool | None = _as_in(RolloutConfig, "enable_thinking")
+    enable_thinking: bool | None = as_in(RolloutConfig, "enable_thinking")
     tokenizer_path: str | None = setting(None, help="tokenizer folder or hub id; null = the Trainer's model_path")
-    allow_control_tokens: bool = _as_in(ExperimentConfig, "allow_control_tokens")
+    allow_control_tokens: bool = as_in(ExperimentConfig, "allow_control_tokens")
     seed: int = setting(1, help="of rollouts and random weights", ge=0)
 
 

@@ -181,8 +181,8 @@ def _logprobs(
         ref = None
         if config.ref is not None:
             engine.ensure_roles({"ref": experiment_roles(config)["ref"]})
-            ref = engine.logprobs("ref", [tokens], config.gconfig.temperature)[0]
-        return engine.logprobs("actor", [tokens], config.gconfig.temperature)[0], ref
+            ref = engine.logprobs("ref", [tokens], config.gconfig)[0]
+        return engine.logprobs("actor", [tokens], config.gconfig)[0], ref
 
 
 def _tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[Token]:

@@ -153,6 +153,21 @@ def _plain(value: Any) -> str:
     return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 
 
+def as_in(section: type[Section], name: str, default: Any = REQUIRED, **bounds: float) -> Any:
+    """Declare a setting with the help, bounds and flag of another section's setting.
+
+    Args:
+        section: The section that declares the setting.
+        name: Name of the setting there.
+        default: Another default. REQUIRED keeps the default of `section`.
+        bounds: Bounds (ge, gt, le, lt) that replace bounds of the same names.
+    """
+    there = next(field for field in dataclasses.fields(section) if field.name == name)
+    metadata = {**there.metadata, "bounds": {**there.metadata["bounds"], **bounds}}
+    value = there.default if default is REQUIRED else default
+    return dataclasses.field(default=value, metadata=metadata, kw_only=True)
+
+
 class Missing(Problem):
     """A required value is not given."""
 

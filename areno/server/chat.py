@@ -20,6 +20,7 @@ from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.requests import ChatRequest
+from areno.server.responses import sampled_with
 from areno.server.sampling import Sampler
 from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, special_ids
 from areno.types import GenerationOutput, GenerationRequest
@@ -177,7 +178,7 @@ class _Chat:
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
-            "temperature": self.sampled.params.logprob_temperature,
+            **sampled_with(self.sampled.params),
             "prompt_token_ids": self.prompt.tokens,
             "sources": self.prompt.sources,
         }

@@ -15,6 +15,7 @@ from areno.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from areno.schema.values import show
 from areno.server.errors import BadTrajectory
 from areno.server.tokens import Runs, Source
+from areno.types import SamplingParams
 
 _LEAST = -1e30  # training holds log-probabilities in float32
 _ROUNDING = 1e-3  # of the log-probability of a token that is nearly certain
@@ -106,6 +107,11 @@ def _sources(runs: Any, n: int) -> Runs:
     if (total := sum(length for _, length in pairs)) != n:
         raise BadTrajectory(f"sources is of {show(total)} tokens, and the prompt has {n}")
     return [(source, length) for source, length in pairs]
+
+
+def sampled_with(params: SamplingParams) -> dict[str, float]:
+    """Return the entries of the field `areno` that say how the tokens were sampled, as `TurnTokens.read` reads them."""
+    return {"temperature": params.logprob_temperature}
 
 
 def _temperature(value: Any) -> float:

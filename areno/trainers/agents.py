@@ -15,10 +15,17 @@ from typing import Any
 import numpy as np
 
 from areno.agents.pool import AgentOutcome, AgentPool
-from areno.agents.rows import RowBuilder, needs_scoring, read_trajectories, reward_record, train_sequences
+from areno.agents.rows import (
+    RowBuilder,
+    needs_scoring,
+    other_temperatures,
+    read_trajectories,
+    reward_record,
+    train_sequences,
+)
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
 from areno.api.trainer import Trainer
-from areno.config.rollout import GenerationConfig
+from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.engine.engine import OnProgress
 from areno.errors import ArenoError, DataError, Problem
 from areno.plan.plan import sampling_params
@@ -60,7 +67,7 @@ def trajectory_rows(
 
     advantages, rewards: one for each trajectory; without rewards these are 0. A trajectory has several rows where a
     turn did not go on from the tokens of the one before. loss_mask_policy: None is that of the last session. Trained
-    tokens that the policy did not sample, or not at the temperature of training, get its log-probabilities. Raises
+    tokens that the policy did not sample, or not with the settings of training, get its log-probabilities. Raises
     DataError as reward_records does.
     """
     read = _read(trainer, trajectories, loss_mask_policy)
@@ -76,25 +83,32 @@ def trajectory_rows(
         for row, sampled in zip(of_one, trajectory.rows, strict=True):
             row.advantages = np.where(sampled.trained, float(advantages[index]), 0.0)
         rows += of_one
-    score_missing(trainer, [row for _, trajectory in read for row in trajectory.rows], rows, trainer.temperature)
+    score_missing(trainer, [row for _, trajectory in read for row in trajectory.rows], rows, trainer.sampling)
     return rows
 
 
 def score_missing(
-    trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], temperature: float
-) -> set[float | None]:
-    """Give trained tokens that the policy did not sample as it is trained its log-probabilities of them.
+    trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
+) -> str:
+    """Compute the log-probabilities of trained tokens that the policy did not sample, or not with these settings.
 
-    rows: those of `sampled`. Returns the other temperatures that they were sampled at.
+    Args:
+        trainer: Scores the rows.
+        sampled: Rows of agents.
+        rows: The same rows for training. Sets their `logprobs`.
+        sampling: Settings of training.
+
+    Returns:
+        A warning if rows were sampled in another way, else "".
     """
-    places = [place for place, row in enumerate(sampled) if needs_scoring(row, temperature)]
+    places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
     if not places:
-        return set()
+        return ""
     with trainer.clock.phase("recompute"):
-        scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], temperature)
+        scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], sampling=sampling)
     for place, logprobs in zip(places, scored, strict=True):
         rows[place].logprobs = np.where(sampled[place].trained, logprobs, 0.0)
-    return {sampled[place].temperature for place in places} - {temperature}
+    return other_temperatures([sampled[place] for place in places], sampling)
 
 
 def _read(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:

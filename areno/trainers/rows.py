@@ -17,6 +17,7 @@ import numpy as np
 from areno.agents.rows import train_sequences
 from areno.api.trainer import Trainer
 from areno.config.models import KLConfig, PolicyConfig
+from areno.config.rollout import SamplingConfig
 from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens, overlong_penalty, shape_rewards
 from areno.loss_fns.kl import kl_array
@@ -403,7 +404,7 @@ def without_truncated(
 
 
 def score_agents(
-    trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], temperature: float
+    trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> None:
     """Compute the log-probabilities that agents' samples lack, by `score_missing`. Warn of other sampling temperatures.
 
@@ -411,12 +412,8 @@ def score_agents(
         trainer: Scores the rows.
         samples: The scored samples of the step.
         rows: The rows of the step, which are changed.
-        temperature: Sampling temperature of training.
+        sampling: Sampling settings of training.
     """
     sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
-    if others := score_missing(trainer, sampled, rows, temperature):
-        logger.warning(
-            "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate",
-            ", ".join(map(str, others)),
-            temperature,
-        )
+    if warning := score_missing(trainer, sampled, rows, sampling):
+        logger.warning("%s", warning)

@@ -15,6 +15,7 @@ import torch
 from areno.config.experiments import LossFn
 from areno.config.models import MicroBatchSpec
 from areno.config.ratio import RatioConfig
+from areno.config.rollout import SamplingConfig
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import pack_rows
@@ -130,7 +131,7 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
     eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
     rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
-    score_agents(setup.trainer, rollout.kept, rows, config.gconfig.temperature)
+    score_agents(setup.trainer, rollout.kept, rows, config.gconfig)
     if config.ref is not None:
         with setup.run.clock.phase("ref"):
             for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
@@ -150,7 +151,7 @@ def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) ->
         The log-probabilities of each row's tokens.
     """
     routes = [row.routes for row in rows] if role == "actor" else None
-    return setup.trainer.score_logprobs(role, token_rows(rows), setup.config.gconfig.temperature, routes=routes)
+    return setup.trainer.score_logprobs(role, token_rows(rows), sampling=setup.config.gconfig, routes=routes)
 
 
 def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
@@ -175,7 +176,7 @@ def update(
     rows: Sequence[TrainSequence],
     *,
     n_minibatches: int = 1,
-    temperature: float = 1.0,
+    sampling: SamplingConfig | None = None,
     rows_per_unit: int = 1,
     old_logprobs: OldLogprobs = "recompute",
 ) -> dict[str, float]:
@@ -201,7 +202,7 @@ def update(
             gradient_accumulation_steps=actor.gradient_accumulation_steps,
             mb_spec=actor.mb_spec,
             n_minibatches=n_minibatches,
-            temperature=temperature,
+            sampling=sampling or SamplingConfig(),
             seed=run.seed,
             rows_per_unit=rows_per_unit,
             old_logprobs=old_logprobs,
@@ -213,7 +214,7 @@ def update(
 
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Call `update` with the minibatches, temperature and old log-probabilities of the settings.
+    """Call `update` with the minibatches, sampling settings and old log-probabilities of the settings.
 
     Args:
         setup: The parts of the run.
@@ -224,4 +225,4 @@ def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str
     """
     actor = setup.config.actor
     how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
-    return update(setup, rows, temperature=setup.config.gconfig.temperature, **how)
+    return update(setup, rows, sampling=setup.config.gconfig, **how)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from areno.bench.shapes import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.exact import make_exact
@@ -47,7 +48,7 @@ REQUESTS = [
     for i, length in enumerate(LENGTHS)
 ]
 ROOMY = RolloutSpec(max_running=16, max_len=400)
-UPDATE = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=700), temperature=0.7)
+UPDATE = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=700), sampling=SamplingConfig(temperature=0.7))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def sampled(engine: Engine, requests: Any = REQUESTS, rollout: RolloutSpec = ROO
 
 def apart(engine: Engine, rows: list[TrainSequence], temperature: float = 0.7) -> float:
     """The largest difference between the rows' log-probabilities and those of a training forward pass."""
-    scored = engine.logprobs("actor", [list(row.tokens) for row in rows], temperature)
+    scored = engine.logprobs("actor", [list(row.tokens) for row in rows], SamplingConfig(temperature=temperature))
     pairs = [
         np.abs(np.asarray(row.logprobs) - new)[~np.asarray(row.prompt_mask)]
         for row, new in zip(rows, scored, strict=True)

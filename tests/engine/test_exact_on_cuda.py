@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from areno.bench.shapes import model_folder
+from areno.config.rollout import SamplingConfig
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec
@@ -114,7 +115,8 @@ def hold_equal(outputs: Outputs, expected: Outputs) -> None:
 def test_training_computes_the_same_bits(case: Case, engine: Engine, params: dict[str, Any], at_once: Outputs) -> None:
     rows = train_rows(at_once, case.requests(params))
     assert len({tuple(row.tokens) for row in rows}) > 32  # they are not all alike
-    scored = engine.logprobs("actor", [list(row.tokens) for row in rows], params["temperature"])
+    sampling = SamplingConfig(temperature=params["temperature"])
+    scored = engine.logprobs("actor", [list(row.tokens) for row in rows], sampling)
     for row, again in zip(rows, scored, strict=True):
         drawn = ~np.asarray(row.prompt_mask)
         assert np.array_equal(np.asarray(row.logprobs, dtype=np.float32)[drawn], again[drawn])

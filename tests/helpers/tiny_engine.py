@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.rollout import SamplingConfig
 from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, UpdateSpec
@@ -166,7 +167,7 @@ def train_on(
 
 def scored(engine: Engine, role: str, token_rows: Any, temperature: float = 1.0) -> list[list[float]]:
     """Log-probabilities as lists, which compare by ==."""
-    return [row.tolist() for row in engine.logprobs(role, token_rows, temperature)]
+    return [row.tolist() for row in engine.logprobs(role, token_rows, SamplingConfig(temperature=temperature))]
 
 
 def values(engine: Engine, role: str, token_rows: Any) -> list[list[float]]:

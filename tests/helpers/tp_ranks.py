@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
 from areno.engine.spec import UpdateSpec
 from areno.engine.train import flat as flat_module
 from areno.engine.train import gradients
@@ -121,7 +122,7 @@ def scores(trained: TrainBackend) -> list[np.ndarray]:
     tokens = [np.array(row.tokens) for row in rows(5)]
     if trained.model.config.head == "value":
         return [*trained.values(tokens, SEVERAL), np.array(trained.rewards(tokens, SEVERAL))]
-    return trained.logprobs(tokens, 0.7, SEVERAL)
+    return trained.logprobs(tokens, SamplingConfig(temperature=0.7), SEVERAL)
 
 
 def compare(folder: Path, layout: Groups, alone: dict[str, Any], **how: Any) -> None:

@@ -115,7 +115,7 @@ def test_a_script_and_a_configuration_have_the_same_rule(temperature: float) -> 
                 for given in (temperature, 0)
             )
         assert cold == greedy
-        assert trainer.temperature == 1.0
+        assert trainer.sampling.logprob_temperature == 1.0
         for wrong in (temperature, 1e6, math.nan, True):
             with pytest.raises(ConfigError, match=r"temperature: is .*; a number from 1e-05 to 100000 is expected"):
                 trainer.score_logprobs("actor", [[65, 66]], wrong)

@@ -29,7 +29,6 @@ from areno.engine.decoder.sequence import Sequence
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
-from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import PagedBatch, decode_attention, most_rows
 from areno.kernels.sampling import SamplingFlags, draws_columns
 from areno.layers.adapter import sampling
@@ -187,13 +186,8 @@ class Runner:
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
         """With `engine.exact`, the log-probabilities as training computes them, of this rank's part of the logits."""
         if self.is_exact:
-            out_2B[1] = sampled_logprobs(
-                local_BV,
-                out_2B[0].long(),
-                self.sampler.tensors.temperature[slots_B],
-                first=self.model.output.first,
-                all_reduce=self.model.tp.all_reduce if self.model.tp.size > 1 else None,
-            )
+            model = self.model
+            out_2B[1] = self.sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
         return out_2B
 
     @torch.no_grad()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
+from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_slots
 from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned
 from areno.layers.parallel import ParallelGroup
@@ -174,6 +175,19 @@ class SlotSampler:
         out_2B = sample_columns(columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.every)
         self.tensors.last_token[slots_B] = out_2B[0].long()
         return out_2B
+
+    def logprobs(self, local_BV: Tensor, tokens_B: Tensor, slots_B: Tensor, tp: ParallelGroup, first: int) -> Tensor:
+        """Return the log-probabilities (B,) of sampled tokens by the kernel of training.
+
+        Args:
+            local_BV: This rank's columns of the logits, float32.
+            tokens_B: Sampled tokens, int64.
+            slots_B: Slots of the rows, int64.
+            tp: The ranks that share the columns.
+            first: This rank's first column.
+        """
+        reduce = tp.all_reduce if tp.size > 1 else None
+        return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
     def note(self, tokens_B: Tensor, slots_B: Tensor, drawn_here: slice, flags: SamplingFlags) -> None:
         """Note tokens of which only the rows `drawn_here` were drawn by this sampler, as its draws note theirs."""

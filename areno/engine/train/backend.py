@@ -15,6 +15,7 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.rollout import SamplingConfig
 from areno.engine.memory import Option, is_out_of_memory, training_hint
 from areno.engine.spec import UpdateSpec
 from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
@@ -123,7 +124,7 @@ class TrainBackend:
             ]
             is_policy = self.model.config.head == "lm"
             if is_policy:
-                score = partial(self._scored_logprobs, temperature=update.temperature)
+                score = partial(self._scored_logprobs, sampling=update.sampling)
                 set_before_first_update(batches, update.old_logprobs, self.exact, score)
             stats, old = [], []
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
@@ -131,25 +132,29 @@ class TrainBackend:
                 old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
             return TrainResult(over_steps(stats), old)
 
-    def _scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, temperature: float) -> Tensor:
+    def _scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> Tensor:
         """Return log-probabilities at `trained_T`, (N,), without gradient, by the forward pass of an update."""
         with torch.no_grad():
-            logprobs_N = self._logprobs(packed, trained_T, temperature)[0]
+            logprobs_N = self._logprobs(packed, trained_T, sampling)[0]
         if self._routing is not None:
             self._routing.end()
         heartbeat.beat()
         return logprobs_N
 
     def logprobs(
-        self, token_rows: TokenRows, temperature: float, mb_spec: MicroBatchSpec, routes: TokenRows | None = None
+        self, token_rows: TokenRows, sampling: SamplingConfig, mb_spec: MicroBatchSpec, routes: TokenRows | None = None
     ) -> list[np.ndarray]:
-        """log p(token | tokens before it) for each token of each row, float32; 0 for the first one.
+        """Return log p(token | tokens before it) for each token of each row, float32; 0 for the first token.
 
-        routes: of each row, see areno/engine/train/rows.py.
+        Args:
+            token_rows: Token ids of each row.
+            sampling: Settings that the rows were sampled with.
+            mb_spec: Rows of one forward pass.
+            routes: Experts of each row's tokens, see areno/engine/train/rows.py. None lets the router choose.
         """
 
         def score(packed: PackedTokens) -> Tensor:
-            return self._logprobs(packed, _later(packed), temperature)[0]
+            return self._logprobs(packed, _later(packed), sampling)[0]
 
         return self._score(token_rows, mb_spec, score, routes)
 
@@ -213,7 +218,7 @@ class TrainBackend:
         trained_T = share.predicted_here(trained_T)
         return share.aligned(trained_T, self.model.values(share.before(hidden_nD, trained_T)))
 
-    def _logprobs(self, packed: PackedTokens, trained_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at `trained_T`, each (N,) float32 aligned with the tokens and 0 elsewhere."""
         tp, head = self.model.tp, self.model.output
         hidden_nD, share = self._hidden(packed)
@@ -223,7 +228,7 @@ class TrainBackend:
             share.before(hidden_nD, trained_T),
             head.weight[: head.n_valid],
             packed.tokens_N[trained_T],
-            temperature=temperature,
+            temperature=sampling.logprob_temperature,
             first=head.first,
             all_reduce=tp.all_reduce if tp.size > 1 else None,
             weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
@@ -301,7 +306,7 @@ class TrainBackend:
             if self.model.config.head == "value":
                 loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
             else:
-                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.temperature)
+                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.sampling)
                 own_N = logprobs_N.detach()
                 if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
                     pack.old_logprobs = complete(pack.old_logprobs, own_N)

@@ -27,7 +27,7 @@ def selected_logprobs(
     weight_VD: Tensor,
     targets_K: Tensor,
     *,
-    temperature: float,
+    temperature: float = 1.0,
     chunk: int | None = None,
     first: int = 0,
     all_reduce: Callable[..., Tensor] | None = None,

@@ -18,6 +18,7 @@ import pytest
 from torch import Tensor
 
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
 from areno.engine.processes.local import on_this_machine
 from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.serving import _fill
@@ -190,7 +191,7 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.generated_tokens == sum(len(output.tokens) for output in finished)
         each.call("end_rollout")
-        assert each.call_each("score", [("actor", "logprobs", [[3, 4]], 1.0, WHOLE)])[0][0][0] == 0.0
+        assert each.call_each("score", [("actor", "logprobs", [[3, 4]], SamplingConfig(), WHOLE)])[0][0][0] == 0.0
     assert outputs[0] == outputs[1]
     inline.close()
     with pytest.raises(EngineError, match="the engine is closed"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.gradients import over_steps
 from areno.errors import DataError, EngineError
@@ -118,18 +119,18 @@ def test_packed_logprobs_equal_transformers(tmp_path, temperature):
     with torch.no_grad():
         logp = torch.log_softmax(theirs(padded, attention_mask=mask).logits.double() / temperature, -1)
     for spec in (WHOLE, MicroBatchSpec(max_tokens_per_mb=30)):
-        got = backend.logprobs(token_rows, temperature, spec)
+        got = backend.logprobs(token_rows, SamplingConfig(temperature=temperature), spec)
         for i, tokens in enumerate(token_rows):
             want = [0.0] + [logp[i, t - 1, tokens[t]].item() for t in range(1, len(tokens))]
             assert got[i] == pytest.approx(want, abs=1e-4)
-    assert backend.logprobs([], 1.0, WHOLE) == []
+    assert backend.logprobs([], SamplingConfig(), WHOLE) == []
 
 
 def test_gradient_equals_plain_autograd():
     """Row by row through the model's own logits and torch's softmax, instead of packed and chunked."""
     rows = make_rows(5)
     backend = make()
-    _, gradient = loss_and_gradient(make(), rows, sft_loss_fn, temperature=0.7)
+    _, gradient = loss_and_gradient(make(), rows, sft_loss_fn, sampling=SamplingConfig(temperature=0.7))
     model, total = backend.model, 0.0
     n = sum(not m for row in rows for m in row.prompt_mask)
     for row in rows:
@@ -160,7 +161,7 @@ def test_training_learns():
 
 def test_metrics():
     backend, rows = make(), make_rows()
-    scored = backend.logprobs([row.tokens for row in rows], 1.0, WHOLE)
+    scored = backend.logprobs([row.tokens for row in rows], SamplingConfig(), WHOLE)
     stats = train_on(backend, rows, grpo_loss_fn, MicroBatchSpec(mini_bs=3))
     by_row = [
         [

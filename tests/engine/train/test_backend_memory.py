@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
 from areno.engine.train.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -96,7 +97,7 @@ def test_out_of_memory_names_the_keys(monkeypatch):
     monkeypatch.setattr(backend, "_logprobs", full)
     for call in (
         lambda: train_on(backend, make_rows(), sft_loss_fn, WHOLE),
-        lambda: backend.logprobs([[1, 2]], 1.0, WHOLE),
+        lambda: backend.logprobs([[1, 2]], SamplingConfig(), WHOLE),
     ):
         with pytest.raises(EngineError) as caught:
             call()

@@ -11,6 +11,7 @@ import torch
 
 from areno.bench import shapes
 from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec, UpdateSpec
 from areno.engine.train.backend import TrainBackend
@@ -30,7 +31,7 @@ CUT = MicroBatchSpec(max_tokens_per_mb=40)
 def fresh_rows(backend, apart=0.01, n=10):
     """Rows of a rollout whose log-probabilities differ from training's by rounding, `apart` here."""
     rows = make_rows(n)
-    scored = backend.logprobs([row.tokens for row in rows], 1.0, WHOLE)
+    scored = backend.logprobs([row.tokens for row in rows], SamplingConfig(), WHOLE)
     for row, logprobs in zip(rows, scored, strict=True):
         row.old_logprobs = None
         row.logprobs = logprobs + apart * np.resize([1.0, -1.0, 1.0], len(logprobs)).astype(np.float32)
@@ -89,7 +90,7 @@ def test_later_updates_of_a_batch_compare_with_the_policy_before_the_first():
     assert result.stats["ratio_max"] > 1.001
     assert result.stats["logp_abs_diff_max"] == pytest.approx(0.01, rel=1e-3), "an update is not counted as a mismatch"
     keep_old_logprobs(rows, checked, shares, [result])
-    scored = before.logprobs([row.tokens for row in rows], 1.0, WHOLE)
+    scored = before.logprobs([row.tokens for row in rows], SamplingConfig(), WHOLE)
     for row, wanted in zip(rows, scored, strict=True):
         places = ~np.asarray(row.prompt_mask)
         np.testing.assert_allclose(row.old_logprobs[places], wanted[places], atol=1e-5)
