@@ -123,7 +123,7 @@ def at_temperature(value: Any) -> SamplingConfig:
         ConfigError: `value` is not a number that logits can be divided by.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+    if not is_number or not LEAST_TEMPERATURE <= float(value) <= MOST_TEMPERATURE:
         expected = f"a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} is expected"
         raise ConfigError(Problem("temperature", f"is {value!r}; {expected}"))
     return SamplingConfig(temperature=float(value))
