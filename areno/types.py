@@ -17,25 +17,33 @@ from areno.schema.fields import setting, settings
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+_DEFAULTS = SamplingConfig()
+
+
 @dataclass(init=False)
 class SamplingParams(SamplingConfig):
     """How completions are sampled. A plain record; the values are checked when a rollout is given it.
 
-    greedy: take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
-    top_p: in (0, 1], keep the most likely tokens of this total probability. top_k: keep the k most likely; -1 = all.
-    max_new_tokens: longest completion. max_context_len: longest prompt plus completion; None is the model's limit.
-    max_prompt_len: refuse longer prompts. All three in tokens. temperature: the logits are divided by it. 0 is greedy,
-    and so is everything below 1e-5.
-    stop: strings that end a completion. stop_token_ids: token ids that end it, beside the model's own. Both stay in it.
-    ignore_eos: do not end at the model's own end-of-sequence tokens.
-    skip_special_tokens: rollouts return token ids and do not read it. The trainers do, when they decode completions.
-    Keyword arguments only: min_new_tokens (no stop token is sampled before this many tokens), frequency_penalty (in
-    [-2, 2]; a token's logit is lowered by it for each time that the completion has the token already),
-    presence_penalty (in [-2, 2]; the same, but once, however often it has it), min_p (in [0, 1]; keep the tokens that
-    are at least so many times as likely as the most likely one, arXiv 2407.01082).
-
     Log-probabilities are those of softmax(logits / temperature), without penalties, top-k, top-p and min-p, as in
     training.
+
+    Attributes:
+        greedy: Take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
+        top_p: Sample from the most likely tokens of this total probability, in (0, 1].
+        top_k: Sample from the k most likely tokens. -1 is all tokens.
+        max_new_tokens: Longest completion in tokens.
+        max_context_len: Longest prompt plus completion in tokens. None is the limit of the model.
+        temperature: Number that the logits are divided by. A value below 1e-5 is greedy.
+        stop: Strings that end a completion. They stay in it.
+        stop_token_ids: Token ids that end a completion, in addition to the model's own. They stay in it.
+        ignore_eos: Do not end a completion at the model's own end-of-sequence tokens.
+        skip_special_tokens: Decode completions without special tokens. Rollouts return token ids and do not read it.
+        max_prompt_len: Refuse prompts of more tokens. None refuses none.
+        min_new_tokens: Sample no stop token before a completion has this many tokens. Keyword only, as all that follow.
+        frequency_penalty: Lower a token's logit by this for each time that the completion has the token, in [-2, 2].
+        presence_penalty: Lower a token's logit by this if the completion has the token, in [-2, 2].
+        min_p: Sample from the tokens that are at least this times as likely as the most likely token (arXiv
+            2407.01082), in [0, 1].
     """
 
     max_context_len: int | None = setting(None, help="longest prompt plus completion in tokens", gt=0)
@@ -43,16 +51,16 @@ class SamplingParams(SamplingConfig):
 
     def __init__(
         self,
-        greedy: bool = False,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        max_new_tokens: int = 16,
+        greedy: bool = _DEFAULTS.greedy,
+        top_p: float = _DEFAULTS.top_p,
+        top_k: int = _DEFAULTS.top_k,
+        max_new_tokens: int = _DEFAULTS.max_new_tokens,
         max_context_len: int | None = None,
-        temperature: float = 1.0,
-        stop: list[str] | None = None,
-        stop_token_ids: list[int] | None = None,
-        ignore_eos: bool = False,
-        skip_special_tokens: bool = True,
+        temperature: float = _DEFAULTS.temperature,
+        stop: list[str] | None = _DEFAULTS.stop,
+        stop_token_ids: list[int] | None = _DEFAULTS.stop_token_ids,
+        ignore_eos: bool = _DEFAULTS.ignore_eos,
+        skip_special_tokens: bool = _DEFAULTS.skip_special_tokens,
         max_prompt_len: int | None = None,
         **more: Any,
     ):
@@ -149,9 +157,8 @@ class GenerationRequest:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether its draws need more than the sampling kernel does."""
-        params = self.params
-        return bool(self.logit_bias) or params.presence_penalty != 0 or params.min_p > 0
+        """Return whether its draws need more than the sampling kernel; see `LogitEdits`."""
+        return bool(self.logit_bias) or self.params.edits_logits
 
 
 GIVEN_BACK = -1

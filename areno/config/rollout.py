@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 from areno.errors import ConfigError, Problem
@@ -19,9 +22,19 @@ _MOST = 2**31 - 1
 _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=True)
 
 
+def _edit(default: float, **declared: Any) -> Any:
+    """Declare a setting that changes logits in a way that the sampling kernel does not compute; see `LogitEdits`."""
+    field = setting(default, **declared)
+    field.metadata = MappingProxyType({**field.metadata, "edits_logits": True})
+    return field
+
+
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
-    """How one completion is sampled: what `gconfig` and a script's `SamplingParams` have in common."""
+    """How one completion is sampled. `gconfig` and the `SamplingParams` of a script have these settings in common.
+
+    Every setting is declared here, with its default and its bounds, and nowhere else.
+    """
 
     greedy: bool = setting(
         False,
@@ -60,13 +73,13 @@ class SamplingConfig(Section):
         ge=-2,
         le=2,
     )
-    presence_penalty: float = setting(
+    presence_penalty: float = _edit(
         0.0,
         help="Lower a token's logit by this once the completion has it. Not part of logprobs",
         ge=-2,
         le=2,
     )
-    min_p: float = setting(
+    min_p: float = _edit(
         0.0,
         help="Sample only tokens that are at least this times as likely as the most likely one. Applied before top_k "
         "and top_p. 0: all",
@@ -88,6 +101,11 @@ class SamplingConfig(Section):
     def logprob_temperature(self) -> float:
         """Return the temperature of the log-probabilities, which is 1 where `temperature` counts as 0."""
         return 1.0 if self.temperature < LEAST_TEMPERATURE else self.temperature
+
+    @property
+    def edits_logits(self) -> bool:
+        """Return whether a draw needs more than the sampling kernel: a setting declared by `_edit` is in use."""
+        return any(vars(self)[name] != default for name, default in _edits())
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
     def shortest_above_longest(self) -> bool:
@@ -111,6 +129,13 @@ def flags_of_draws() -> dict[str, str]:
     known = settings(GenerationConfig)
     names = ["temperature", *(name for name, each in known.items() if _DRAWING in each.only_with)]
     return {name: known[name].flag for name in names if known[name].flag}
+
+
+@cache
+def _edits() -> list[tuple[str, Any]]:
+    """Return the settings declared by `_edit` with their defaults, which change no draw."""
+    declared = dataclasses.fields(SamplingConfig)
+    return [(field.name, field.default) for field in declared if "edits_logits" in field.metadata]
 
 
 def at_temperature(value: Any) -> SamplingConfig:

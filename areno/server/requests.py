@@ -11,7 +11,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno.config.rollout import SamplingConfig
 from areno.data.row_schema import bad_text
+from areno.schema.fields import settings
 from areno.schema.values import show
 from areno.server.errors import ApiError, bad, is_larger
 from areno.server.fields import Fields
@@ -31,6 +33,12 @@ MOST_MESSAGES = 10_000
 _MOST_TOKENS = 2**31 - 1
 _MOST_STOP = 1000  # characters of a stop string
 _MOST_DIGITS = 10  # of a token id
+# Settings of sampling that are numbers between two bounds are fields of requests, too. OpenAI's has a lower limit.
+_NUMBERS = {
+    name: (known.bounds["ge"], known.bounds["le"])
+    for name, known in settings(SamplingConfig).items()
+    if known.hint is float and {"ge", "le"} <= known.bounds.keys()
+} | {"temperature": (0, 2)}
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
             "prompt_cache_retention")  # fmt: skip
 _UNSUPPORTED = ("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "verbosity",
@@ -153,12 +161,9 @@ def _model(fields: Fields) -> str:
 def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
     params = replace_params(
         defaults,
-        temperature=fields.number("temperature", 0, 2),
+        **{name: fields.number(name, *bounds) for name, bounds in _NUMBERS.items()},
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.integer("top_k", -1, _MOST_TOKENS),
-        min_p=fields.number("min_p", 0, 1),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2),
-        presence_penalty=fields.number("presence_penalty", -2, 2),
         max_new_tokens=max_new,
         min_new_tokens=fields.integer("min_tokens", 0, _MOST_TOKENS),
         stop=_stop(fields.take("stop")),
