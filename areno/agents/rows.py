@@ -7,6 +7,7 @@ turn begins a row of its own. No row has a token that the model did not see at i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from areno.server.responses import TurnTokens
 from areno.server.text import TextStream
 from areno.server.tokens import Source, expand
 from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
+
+logger = logging.getLogger("areno")
 
 _SHOWN = 60  # characters on either side of a difference
 
@@ -220,14 +223,12 @@ def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
     return row.temperature != sampling.logprob_temperature or bool((row.trained & ~row.sampled).any())
 
 
-def other_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> str:
-    """Return a warning that names the temperatures of rows other than that of `sampling`; "" if there are none."""
+def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> None:
+    """Warn of rows that were sampled at another temperature than that of `sampling`, or at several."""
     own = sampling.logprob_temperature
-    if not (others := {row.temperature for row in rows} - {own}):
-        return ""
-    found = ", ".join(map(str, others))
-    training = f"training is at gconfig.temperature={own:g}: ratios are approximate"
-    return f"agents sampled at temperatures {found}, and {training}"
+    if others := {row.temperature for row in rows} - {own}:
+        text = "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate"
+        logger.warning(text, ", ".join(map(str, others)), own)
 
 
 def call_start(parser: ToolCallParser, text: str) -> int:

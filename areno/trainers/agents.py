@@ -18,7 +18,6 @@ from areno.agents.pool import AgentOutcome, AgentPool
 from areno.agents.rows import (
     RowBuilder,
     needs_scoring,
-    other_temperatures,
     read_trajectories,
     reward_record,
     train_sequences,
@@ -89,7 +88,7 @@ def trajectory_rows(
 
 def score_missing(
     trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
-) -> str:
+) -> list[TokenRow]:
     """Compute the log-probabilities of trained tokens that the policy did not sample, or not with these settings.
 
     Args:
@@ -99,16 +98,16 @@ def score_missing(
         sampling: Settings of training.
 
     Returns:
-        A warning if rows were sampled in another way, else "".
+        The rows of `sampled` that were scored.
     """
     places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
     if not places:
-        return ""
+        return []
     with trainer.clock.phase("recompute"):
         scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], sampling=sampling)
     for place, logprobs in zip(places, scored, strict=True):
         rows[place].logprobs = np.where(sampled[place].trained, logprobs, 0.0)
-    return other_temperatures([sampled[place] for place in places], sampling)
+    return [sampled[place] for place in places]
 
 
 def _read(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:

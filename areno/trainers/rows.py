@@ -6,7 +6,6 @@ rows; advantages are computed for samples.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.rows import train_sequences
+from areno.agents.rows import train_sequences, warn_of_temperatures
 from areno.api.trainer import Trainer
 from areno.config.models import KLConfig, PolicyConfig
 from areno.config.rollout import SamplingConfig
@@ -316,9 +315,6 @@ def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], acto
     return advantages, returns
 
 
-logger = logging.getLogger("areno")
-
-
 def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
     """Count the rows that `policy_rows` makes of each sample.
 
@@ -415,5 +411,4 @@ def score_agents(
         sampling: Sampling settings of training.
     """
     sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
-    if warning := score_missing(trainer, sampled, rows, sampling):
-        logger.warning("%s", warning)
+    warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling)
