@@ -1,7 +1,7 @@
-"""The registry of algorithms: those of installed packages, areno's own five among them, and those that files register.
+"""The registry of algorithms: areno's own five, those of installed packages, and those that files register.
 
-An algorithm is a configuration class and a loop. The class says which loss and which advantages its settings describe;
-an Algorithm may bring others. A file of your own registers one and runs it, as examples/algorithms does:
+An algorithm is a configuration class and a loop. The class defines the loss and the advantages that its settings
+describe, and an Algorithm may replace both. A file of your own registers one and runs it, as examples/algorithms does:
 
     ALGORITHM = register_algorithm(
         Algorithm(name="mine", config=MyConfig, loop=lambda: areno.PolicyOnlyTrainer, loss_fn=my_loss)
@@ -9,8 +9,9 @@ an Algorithm may bring others. A file of your own registers one and runs it, as 
     if __name__ == "__main__":
         run_algorithm(ALGORITHM)  # of areno.launch
 
-A package makes its algorithms known by entry points of the group "areno.algorithms", name = "module:ALGORITHM".
-Nothing here imports torch: `--help` and `--cfg job` of such a file answer at once, as long as it does not either.
+A package makes its algorithms known by entry points of the group "areno.algorithms", name = "module:ALGORITHM". areno
+does so too. A checkout that is not installed has no entry points, so those in its pyproject.toml are read instead.
+This module does not import torch: `--help` and `--cfg job` answer at once, as long as the file does not import it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from areno.config.experiments import (
     SupervisedExperimentConfig,
 )
 from areno.errors import ConfigError, Problem
+from areno.files.paths import content_of, root
 
+_GROUP = "areno.algorithms"
+_PACKAGE = f"{__name__.partition('.')[0]}."
 _registered: dict[str, Algorithm] = {}
 
 
@@ -38,7 +42,7 @@ class Algorithm:
     """How a policy is trained: a configuration, a training loop and a loss.
 
     Attributes:
-        name: What `--algo` and get_algorithm call the algorithm.
+        name: The name of the algorithm for `--algo` and get_algorithm.
         config: Its experiment dataclass, a subclass of the one that the loop reads.
         loop: A function that imports and returns the class of the training loop, so that `--help` need not load torch:
             PolicyOnlyTrainer samples groups and needs no critic, PPOTrainer adds a critic, SFTTrainer and DPOTrainer
@@ -46,7 +50,8 @@ class Algorithm:
         default: The default of --config-name.
         loss_fn: Makes the loss function `(pack, logprobs) -> (loss, stats)` from the configuration, see
             areno.loss_fns. None takes the loss of the configuration, `config.loss_fn()`.
-        advantage_fn: See AdvantageFn in areno.trainers.rows. None takes `config.advantages()`.
+        advantage_fn: Computes the advantages of rows, with the arguments of an AdvantageFn (areno.trainers.rows). None
+            takes `config.advantages()`.
         roles: Models beside the actor that must be configured, such as "ref", whose log-probabilities the rows carry.
     """
 
@@ -98,17 +103,27 @@ class Algorithm:
         return loop(config, self.make_loss(config), run_dir=run_dir, advantage_fn=self.advantage_fn, **given)
 
     def make_loss(self, config: Any) -> LossFn:
-        """The loss function of a run with this configuration."""
+        """Return the loss function of a run with this configuration."""
         return config.loss_fn() if self.loss_fn is None else self.loss_fn(config)
 
     def run(self, config: Any, run_dir: Path) -> float:
-        """Run one experiment; its objective."""
+        """Run one experiment in the folder `run_dir` and return its objective."""
         with self.trainer(config, run_dir) as trainer:
             return trainer.fit()
 
 
 def register_algorithm(algorithm: Algorithm) -> Algorithm:
-    """Make an algorithm known by its name, and return it. ValueError for a name that an installed package has."""
+    """Add an algorithm to the registry of this process.
+
+    Args:
+        algorithm: The algorithm. It replaces one that was registered under the same name.
+
+    Returns:
+        The algorithm itself.
+
+    Raises:
+        ValueError: areno or another installed package has an algorithm of this name.
+    """
     if algorithm.name in _installed():
         raise ValueError(f"{algorithm.name} comes with areno or another package; give the algorithm another name")
     _registered[algorithm.name] = algorithm
@@ -116,7 +131,11 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """The algorithm of a name. ConfigError where there is none."""
+    """Look up an algorithm by its name, and import it if no code has done so before.
+
+    Raises:
+        ConfigError: There is no algorithm of this name.
+    """
     if name in _registered:
         return _registered[name]
     found = _installed()
@@ -129,11 +148,28 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def algorithm_names() -> list[str]:
-    """All that get_algorithm knows."""
+    """Return the names that get_algorithm knows: of areno, of other packages, and of files, each in their order."""
     return [*_installed(), *sorted(_registered)]
+
+
+def own_algorithms() -> list[str]:
+    """Return the names of the algorithms that come with areno, in alphabetical order."""
+    return [name for name, entry in _installed().items() if entry.value.startswith(_PACKAGE)]
 
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """By name. To look through all packages takes 25 ms."""
-    return {entry.name: entry for entry in sorted(entry_points(group="areno.algorithms"))}
+    """Return the entry points of all packages by their names. The search through all packages takes 25 ms."""
+    found = [*entry_points(group=_GROUP)]
+    if not any(entry.value.startswith(_PACKAGE) for entry in found):
+        found += _of_checkout()
+    return {entry.name: entry for entry in sorted(found)}
+
+
+def _of_checkout() -> list[EntryPoint]:
+    """Return the entry points that the pyproject.toml of a checkout declares; none outside of a checkout."""
+    text = (content_of(root() / "pyproject.toml") or b"").decode()
+    # Python 3.10 has no reader of TOML. This section has only lines of the form `name = "module:ALGORITHM"`.
+    _, _, rest = text.partition(f'[project.entry-points."{_GROUP}"]\n')
+    pairs = [line.partition("=") for line in rest.partition("\n[")[0].splitlines() if "=" in line]
+    return [EntryPoint(name.strip(), value.strip().strip('"'), _GROUP) for name, _, value in pairs]

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from areno.api.algorithms import get_algorithm
+from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.cli.train_flags import HEADINGS, Flag, flags
-from areno.launch.hints import RECIPES
 from areno.schema.fields import Row, rows
 
 _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of the generated tables -->"
@@ -29,7 +28,7 @@ generated from the dataclasses in `areno/config/` and `areno/recipes/`, and a te
 def settings_page() -> str:
     """The whole page."""
     merged: dict[str, dict[str, Row]] = {}
-    for recipe in RECIPES:
+    for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
             merged.setdefault(row.key, {})[recipe] = row
     sections = dict.fromkeys(key.rpartition(".")[0] for key in merged)
@@ -65,7 +64,7 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
 
 
 def _recipes(by_recipe: dict[str, Row]) -> str:
-    return "" if len(by_recipe) == len(RECIPES) else f" *Recipes: {', '.join(by_recipe)}.*"
+    return "" if len(by_recipe) == len(own_algorithms()) else f" *Recipes: {', '.join(by_recipe)}.*"
 
 
 def _escape(text: str) -> str:
@@ -81,7 +80,8 @@ def flag_tables() -> str:
 def _table(heading: str, found: list[Flag]) -> str:
     lines = [f"### {heading}", "", "| flag | setting | default | meaning |", "|---|---|---|---|"]
     if heading == "Basic":
-        about = "gspo; with `--resume`, that of the run | sft, dpo, grpo, gspo, ppo, or one of another package"
+        names = ", ".join(own_algorithms())
+        about = f"gspo; with `--resume`, that of the run | {names}, or one of another package"
         lines.append(f"| `--algo TEXT` | the recipe | {about} |")
     return "\n".join([*lines, *map(_line, found)]) + "\n"
 
@@ -89,7 +89,7 @@ def _table(heading: str, found: list[Flag]) -> str:
 def _line(flag: Flag) -> str:
     name = f"{flag.name} {flag.type_text}".strip() + (f", --no-{flag.name[2:]}" if flag.negative else "")
     keys = dict.fromkeys(row.key for rows in flag.keys.values() for row in rows)
-    only = "" if len(flag.keys) == len(RECIPES) else f" *{', '.join(flag.keys)}*"
+    only = "" if len(flag.keys) == len(own_algorithms()) else f" *{', '.join(flag.keys)}*"
     cells = [f"`{name}`", ", ".join(f"`{key}`" for key in keys), flag.default, f"{flag.about}.{only}"]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
+from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm, own_algorithms
 from areno.cli import train_flags
 from areno.cli.train_flags import HEADINGS, REFUSED, TASK, Flag
 from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
-from areno.launch.hints import RECIPES
 from areno.schema.fields import rows
 from areno.tracking.run_folder import is_described, recipe_of
 
@@ -52,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group: Any, flag: Flag) -> None:
-    only = "" if len(flag.keys) == len(RECIPES) else f"[{', '.join(flag.keys)}] "
+    only = "" if len(flag.keys) == len(own_algorithms()) else f"[{', '.join(flag.keys)}] "
     help = f"{only}{flag.help}".replace("%", "%%")
     options: dict[str, Any] = {"dest": flag.name, "default": None, "help": help}
     if flag.value is None:
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     start = f"python -m areno.recipes.{algorithm.name}"
-    if algorithm.name not in RECIPES:
+    if algorithm.name not in own_algorithms():
         start = f"areno train --algo {algorithm.name}"
     options = [] if arguments.resume is not None else [f"--config-name={arguments.config_name}"]
     options += [f"--{name.replace('_', '-')}={value}" for name in ("config_dir", "resume", "cfg")

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
-from areno.api.algorithms import get_algorithm
+from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.config.models import OptimizerConfig
 from areno.errors import Problem
-from areno.launch.hints import NOT_HERE, RECIPES, listed
+from areno.launch.hints import NOT_HERE, listed
 from areno.schema.fields import Row, Section, rows
 
 TASK = "train"
@@ -129,7 +129,7 @@ class Flag:
 def flags() -> dict[str, Flag]:
     """Name -> flag, of all recipes."""
     found: dict[str, Flag] = {}
-    for recipe in RECIPES:
+    for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
             for flag in _flags_of(row):
                 found.setdefault(flag.name, flag).keys.setdefault(recipe, []).append(row)

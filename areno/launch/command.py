@@ -24,14 +24,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
-from areno.api.algorithms import Algorithm
+from areno.api.algorithms import Algorithm, own_algorithms
 from areno.errors import ArenoError, ConfigError, Key, Problem, keys_renamed, of_a_place
 from areno.files import interrupts
 from areno.files.interrupts import Terminated, handled, terminate
 from areno.files.paths import absolute
 from areno.files.user_code import describe_error
 from areno.launch import help, yaml_files
-from areno.launch.hints import RECIPES, listed
+from areno.launch.hints import listed
 from areno.launch.side_by_side import N_JOBS, JobFailed, SideBySide, shares
 from areno.launch.sweep_results import Sweep
 from areno.schema.build import with_defaults
@@ -357,7 +357,7 @@ def told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iter
     except ConfigError as error:
         file = (yaml_files.tasks(config_dir) | yaml_files.experiments()).get(config_name.removesuffix(".yaml"))
         meant = yaml_files.recipes(file) if file else []
-        if recipe in RECIPES and meant and recipe not in meant:  # another algorithm may use the tasks of these
+        if recipe in own_algorithms() and meant and recipe not in meant:  # another algorithm may use the tasks of these
             problem = Problem("--config-name", f"{config_name} is for {listed(meant)}, not for {recipe}")
             raise ConfigError([problem, *error.problems]) from error
         raise

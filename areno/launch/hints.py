@@ -5,9 +5,10 @@ Hints about keys that a recipe does not have: keys of other recipes, and keys of
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
-from areno.api.algorithms import get_algorithm
+from areno.api.algorithms import algorithm_names, get_algorithm
 from areno.files.small_yaml import plain_yaml
 from areno.schema.fields import rows
 
@@ -138,9 +139,6 @@ NOT_HERE = {
 """Dotted key -> the end of the message. `key=value` stands for a value that the setting does not take."""
 
 
-RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
-
-
 def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
     """Return the end of a message about the unknown setting `key`; "" where nothing is known of it.
 
@@ -160,8 +158,13 @@ def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
 
 
 def _recipes_with(key: str) -> list[str]:
-    """Return the recipes that have a setting."""
-    return [name for name in RECIPES if any(row.key == key for row in rows(get_algorithm(name).config))]
+    """Return the algorithms that have a setting. An algorithm that does not import is left out."""
+    found = []
+    for name in algorithm_names():
+        with suppress(Exception):  # the message is about the user's key, and not about a package that is broken
+            if any(row.key == key for row in rows(get_algorithm(name).config)):
+                found.append(name)
+    return found
 
 
 def _sets(file: Path, key: str) -> bool:

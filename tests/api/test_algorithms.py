@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
-from areno.api.algorithms import algorithm_names
+from areno.api.algorithms import algorithm_names, own_algorithms
 from areno.config.experiments import PolicyExperimentConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
@@ -84,10 +85,39 @@ def test_names_that_are_taken_or_unknown() -> None:
         get_algorithm("gpro")
 
 
-def test_a_folder_on_the_path_is_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(algorithms, "_installed", dict)
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No package has entry points, as in a checkout on Python's path."""
+    monkeypatch.setattr(algorithms, "entry_points", lambda group: [])
+    algorithms._installed.cache_clear()
+    yield
+    algorithms._installed.cache_clear()
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_a_checkout_that_is_not_installed_has_the_five_algorithms() -> None:
+    assert tuple(algorithm_names()) == tuple(own_algorithms()) == tuple(sorted(BUILT_IN))
+    assert get_algorithm("sft").name == "sft"
+    with pytest.raises(ConfigError) as caught:
+        load(get_algorithm("gspo").config, "quickstart", ["actor.beta=1"])
+    assert str(caught.value) == "actor.beta: unknown key; it is a setting of dpo"
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_a_copy_of_the_package_alone_is_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algorithms, "root", lambda: tmp_path)
     with pytest.raises(ConfigError, match="it is not installed; run `pip install"):
         get_algorithm("gspo")
+    with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key"):  # the user's own mistake comes first
+        load(GSPOConfig, "quickstart", ["actor.beta=1"])
+
+
+def test_a_package_that_does_not_import_does_not_hide_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "no_such_module:ALGORITHM", "areno.algorithms")
+    found = algorithms._installed() | {"broken": broken}
+    monkeypatch.setattr(algorithms, "_installed", lambda: found)
+    with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key; it is a setting of dpo$"):
+        load(GSPOConfig, "quickstart", ["actor.beta=1"])
 
 
 @pytest.mark.parametrize(
@@ -142,6 +172,7 @@ def test_a_trainer_of_another_loop_does_not_take_the_configuration() -> None:
 MINE = '''"""REINFORCE with a moving baseline."""
 
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from functools import partial
 
 import areno

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from areno.api import algorithms, get_algorithm
+from areno.api.algorithms import own_algorithms
 from areno.cli import train_flags as flags
 from areno.cli.__main__ import main
 from areno.cli.train_flags import REFUSED
 from areno.launch import command
-from areno.launch.hints import RECIPES
 from areno.schema.build import with_defaults
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ CASES: list[tuple[str, str, dict]] = [
 
 def batches() -> Iterator[tuple[str, str, dict]]:
     """The cases, as many in one command as have no flag in common: to compose a configuration takes a while."""
-    for recipe in RECIPES:
+    for recipe in own_algorithms():
         left = [case for case in CASES if case[0] == recipe]
         while left:
             taken: list[tuple[str, str, dict]] = []
@@ -206,7 +206,7 @@ def flat(settings: dict, prefix: str = "") -> dict:
     return found
 
 
-DEFAULTS = {recipe: flat(with_defaults(get_algorithm(recipe).config, {})) for recipe in RECIPES}
+DEFAULTS = {recipe: flat(with_defaults(get_algorithm(recipe).config, {})) for recipe in own_algorithms()}
 
 
 def test_no_flag_is_left_out_above() -> None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from areno.api.algorithms import get_algorithm
-from areno.launch.hints import NOT_HERE, RECIPES, hint
+from areno.api.algorithms import get_algorithm, own_algorithms
+from areno.launch.hints import NOT_HERE, hint
 from areno.schema.fields import Row, rows
 from areno.schema.values import InvalidValue
 from tests.helpers.pages import ROOT, codes, of_tables, sections
@@ -69,7 +69,7 @@ def ours(recipe: str) -> dict[str, Row]:
     return {row.key: row for row in rows(get_algorithm(recipe).config)}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", own_algorithms())
 def test_every_key_works_or_is_told(recipe: str) -> None:
     unknown, n_working = set(), 0
     for key, _ in expanded(CLASSES[recipe]):
@@ -85,11 +85,11 @@ def test_every_key_works_or_is_told(recipe: str) -> None:
 def test_the_page_names_what_is_told() -> None:
     """Each key that an error knows of, by its last name or its section's."""
     named = {word for code in codes(PAGE.read_text(encoding="utf-8")) for word in re.split(r"[.=]", code)}
-    of_areal = {key for recipe in RECIPES for key, _ in expanded(CLASSES[recipe])}
+    of_areal = {key for recipe in own_algorithms() for key, _ in expanded(CLASSES[recipe])}
     assert not [key for key in NOT_HERE if key in of_areal and key.rpartition(".")[2] not in named]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", own_algorithms())
 def test_every_choice_is_taken_or_told(recipe: str) -> None:
     untold, n_taken = [], 0
     for key, found in expanded(CLASSES[recipe]):
@@ -103,7 +103,7 @@ def test_every_choice_is_taken_or_told(recipe: str) -> None:
     assert n_taken > 15
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", own_algorithms())
 def test_a_default_that_differs_has_a_row(recipe: str) -> None:
     page = [
         code.partition("=")

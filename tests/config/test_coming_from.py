@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.launch.hints import RECIPES
+from areno.api.algorithms import own_algorithms
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
 from tests.helpers.pages import (
@@ -55,7 +55,7 @@ def test_our_settings_exist_and_have_these_defaults(page: Path) -> None:
     wrong, n_defaults = [], 0
     for recipe, code, states_default in of_ours(page):
         if is_setting(code):
-            recipes = [recipe] if recipe else list(RECIPES)
+            recipes = [recipe] if recipe else own_algorithms()
             key, _, text = code.partition("=")
             wrong += [problem] if (problem := problem_of(code, recipes)) else []
             if text and states_default:

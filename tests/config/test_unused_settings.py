@@ -8,10 +8,11 @@ from typing import Literal
 import pytest
 
 from areno.api import get_algorithm
+from areno.api.algorithms import own_algorithms
 from areno.config.models import MicroBatchSpec
 from areno.errors import ConfigError, keys_renamed
 from areno.launch.compose import load
-from areno.launch.hints import NOT_HERE, RECIPES, hint
+from areno.launch.hints import NOT_HERE, hint
 from areno.schema.build import build
 from areno.schema.fields import Needs, Section, rows, setting
 
@@ -223,7 +224,7 @@ def test_a_variant_is_named_for_the_keys_that_it_sets(tmp_path):
 
 
 def test_what_is_said_not_to_be_there_is_not_there():
-    keys = {row.key for name in RECIPES for row in rows(get_algorithm(name).config)}
+    keys = {row.key for name in own_algorithms() for row in rows(get_algorithm(name).config)}
     assert not keys & set(NOT_HERE)
     assert hint("never.heard.of") == ""
 
@@ -311,7 +312,7 @@ def test_the_setting_that_is_needed_has_the_name_that_the_user_knows():
     assert str(caught.value).startswith("--width: is 2, but --mode is off, so nothing is drawn; set --mode to draw")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", own_algorithms())
 def test_every_setting_that_is_needed_exists(recipe):
     """A need that names no setting would never be reported. A need may name a setting of the whole run."""
     cls = get_algorithm(recipe).config
