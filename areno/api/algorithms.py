@@ -19,9 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno.config.experiments import (
     ExperimentConfig,
@@ -31,6 +30,9 @@ from areno.config.experiments import (
 )
 from areno.errors import ConfigError, Problem
 from areno.files.paths import content_of, root
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _GROUP = "areno.algorithms"
 _PACKAGE = f"{__name__.partition('.')[0]}."
@@ -160,6 +162,8 @@ def own_algorithms() -> list[str]:
 @cache
 def _installed() -> dict[str, EntryPoint]:
     """Return the entry points of all packages by their names. The search through all packages takes 25 ms."""
+    from importlib.metadata import entry_points  # this import takes as long as all settings of a run
+
     found = [*entry_points(group=_GROUP)]
     if not any(entry.value.startswith(_PACKAGE) for entry in found):
         found += _of_checkout()
@@ -168,6 +172,8 @@ def _installed() -> dict[str, EntryPoint]:
 
 def _of_checkout() -> list[EntryPoint]:
     """Return the entry points that the pyproject.toml of a checkout declares; none outside of a checkout."""
+    from importlib.metadata import EntryPoint
+
     text = (content_of(root() / "pyproject.toml") or b"").decode()
     # Python 3.10 has no reader of TOML. This section has only lines of the form `name = "module:ALGORITHM"`.
     _, _, rest = text.partition(f'[project.entry-points."{_GROUP}"]\n')

@@ -32,15 +32,13 @@ from areno.files.paths import absolute
 from areno.files.user_code import describe_error
 from areno.launch import help, yaml_files
 from areno.launch.hints import listed
-from areno.launch.side_by_side import N_JOBS, JobFailed, SideBySide, shares
-from areno.launch.sweep_results import Sweep
 from areno.schema.build import with_defaults
 from areno.schema.fields import Missing
-from areno.tracking.run_log import RunLog
 
 if TYPE_CHECKING:
     from areno.config.experiments import ExperimentConfig
     from areno.launch.compose import HydraSession, Job
+    from areno.launch.sweep_results import Sweep
     from areno.tracking.run_folder import NewFolder
 
 
@@ -106,8 +104,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     if args.help:
         print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
         return 0
-    from areno.launch import resume  # --help does without it and Hydra, whose import takes long
-    from areno.launch.compose import HydraSession
+    from areno.launch.compose import HydraSession  # --help does without Hydra, whose import takes long
 
     interrupts.end()
 
@@ -115,6 +112,8 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     if args.resume is not None:
         if args.config_name or args.config_dir or args.multirun:
             raise ConfigError(Problem("--resume", "a run goes on with its own settings; give only key=value"))
+        from areno.launch import resume
+
         name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
     options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
     session = HydraSession(algorithm.config, name, args.overrides, **options)
@@ -204,6 +203,9 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
         session.run(lambda job: _run(algorithm, command, job, folder))
         return 0
 
+    from areno.launch.side_by_side import JobFailed
+    from areno.launch.sweep_results import Sweep
+
     sweep = Sweep(output_dir, *config.objective())
     try:
         with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
@@ -234,6 +236,8 @@ def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Pa
 
 def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, sweep: Sweep) -> float:
     """Run one job of a sweep, in this process."""
+    from areno.launch.side_by_side import JobFailed
+
     assert job.number is not None
     print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
     objective, reason = _outcome(algorithm, command, job, folder)
@@ -247,10 +251,12 @@ def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
     """Run the jobs of a sweep, several at a time, each in a process of its own. config: of the first."""
+    from areno.launch.compose import N_JOBS
+
     if config.scheduler.type == "ray":
         text = "is {}, but runs on a Ray cluster go one after another; leave it out or set {}=local"
         raise ConfigError(Problem(N_JOBS, text, session.n_jobs, Key("scheduler.type")))
-    from areno.launch.side_by_side import JobLines
+    from areno.launch.side_by_side import JobLines, SideBySide, shares
     from areno.tracking.display.display import chosen_console
 
     live = chosen_console(config.stats_logger.console) == "live"
@@ -291,6 +297,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
     folder: of the run or of its sweep. explicit: the user has named it, to go on there.
     """
     from areno.launch import resume
+    from areno.tracking.run_log import RunLog
 
     try:
         config = job.composition.build(algorithm.config)

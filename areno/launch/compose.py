@@ -33,6 +33,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
 from areno import __version__
@@ -42,13 +43,13 @@ from areno.files.paths import absolute, root
 from areno.launch import yaml_files
 from areno.launch.hints import hint
 from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
-from areno.launch.side_by_side import N_JOBS
 from areno.schema.build import both_names, build, current_key, with_defaults
 from areno.schema.fields import Section, dependents
 
 T = TypeVar("T", bound=Section)
 
 _RUN_DIR = "${areno.run_dir:${cluster.fileroot},${experiment_name},${trial_name}}"
+N_JOBS = "hydra.launcher.n_jobs"
 _SHOWN = 200  # characters of an override that cannot be read
 _MARK = "areno's recipes"
 _HYDRA = {
@@ -134,7 +135,9 @@ def told_version(folder: Path) -> Iterator[None]:
 
 def to_yaml(data: dict[Any, Any]) -> str:
     """YAML text that Hydra reads back as the same values."""
-    return OmegaConf.to_yaml(OmegaConf.create(data))
+    # OmegaConf.to_yaml does the same with a DictConfig, which takes longer to make than the text.
+    dumper = get_omega_conf_dumper()
+    return yaml.dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
 
 
 class HydraSession(AbstractContextManager["HydraSession"]):

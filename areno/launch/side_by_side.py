@@ -23,6 +23,7 @@ from typing import Any
 from areno.config.run import EngineConfig
 from areno.errors import ConfigError, Problem
 from areno.files.interrupts import Terminated, terminate
+from areno.launch.compose import N_JOBS
 from areno.tracking.display.screen import Line, Screen
 
 _TIME = len("hh:mm:ss ")
@@ -91,7 +92,6 @@ class JobLines:
         print(f"the live display failed, and lines follow: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-N_JOBS = "hydra.launcher.n_jobs"
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 _MOST_BYTES = 65536
 

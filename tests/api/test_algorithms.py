@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_names_that_are_taken_or_unknown() -> None:
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package has entry points, as in a checkout on Python's path."""
-    monkeypatch.setattr(algorithms, "entry_points", lambda group: [])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     algorithms._installed.cache_clear()
     yield
     algorithms._installed.cache_clear()
