@@ -289,6 +289,17 @@ def test_rows_longer_than_the_context_are_skipped_and_counted():
     assert made.series("rollout/num_sequences").values == [40.0]
 
 
+def test_sft_skips_rows_longer_than_the_context_too(capsys):
+    """The model has a context of 128 tokens, and the length that a task sets may be above it."""
+    write("rows.jsonl", [{"prompt": "2+", "response": "2" * 400}, *({"prompt": "2+3=", "response": "5"},) * 20])
+    settings = ["train_dataset.path=rows.jsonl", "train_dataset.loader=null", "train_dataset.max_length=4096"]
+    settings += ["train_dataset.batch_size=20", "total_train_steps=1", "train_dataset.shuffle=false"]
+    assert run(*settings, recipe=sft) == 0
+    assert "rows.jsonl row 0 has 4" in capsys.readouterr().err
+    [made] = list_runs("out")
+    assert made.series("rollout/skipped_long").values == [1.0]
+
+
 @pytest.mark.parametrize(
     ("source", "code", "message"),
     [

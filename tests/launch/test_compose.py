@@ -99,7 +99,10 @@ def test_optional_sections_are_groups(work):
     assert load("ref=null", name="with_ref").ref is None
     assert problems_of("valid_dataset=default")[0].startswith("valid_dataset.path: missing")
     assert "ref: is chosen more than once" in problems_of("ref=default", "ref=null")[0]
-    assert load("eval_gconfig=greedy", "+valid_dataset.path=x", "gconfig.n_samples=4").eval_gconfig.n_samples == 1
+    greedy = ["eval_gconfig=greedy", "+valid_dataset.path=x", "gconfig.n_samples=4", "gconfig.max_new_tokens=7"]
+    sampled = load(*greedy).eval_gconfig
+    assert (sampled.n_samples, sampled.greedy, sampled.max_new_tokens) == (1, True, 7)
+    assert load(*greedy, "eval_gconfig.max_new_tokens=9").eval_gconfig.max_new_tokens == 9
     assert load("actor/adv_norm=dr_grpo").actor.adv_norm.std_level is None
 
 
