@@ -1,6 +1,6 @@
-"""The command of an algorithm: it reads the arguments, does what they ask for and makes messages and exit codes of it.
+"""Run the command of an algorithm: read its arguments, start its runs, and print errors.
 
-`compose` makes a configuration of the arguments, `help` prints what they can be; the runs are started here.
+`compose` makes a configuration of the arguments, `help` prints them, and this module starts the runs.
 
 Exit codes: 0 done, 1 the run failed, 2 the command line or the configuration is wrong, 130 interrupted, 143 terminated
 (SIGTERM, SIGUSR1). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end. The
@@ -52,7 +52,7 @@ def run_recipe(module: str) -> NoReturn:
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:
-    """Run the algorithm of a file that is itself the script, with the arguments of this process; ends the process."""
+    """Run an algorithm with the arguments of this process, and end the process. For a file that is the script."""
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 
 
@@ -63,12 +63,17 @@ def run(
     greet: bool = True,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Do what the arguments ask for, and return the exit code. A run that fails raises SystemExit.
+    """Do what the arguments ask for, and return the exit code.
 
     Args:
-        command: How the user started it, for the help text.
-        greet: Whether nobody has shown the user yet that something happens.
-        names: Setting -> the name that the user knows it by, where this is another one. Errors use it.
+        algorithm: The algorithm to run.
+        command: The command that the user has typed, for the help text.
+        arguments: The options and settings of the command line.
+        greet: Whether to print a line at once on a terminal, as imports take seconds.
+        names: Setting -> the flag that the user knows it by, for settings that have one. Errors use it.
+
+    Raises:
+        SystemExit: A run has failed, and its error is printed.
     """
     args = _parser(command).parse_intermixed_args(arguments)
     try:
@@ -135,7 +140,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
 
 
 def _show_life(command: str, args: argparse.Namespace) -> None:
-    """Say on a terminal that something happens: until the run can say more, imports take seconds."""
+    """Print a line on a terminal, as the imports before the first output of a run take seconds."""
     if sys.stderr.isatty() and "stats_logger.console=quiet" not in args.overrides:
         words = [command.removeprefix("python -m "), *(word for word in (args.config_name, args.resume) if word)]
         print(f"areno {__version__}: {' '.join(words)} starts ...", file=sys.stderr, flush=True)
@@ -223,7 +228,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
 
 
 def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
-    """Go on with the run in a folder, which the session takes the settings of."""
+    """Resume the run in a folder, whose settings the session has read."""
     from areno.launch import resume
     from areno.launch.compose import Job, told_version
 
@@ -250,7 +255,7 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
 def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
-    """Run the jobs of a sweep, several at a time, each in a process of its own. config: of the first."""
+    """Run the jobs of a sweep, several at a time, each in a process of its own. `config` is that of the first job."""
     from areno.launch.compose import N_JOBS
 
     if config.scheduler.type == "ray":
@@ -281,7 +286,10 @@ def _run_side_by_side(
 
 
 def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
-    """Run one job of a sweep: its objective, or None and the reason. SystemExit would end the sweep in the launcher."""
+    """Run one job of a sweep, and return its objective, or None and the reason of its failure.
+
+    A SystemExit would end the sweep in the launcher.
+    """
     try:
         return _run(algorithm, command, job, folder), ""
     except SystemExit as error:
@@ -292,9 +300,14 @@ def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) ->
 
 
 def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
-    """Run one job. A failure is reported and becomes SystemExit, which Hydra passes on without a message of its own.
+    """Run one job. A failure is printed and becomes SystemExit, which Hydra raises again without a message.
 
-    folder: of the run or of its sweep. explicit: the user has named it, to go on there.
+    Args:
+        algorithm: The algorithm to run.
+        command: The command that starts the algorithm.
+        job: The run.
+        folder: The folder of the run or of its sweep.
+        explicit: Whether the user has named the folder, to resume its run.
     """
     from areno.launch import resume
     from areno.tracking.run_log import RunLog
@@ -336,7 +349,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:
-    """Give a run of a sweep a place of its own in each folder or hub account that the settings name for all runs."""
+    """Give a run of a sweep its own subfolder, and its own repository, of those that the settings name for all runs."""
     for section in (config.saver, config.stats_logger.tensorboard):
         if section.path is not None:
             section.path = str(Path(section.path) / str(number))
@@ -345,7 +358,7 @@ def _separate(config: ExperimentConfig, number: int) -> None:
 
 
 def _report(error: ArenoError, names: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Print the message, with the traceback if ARENO_DEBUG=1, and return the exit code. names: see `run`."""
+    """Print the message with the flags in `names`, and the traceback if ARENO_DEBUG=1. Returns the exit code."""
     _trace(error)
     print(f"error: {error.renamed(names.get)}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
@@ -358,7 +371,7 @@ def _trace(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
-    """Around what composes a configuration: its errors say if the task is not for the recipe."""
+    """Add to the errors of a composition that the task is not for the recipe, if that is so."""
     try:
         yield
     except ConfigError as error:

@@ -1,6 +1,7 @@
-"""Composes a configuration from YAML files and overrides with Hydra, which no other module of areno uses.
+"""Compose a configuration from YAML files and overrides with Hydra.
 
-The result is one plain dictionary, together with all problems that were found.
+The result is one plain dictionary, together with all problems that were found. Modules outside of this folder do not
+use Hydra.
 
 Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without their types, so
 that Hydra does not stop at the first bad key or value. For the same reason values of the command line are forced in
@@ -68,24 +69,37 @@ _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError
 
 @dataclass
 class Composition:
-    """The values of files and command line. data: plain values, interpolations resolved, without missing keys."""
+    """The values of files and command line.
+
+    Attributes:
+        data: Plain values with interpolations resolved. Missing keys are left out.
+        raw: The same values with interpolations and ??? as they are written.
+        problems: The problems of files and command line. `build` finds those of the values.
+        variant: The chosen variant and its file.
+        output_dir: The folder of the run or the sweep. None if the settings that name it are wrong.
+    """
 
     data: dict[str, Any]
-    raw: dict[str, Any]  # the same with interpolations and ??? as they are written
+    raw: dict[str, Any]
     problems: list[Problem]
-    variant: tuple[str, Path] | None = None  # the chosen one and its file
-    output_dir: Path | None = None  # of the run or the sweep; None where the settings it is made of are wrong
+    variant: tuple[str, Path] | None = None
+    output_dir: Path | None = None
 
     def build(self, cls: type[T]) -> T:
-        """The checked configuration. Raises ConfigError that lists all problems."""
+        """Return the checked configuration. Raises ConfigError that lists all problems."""
         return build(cls, self.data, self.problems, lambda key: hint(key, self.variant))
 
 
 @dataclass
 class Job:
-    """One run that Hydra starts. number: its place in a sweep, counted from 0; None outside a sweep.
+    """One run that Hydra starts.
 
-    names: setting -> the name that the user knows it by, where this is another one.
+    Attributes:
+        composition: The values of its settings.
+        run_dir: The folder of the run.
+        overrides: The settings of the command line.
+        number: Its place in a sweep, counted from 0. None outside of a sweep.
+        names: Setting -> the flag that the user knows it by, for settings that have one.
     """
 
     composition: Composition
@@ -97,7 +111,7 @@ class Job:
 
 @dataclass
 class _CommandLine:
-    """The user's overrides, rewritten. lines: for Hydra. sample: the same with the first value of every sweep."""
+    """The user's overrides, rewritten for Hydra. `sample` has the first value of every sweep."""
 
     lines: list[str] = field(default_factory=list)
     sample: list[str] = field(default_factory=list)
@@ -108,12 +122,23 @@ class _CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: str, sample: str | None = None) -> None:
+        """Add an override, and the one that takes its place in `sample`."""
         self.lines.append(line)
         self.sample.append(line if sample is None else sample)
 
 
 def load(cls: type[T], config_name: str, overrides: list[str] | None = None, config_dir: Path | None = None) -> T:
-    """The configuration that a recipe gets from `--config-name=config_name` and `overrides`. Raises ConfigError."""
+    """Compose and check the configuration of a task.
+
+    Args:
+        cls: The dataclass of the configuration.
+        config_name: The name of the task, as for `--config-name`.
+        overrides: Settings of the form `key=value`.
+        config_dir: The user's folder of YAML files.
+
+    Raises:
+        ConfigError: Something is wrong. The error lists all problems.
+    """
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
     return composition.build(cls)
@@ -121,7 +146,7 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
 
 @contextmanager
 def told_version(folder: Path) -> Iterator[None]:
-    """Around code that takes the settings of a run: its errors say if another version of areno has written them."""
+    """Add the version of areno that has written a run to errors about its settings, if it is another version."""
     try:
         yield
     except ConfigError as error:
@@ -134,14 +159,26 @@ def told_version(folder: Path) -> Iterator[None]:
 
 
 def to_yaml(data: dict[Any, Any]) -> str:
-    """YAML text that Hydra reads back as the same values."""
+    """Return YAML text that Hydra reads as the same values."""
     # OmegaConf.to_yaml does the same with a DictConfig, which takes longer to make than the text.
     dumper = get_omega_conf_dumper()
     return yaml.dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
 
 
 class HydraSession(AbstractContextManager["HydraSession"]):
-    """Hydra, set up for one configuration class and one command line. It composes, and it starts runs and sweeps."""
+    """Hydra, set up for one configuration class and one command line. It composes, and starts runs and sweeps.
+
+    Use as a context manager.
+
+    Args:
+        cls: The dataclass of the configuration.
+        config_name: The name of the task, as for `--config-name`.
+        overrides: Settings of the form `key=value`, groups and settings of Hydra.
+        config_dir: The user's folder of YAML files.
+        multirun: Whether to start a sweep. A command line with `hydra.mode=MULTIRUN` does so too.
+        job_name: The name of the algorithm, for Hydra.
+        names: Setting -> the flag that the user knows it by, for settings that have one.
+    """
 
     def __init__(
         self,
@@ -192,7 +229,11 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._opened.close()
 
     def compose(self) -> Composition:
-        """The configuration of files and command line. For a sweep: that of its first run."""
+        """Return the configuration of files and command line; for a sweep, that of its first run.
+
+        Raises:
+            ConfigError: Hydra cannot compose at all, as for a task that does not exist.
+        """
         with not_lost():
             return self._composition()
 
@@ -224,8 +265,12 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def run(self, job: Callable[[Job], Any]) -> None:
         """Call `job` once, or once for each combination of a sweep, one after another in this process.
 
-        `job` returns the objective or, if the run goes on, a Future of it. It may raise ArenoError, SystemExit and
-        exceptions of its own kind. Others are taken for errors of Hydra.
+        Args:
+            job: Does a run. It returns the objective or, for a run in another process, a Future of it. It may raise
+                ArenoError, SystemExit and exceptions of its own classes.
+
+        Raises:
+            ConfigError: Hydra fails.
         """
         line = self._command_line
         try:
@@ -242,7 +287,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             raise ConfigError(explain(error)) from error
 
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
-        """How many runs of a sweep go on at the same time. A launcher of another package has its own way."""
+        """Read how many runs of a sweep are in progress at the same time, and yield what is wrong with the number."""
         launcher = config.hydra.launcher
         if not isinstance(launcher, DictConfig):
             yield Problem("hydra.launcher", f"is {launcher!r}; a section is expected")
@@ -259,7 +304,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     @property
     def sweep(self) -> list[str]:
-        """The overrides of a sweep, as Hydra writes them into multirun.yaml."""
+        """Return the overrides of a sweep, as Hydra writes them into multirun.yaml."""
         return [line for line in self._command_line.lines if not line.startswith("hydra")]
 
     def show_info(self, topic: str) -> None:
@@ -295,7 +340,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 )
 
     def _run_dir(self, fileroot: str, experiment: str, trial: str | None) -> str:
-        """<fileroot>/<experiment>/<trial, or the time>. The same for every run of a sweep."""
+        """Return <fileroot>/<experiment>/<trial or start time>, which is the same for every run of a sweep."""
         folder = Path(os.path.expanduser(fileroot)) / str(experiment)
         if trial is not None:
             return str(folder / str(trial))
@@ -303,14 +348,14 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return str(folder / self._time_name)
 
     def rename(self, run_dir: Path) -> Path:
-        """Choose another name for a folder that is named by the start time, because this one is taken."""
+        """Return another name for a folder that is named by the start time, for a name that is taken."""
         self._time_name = f"{self._started}-{next(self._counts)}"
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
         return renamed
 
     @cached_property
     def _command_line(self) -> _CommandLine:
-        """The overrides, sorted into groups, values and deletions. An unreadable one or a wrong choice is a problem."""
+        """Sort the overrides into groups, values and deletions. Unreadable ones and wrong choices become problems."""
         self._check_config_name()
         line = _CommandLine()
         groups = yaml_files.groups(self.config_dir)
@@ -349,8 +394,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         vars(self).pop("_command_line", None)
 
     def _is_listed(self, group: str) -> bool:
-        """Whether a group is in the defaults of the files. It is taken to be, as most are, until Hydra refuses it: to
-        look it up takes half as long as to compose.
+        """Return whether a group is in the defaults of the files.
+
+        Most groups are. So the answer is yes until Hydra refuses it, as a look-up takes half as long as to compose.
         """
         return self._listed is None or group in self._listed
 
@@ -394,7 +440,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.add(forced, sample)
 
     def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
-        """The composition of Hydra's result."""
+        """Make the composition of Hydra's result."""
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
@@ -417,7 +463,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return Composition(data, raw, found, (choices["variant"], file) if file else None)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:
-        """What the command line says of a section that is null, or of one that needs this section."""
+        """Yield a problem for each override of a section that is null, or of a section that needs this one."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]

@@ -1,4 +1,4 @@
-"""The text of `--help`: usage, the YAML files that can be named, and every setting of the recipe."""
+"""Make the text of `--help`: usage, the YAML files that can be named, and every setting of the recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ options:
 
 
 def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
-    """The whole help text of a recipe."""
+    """Return the whole help text of a recipe.
+
+    Args:
+        command: The command line that starts the recipe, such as `python -m areno.recipes.gspo`.
+        cls: The dataclass of its settings.
+        default: The default of --config-name.
+        config_dir: The user's folder of YAML files.
+    """
     keys = {row.key for row in rows(cls)}
     variants = {name: file for name, file in yaml_files.variants(config_dir).items() if keys.issuperset(_keys(file))}
     groups = {group: names for group, names in yaml_files.groups(config_dir).items() if group.replace("/", ".") in keys}
@@ -50,7 +57,7 @@ def text(command: str, cls: type[Section], default: str, config_dir: Path | None
 
 
 def _keys(file: Path) -> Iterator[str]:
-    """The dotted settings of a YAML file. Nothing for a broken file: a run that names it reports what is wrong."""
+    """Yield the dotted settings of a YAML file. A broken file yields none: a run that names it reports the fault."""
     from areno.files.small_yaml import YamlFault, plain_yaml
 
     with contextlib.suppress(YamlFault):
@@ -59,7 +66,7 @@ def _keys(file: Path) -> Iterator[str]:
 
 
 def _settings(cls: type[Section]) -> Iterator[str]:
-    """One block for the top-level settings and one for each section."""
+    """Yield a block for the top-level settings and one for each section."""
     found = list(rows(cls))
     top = [row for row in found if "." not in row.key]
     yield "settings\n" + "\n".join(_line(row) for row in top if not row.setting.section)
@@ -77,7 +84,7 @@ def _line(row: Row) -> str:
 
 
 def files(title: str, files: dict[str, Path]) -> str:
-    """A line for each file: its name, the recipes that it is for, and what it is."""
+    """Return a line for each file: its name, its recipes and its first comment."""
     lines = {name: yaml_files.headline(file) for name, file in files.items()}
     for name, file in files.items():
         if recipes := yaml_files.recipes(file):
@@ -86,7 +93,7 @@ def files(title: str, files: dict[str, Path]) -> str:
 
 
 def columns(title: str, lines: dict[str, str]) -> str:
-    """A title, and a line for each name with what it is."""
+    """Return a title and a line for each name with its description. Empty if there are no names."""
     if not lines:
         return ""
     width = max(map(len, lines))

@@ -1,6 +1,6 @@
-"""Keys of AReaL that no recipe has: the end of the message about each of them, which says what to use instead.
+"""Hints about unknown settings, for the end of the message.
 
-Hints about keys that a recipe does not have: keys of other recipes, and keys of AReaL without a counterpart.
+`hint` knows the settings of other algorithms, and the keys of AReaL that areno does not have (`NOT_HERE`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT = "see engine.stall_timeout_s"
 
 
 def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
-    """Return the texts by dotted key. texts: by the name that the key has in each of the sections."""
+    """Return texts by dotted keys, given texts by the names that the keys have in each of the sections."""
     return {f"{section}.{name}": text for section in sections for name, text in texts.items()}
 
 
@@ -140,11 +140,11 @@ NOT_HERE = {
 
 
 def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
-    """Return the end of a message about the unknown setting `key`; "" where nothing is known of it.
+    """Return the end of a message about an unknown setting; "" if nothing is known about it.
 
     Args:
-        key: the dotted name of the setting. `key=value` asks about a value that the setting does not take.
-        variant: the chosen variant and its file, which may have set the key.
+        key: The dotted name of the setting. `key=value` asks about a value that the setting does not take.
+        variant: The chosen variant and its file, which may have set the key.
     """
     if key in NOT_HERE:
         return f"; {NOT_HERE[key]}"

@@ -1,10 +1,8 @@
-"""The texts of Hydra: overrides as its grammar takes them, and its errors as one line.
+"""Adapt Hydra: its search path, its grammar, its errors and its results.
 
-Where Hydra finds YAML files, and the check of each file before Hydra reads it.
-
-Makes plain values of what Hydra has composed: interpolations are resolved, missing keys are left out.
-
-Finds the YAML files that a run can use: tasks, experiments and group choices, in each folder of the search path.
+`quoted` writes overrides for the grammar of Hydra, and `explain` makes one line of its errors. `SearchPath` names the
+folders of YAML files, and `checked_files` checks each file before Hydra reads it. `resolved` makes plain values of a
+composed configuration, after `check_references` has made sure that its interpolations are finite.
 """
 
 from __future__ import annotations
@@ -40,7 +38,11 @@ _HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
 
 
 def quoted(override: str) -> str:
-    """An override with quotes around words with letters or signs that Hydra's grammar has no place for, such as ä."""
+    """Put quotes around the words of an override that the grammar of Hydra cannot read, such as words with an ä.
+
+    Raises:
+        ConfigError: The override is not UTF-8.
+    """
     try:
         override.encode()
     except UnicodeEncodeError:
@@ -57,7 +59,7 @@ def quoted(override: str) -> str:
 
 
 def references(text: str) -> list[str]:
-    """Return the keys that a text refers to as ${key}. A key that is itself made of references is left out."""
+    """Return the keys that a text refers to as ${key}, without keys that contain references themselves."""
     return _REFERENCE.findall(text)
 
 
@@ -82,11 +84,12 @@ def explain(error: BaseException) -> str:
 
 
 class SearchPath(SearchPathPlugin):
-    """The user's --config-dir, then conf/ (Hydra's main folder), then recipes/."""
+    """The search path of YAML files: the user's --config-dir, conf/ (Hydra's main folder), recipes/."""
 
     config_dir: Path | None = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the folders. Hydra calls this method."""
         if self.config_dir:
             search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
         search_path.append("recipes", f"file://{root() / 'recipes'}")
@@ -145,7 +148,13 @@ _MOST_VALUES = 30_000
 
 
 def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys and plain values of a node. Missing values, and interpolations that fail, are left out."""
+    """Yield the keys and plain values of a node, without missing values and without interpolations that fail.
+
+    Args:
+        node: A composed configuration, or a section of it.
+        prefix: The dotted key of the node with a dot at its end; "" for the whole configuration.
+        problems: Gets a problem for each interpolation that fails.
+    """
     for key in node:
         full = f"{prefix}{key}"
         if full == "hydra" or OmegaConf.is_missing(node, key):
@@ -164,14 +173,18 @@ def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
 
 
 def check_references(raw: Mapping[Any, Any]) -> None:
-    """Raise ConfigError if interpolations that refer to each other expand to more values than can be made.
+    """Check that interpolations which refer to each other expand to a number of values that memory can hold.
 
-    raw: the composition with interpolations as they are written.
+    Args:
+        raw: The composition with interpolations as they are written.
+
+    Raises:
+        ConfigError: There would be too many values.
     """
     known: dict[tuple[str, ...], int] = {}
 
     def size(path: tuple[str, ...]) -> int:
-        """The number of values that are read for the one at `path`."""
+        """Return how many values are read for the value at `path`."""
         if path not in known:
             known[path] = 1  # for a circle, which OmegaConf finds itself
             value = functools.reduce(_inner, path, raw)
@@ -191,7 +204,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
 
 
 def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
-    """The path of a key, which is relative to the section around `path` if it begins with dots."""
+    """Return the path of a key. A key that begins with dots is relative to the section around `path`."""
     names = key.lstrip(".")
     n_dots = len(key) - len(names)
     start = path[: max(0, len(path) - n_dots)] if n_dots else ()
@@ -199,14 +212,14 @@ def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
 
 
 def _inner(value: Any, name: str) -> Any:
-    """The value at a key or a place of a section or a list; None if there is none."""
+    """Return the value at a key of a section or at an index of a list; None if there is none."""
     if isinstance(value, dict):
         return next((inner for key, inner in value.items() if str(key) == name), None)
     return value[int(name)] if isinstance(value, list) and name.isdecimal() and int(name) < len(value) else None
 
 
 def delete(data: dict[Any, Any], key: str) -> bool:
-    """Remove a dotted key from nested dictionaries. False if it was not there."""
+    """Remove a dotted key from nested dictionaries. Returns False if the key does not exist."""
     section, _, inner = key.partition(".")
     if inner:
         return isinstance(data.get(section), dict) and delete(data[section], inner)

@@ -1,4 +1,4 @@
-"""Going on with a run that is there: which one it is, what may be changed, and what the user is told of it."""
+"""Resume a run from the command line: find the run, apply changed settings, and print how to go on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areno.tracking.run_folder import NewFolder, overrides_of, sweep_of
 
 
 def named_run(text: str, recipe: str) -> Path:
-    """The folder that --resume names. Raises ConfigError if it holds no run of this recipe that can go on."""
+    """Return the folder that --resume names. Raises ConfigError unless it holds a run of this recipe with a state."""
     folder = Path(os.path.abspath(os.path.expanduser(text)))
     problem = ""
     if not folder.is_dir():
@@ -42,13 +42,22 @@ def named_run(text: str, recipe: str) -> Path:
 
 
 def earlier_run(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
-    """The run in this folder that a run with these settings goes on with, unless they say that it must not."""
+    """Return the run in a folder that a run with these settings resumes. None without one, or if recover.mode=off."""
     earlier = EarlierRun.find(folder) if config.recover.mode != "off" else None
     return earlier if earlier is not None and earlier.goes_on else None
 
 
 def can_go_on(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> bool:
-    """Whether the run in this folder goes on, or the sweep if its overrides are given."""
+    """Return whether the run in a folder is resumed.
+
+    Args:
+        config: The settings of the new start.
+        folder: The folder of the run or the sweep.
+        sweep: The overrides of a sweep. None: a single run.
+
+    Raises:
+        ConfigError: The folder holds another sweep.
+    """
     if sweep is None:
         return earlier_run(config, folder) is not None
     if config.recover.mode == "off" or not run_folder.is_sweep(folder):
@@ -69,9 +78,20 @@ def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
 def take_up(
     earlier: EarlierRun, config: ExperimentConfig, recipe: str, overrides: list[str], explicit: bool
 ) -> list[Change]:
-    """Give the run its new settings; what has changed. Raises ConfigError where it cannot go on with them.
+    """Give a run its new settings, and write them to its folder.
 
-    explicit: the user has named the run, so `overrides` are what to change in it.
+    Args:
+        earlier: The run.
+        config: The new settings.
+        recipe: The algorithm that was started.
+        overrides: The settings of the command line.
+        explicit: Whether the user has named the run, so that `overrides` are the changes.
+
+    Returns:
+        The settings that differ from those of the run.
+
+    Raises:
+        ConfigError: The run cannot be resumed with these settings, or is in progress.
     """
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
@@ -82,7 +102,14 @@ def take_up(
 
 
 def told_result(earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str) -> float | None:
-    """The result of a run that is finished, after telling so. None for one that has something left to do."""
+    """Print that a run is finished, and return its result. None for a run that has steps left.
+
+    Args:
+        earlier: The run.
+        config: Its settings.
+        changed: The settings that the command line changes.
+        command: The command that starts the algorithm.
+    """
     finished = earlier.states.finished
     if finished is None or any(change.is_end for change in changed):
         return None
@@ -96,31 +123,31 @@ def told_result(earlier: EarlierRun, config: ExperimentConfig, changed: Sequence
 
 
 def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """The setting that has ended a finished run, with twice its value."""
+    """Return the setting that has ended a finished run, with twice its value."""
     ended_by = finished["ended_by"]
     limit: Any = value_at(settings, ended_by) or finished["step"]
     return f"{ended_by}={2 * limit}"
 
 
 def how(command: str, folder: Path) -> str:
-    """The command that goes on with a run."""
+    """Return the command that resumes a run."""
     return f"{command} --resume {shlex.quote(shown(folder))}"
 
 
 def tell_how(command: str, folder: Path) -> None:
-    """Say how to go on with a run that has just ended early, if it can."""
+    """Print how to resume a run that has just ended early, if it has a state."""
     if EarlierRun(folder).states.steps():
         print(f"to go on with it: {how(command, folder)}", file=sys.stderr)
 
 
 def tell_how_with_sweep(folder: Path) -> None:
-    """Say how to go on with a sweep that has just ended early, or with runs that failed, if one of them can."""
+    """Print how to resume a sweep that has just ended early or has failed runs, if one of its runs has a state."""
     if any(EarlierRun(path).states.are_unfinished for path in folder.iterdir()):
         print(f"to go on with it: {_how_with_sweep(folder)}", file=sys.stderr)
 
 
 def tell_next(command: str, folder: Path) -> None:
-    """On a terminal, what can be done with a run that has come to its end."""
+    """Print on a terminal the commands that are of use after the end of a run."""
     finished = EarlierRun(folder).states.finished
     if not sys.stderr.isatty():
         return
@@ -138,7 +165,7 @@ def tell_next(command: str, folder: Path) -> None:
 
 
 def tell_unfinished(command: str, experiment: Path) -> None:
-    """Say how to go on with the last run or sweep of an experiment, if that has not come to its end."""
+    """Print how to resume the last run or sweep of an experiment, if it is not finished."""
     if not os.path.isdir(experiment):  # False, and no error, also for a name that is too long
         return
     folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
@@ -157,10 +184,10 @@ def _how_with_sweep(folder: Path) -> str:
 
 
 def shown(folder: Path) -> str:
-    """A folder as short as can be."""
+    """Return a folder relative to the working directory if it lies there, else as an absolute path."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def existing(folder: Path) -> NewFolder:
-    """The folder of a run or a sweep that is there; all that is in it stays."""
+    """Return the existing folder of a run or a sweep. All files in it stay."""
     return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))

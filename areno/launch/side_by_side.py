@@ -1,6 +1,7 @@
-"""What is shown of runs that go on side by side: on a terminal one line for each, kept up to date; else all lines.
+"""Start several runs of a sweep at the same time, and show their output.
 
-Runs of a sweep side by side: each in a process of its own, with its share of the devices and the threads.
+`SideBySide` gives each run a process of its own, with a share of the devices and threads. `JobLines` shows one line for
+each run on a terminal, which it keeps up to date. Without a terminal it prints all lines of the runs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ _STEP = "step="
 
 
 class JobLines:
-    """As a context manager, shows the runs on the terminal of stderr if `live`. objective: what they come to."""
+    """The display of runs that are in progress at the same time. Use as a context manager.
+
+    Args:
+        live: Whether stderr is a terminal that shows one line for each run. False: all lines of the runs are printed.
+        objective: The name of the number that the runs are compared by.
+    """
 
     def __init__(self, live: bool, objective: str):
         self._objective = objective
@@ -51,12 +57,17 @@ class JobLines:
             self._screen.close()
 
     def begin(self, number: int, overrides: Sequence[str]) -> None:
-        """A run has a process now. overrides: what it has of its own."""
+        """Show that a run has started.
+
+        Args:
+            number: The number of the run in its sweep.
+            overrides: The settings in which the run differs from the others.
+        """
         self._names[number], self._latest[number] = f"[{number}] {' '.join(overrides)}", "starts"
         self._print(self._names[number])
 
     def tell(self, number: int, line: str) -> None:
-        """A line that a run has written."""
+        """Show a line that the run `number` has written."""
         is_of_log = line[:_TIME:3].isdigit() and line[2:_TIME:3] == ":: "
         if self._screen is None or not is_of_log or line.startswith(("warning", "error"), _TIME):
             self._print(f"[{number}] {line}" if line else "")
@@ -65,7 +76,13 @@ class JobLines:
             self._latest[number] = line[_TIME:]
 
     def end(self, number: int, objective: float | None, reason: str) -> None:
-        """A run has ended, with its objective or for this reason."""
+        """Show that a run has ended.
+
+        Args:
+            number: The number of the run in its sweep.
+            objective: The result of the run. None: the run failed.
+            reason: Why the run failed.
+        """
         self._n_ended += 1
         self._latest.pop(number, None)
         result = "failed" if objective is None else f"{self._objective}: {objective:.6g}"
@@ -87,7 +104,7 @@ class JobLines:
         return lines
 
     def _failed(self, error: Exception) -> None:
-        """The lines of the log take the place of a display that fails."""
+        """Print lines from here on, as the live display failed."""
         self._screen = None
         print(f"the live display failed, and lines follow: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -96,7 +113,7 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 _MOST_BYTES = 65536
 
 Work = Callable[[], tuple[float | None, str]]
-"""A run. It returns its objective, or None and the reason."""
+"""A function that does one run. It returns the objective, or None and the reason of the failure."""
 
 
 class JobFailed(Exception):
@@ -104,7 +121,18 @@ class JobFailed(Exception):
 
 
 def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
-    """The environment of each of `n_jobs` runs at the same time. Raises ConfigError if there are too few devices."""
+    """Divide devices and threads among runs.
+
+    Args:
+        n_jobs: How many runs are in progress at the same time.
+        engine: The section `engine` of the runs. Its device and world_size say how many GPUs a run needs.
+
+    Returns:
+        The environment variables of each run.
+
+    Raises:
+        ConfigError: There are too few GPUs.
+    """
     import torch
 
     n_devices = torch.cuda.device_count() if engine.device != "cpu" else 0
@@ -132,9 +160,11 @@ class _Running:
 
 
 class SideBySide:
-    """Starts runs, as many at a time as there are shares. As a context manager, leaves none behind.
+    """Starts runs, as many at a time as there are shares. Use as a context manager, which waits for all runs.
 
-    told: gets each line that a run writes to stdout or stderr, with the number of the run; in any thread.
+    Args:
+        shares: Environment variables of each run that may be in progress.
+        told: Gets the number of a run and each line that the run writes to stdout or stderr. Any thread may call it.
     """
 
     def __init__(self, shares: list[dict[str, str]], told: Callable[[int, str], None]):
@@ -148,9 +178,19 @@ class SideBySide:
         self._is_stopping = False
 
     def start(self, number: int, work: Work, began: Callable[[], None], ended: Callable[..., None]) -> Future[float]:
-        """Wait for a share, and start a run with it. Its future is the objective, or JobFailed with the reason.
+        """Wait for a share, and start a run with it.
 
-        began: called when there is a share. ended: called with objective and reason, in any thread, never in two.
+        Args:
+            number: The number of the run in its sweep.
+            work: Does the run, in its process.
+            began: Called when there is a share.
+            ended: Called with objective and reason. Any thread may call it, one at a time.
+
+        Returns:
+            The future objective. The future raises JobFailed with the reason if the run fails.
+
+        Raises:
+            ConfigError: `work` cannot be sent to another process.
         """
         share = self._free.get()
         began()
@@ -177,7 +217,7 @@ class SideBySide:
         return running.future
 
     def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
-        """Follow a run to its end. Whatever goes wrong here is raised by its future: nobody else waits for it."""
+        """Read the output of a run until it ends. Errors are raised by its future, as no other code waits for them."""
         try:
             found: float | Exception = self._followed(running.process, number, output, result, ended)
         except Exception as error:
@@ -193,7 +233,7 @@ class SideBySide:
         running.done.set()
 
     def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
-        """Pass the lines of a run on until it has ended, and then what it came to. Raises JobFailed with the reason."""
+        """Report the lines of a run until it ends, and return its objective. Raises JobFailed with the reason."""
         error: Exception | None = None
         for line in _lines(output, process.sentinel):
             try:
@@ -221,14 +261,14 @@ class SideBySide:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for those that run. After Ctrl-C or a signal, pass it on to them first, and each further one, too."""
+        """Wait for the runs in progress. After Ctrl-C or a signal, send the signal to them first."""
         if isinstance(error, KeyboardInterrupt):
             self._stop(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
         for running in list(self._running):
             running.done.wait()
 
     def _stop(self, first: int) -> None:
-        """Pass a signal on, and each one that comes while the runs end; the third kills them."""
+        """Send a signal to all runs, and again each signal that arrives while they end. The third one is SIGKILL."""
         self._is_stopping = True
         for number in (first, first, signal.SIGKILL):
             for running in list(self._running):
@@ -241,7 +281,7 @@ class SideBySide:
 
 
 def _run(output: Any, result: Any, work: Work) -> None:
-    """In the process of a run: do the work, and send what it came to."""
+    """Do a run in its process, and send the result to the driver."""
     os.setsid()  # Ctrl-C goes to the driver alone, which passes it on
     for number in (1, 2):
         os.dup2(output.fileno(), number)
@@ -267,7 +307,7 @@ def _end_with(parent: Any) -> None:
 
 
 def _lines(output: Any, sentinel: Any) -> Iterator[str]:
-    """What a run writes, line by line, until it has ended."""
+    """Yield the lines that a run writes until it ends."""
     rest = b""
     # What the run has started may hold its output open when it has ended.
     while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MOST_BYTES)):
@@ -288,7 +328,7 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 @contextlib.contextmanager
 def _environment(share: Mapping[str, str]) -> Iterator[None]:
-    """Around the start of a process, which inherits the environment."""
+    """Set environment variables within the block. A process that is started there inherits them."""
     before = {name: os.environ.get(name) for name in share}
     os.environ.update(share)
     try:
@@ -303,7 +343,7 @@ def _environment(share: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Around the start of a process, which inherits this and unblocks them when it can handle them."""
+    """Block signals within the block. A process that is started there unblocks them when it can handle them."""
     resource_tracker.ensure_running()  # it would be started together with the first process, and unblocks some
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

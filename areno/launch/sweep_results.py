@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to: a table for people, sweep.json and sweep.csv for programs."""
+"""The results of a sweep: a table for people, sweep.json and sweep.csv for programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ _LONGEST_NAME = 200  # characters of a folder's name
 
 @dataclass
 class Outcome:
-    """One run. overrides: key -> value, as given. objective: None if it failed. folder: of the run. reason: of that."""
+    """The result of one run.
+
+    Attributes:
+        number: The number of the run in its sweep.
+        overrides: Setting -> value, as the command line gives them.
+        objective: The number that runs are compared by. None: the run failed.
+        folder: The folder of the run.
+        reason: Why the run failed.
+    """
 
     number: int
     overrides: dict[str, str]
@@ -32,7 +40,14 @@ class Outcome:
 
 @dataclass
 class Average:
-    """Runs whose overrides differ in the seed only. std: sample standard deviation; None for a single run."""
+    """The average over runs whose overrides differ in the seed only.
+
+    Attributes:
+        overrides: Setting -> value, without the seed.
+        mean: The mean of the objectives.
+        std: Their sample standard deviation. None for a single run.
+        runs: The numbers of the runs.
+    """
 
     overrides: dict[str, str]
     mean: float
@@ -42,7 +57,14 @@ class Average:
 
 @dataclass
 class Sweep:
-    """The sweep in a folder, as far as it has come. objective: a scalar and what is taken of it. mode: what is good."""
+    """The results of a sweep that may still be in progress.
+
+    Attributes:
+        folder: The folder of the sweep.
+        objective: The name of the number that runs are compared by.
+        mode: Whether more or less of it is better.
+        outcomes: The results of the runs that have ended.
+    """
 
     folder: Path
     objective: str
@@ -52,7 +74,15 @@ class Sweep:
     def add(
         self, number: int, overrides: Sequence[str], objective: float | None, folder: Path, reason: str = ""
     ) -> None:
-        """Take up a run that has ended, and write the files anew."""
+        """Add the result of a run that has ended, and write the files again.
+
+        Args:
+            number: The number of the run in its sweep.
+            overrides: The lines `key=value` of the run.
+            objective: The result. None: the run failed.
+            folder: The folder of the run.
+            reason: Why the run failed.
+        """
         pairs = (line.lstrip("+").partition("=") for line in overrides)
         self.outcomes.append(Outcome(number, {key: value for key, _, value in pairs}, objective, folder, reason))
         self.outcomes.sort(key=lambda one: one.number)  # side by side they end in any order
@@ -62,7 +92,7 @@ class Sweep:
 
     @property
     def ranked(self) -> list[Outcome]:
-        """The best first; those without a number last."""
+        """The results, the best first. Runs without a number come last."""
         return sorted(self.outcomes, key=lambda one: (self._rank(one.objective), one.number))
 
     @property
@@ -107,7 +137,7 @@ class Sweep:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """{"objective", "mode", "best": number, "runs": best first, "averages": over seeds, best first}."""
+        """Return the content of sweep.json: objective, mode, best, runs and averages, the best first."""
         return {
             "objective": self.objective,
             "mode": self.mode,
@@ -125,24 +155,33 @@ class Sweep:
         }
 
     def text(self) -> str:
-        """The tables, the best run marked with a star."""
+        """Return the tables for a terminal, in which a star marks the best run."""
         from areno.launch.resume import shown  # what it imports takes a while, and --help does without
 
         good = "more" if self.mode == "max" else "less"
         parts = [f"{len(self.outcomes)} runs in {shown(self.folder)}, by {self.objective} ({good} is better)"]
         rows = [
-            ["*" if one is self.best else "", str(one.number), *(one.overrides.get(key, "") for key in self.keys),
-             "failed" if one.objective is None else f"{one.objective:.6g}"]
+            [
+                "*" if one is self.best else "",
+                str(one.number),
+                *(one.overrides.get(key, "") for key in self.keys),
+                "failed" if one.objective is None else f"{one.objective:.6g}",
+            ]
             for one in self.ranked
-        ]  # fmt: skip
+        ]
         parts.append(_columns([["", "run", *self.keys, "objective"], *rows]))
         if averages := self.averages():
             keys = [key for key in self.keys if key != _SEED]
             rows = [
-                ["*" if place == 0 else "", *(one.overrides.get(key, "") for key in keys), f"{one.mean:.6g}",
-                 "" if one.std is None else f"{one.std:.2g}", ", ".join(map(str, one.runs))]
+                [
+                    "*" if place == 0 else "",
+                    *(one.overrides.get(key, "") for key in keys),
+                    f"{one.mean:.6g}",
+                    "" if one.std is None else f"{one.std:.2g}",
+                    ", ".join(map(str, one.runs)),
+                ]
                 for place, one in enumerate(averages)
-            ]  # fmt: skip
+            ]
             parts.append("over seeds\n" + _columns([["", *keys, "mean", "std", "runs"], *rows]))
         for again, number in self.repeated().items():
             parts.append(f"run {again} has the settings of run {number}, so an average counts the two as one")
@@ -153,7 +192,7 @@ class Sweep:
         return "\n\n".join(parts)
 
     def _rank(self, value: float | None) -> float:
-        """Less is better; infinite for what is no number."""
+        """Return the sort key of an objective: less is better, and infinite means no number."""
         if value is None or math.isnan(value):
             return math.inf
         return -value if self.mode == "max" else value
@@ -168,7 +207,7 @@ class Sweep:
         return text.getvalue()
 
     def _link_events(self) -> None:
-        """tensorboard/<number overrides> leads to the event files of a run. TensorBoard calls runs by their folders."""
+        """Link `tensorboard/<number overrides>` to the event files of each run. TensorBoard names runs by folders."""
         folder = self.folder / "tensorboard"
         links = {self._link_name(one): one.folder / "tensorboard" for one in self.outcomes}
         links = {name: events for name, events in links.items() if events.is_dir()}

@@ -1,4 +1,4 @@
-"""Finds the YAML files that a run can use: tasks, experiments and group choices, in each folder of the search path."""
+"""Find the YAML files that a run can use: tasks, experiments and group choices, in each folder of the search path."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _RECIPES = "# Recipes: "
 
 
 def tasks(config_dir: Path | None = None) -> dict[str, Path]:
-    """Tasks: files of conf/ and of the user's folder, by their name for --config-name."""
+    """Return the tasks, which are files of conf/ and of the user's folder, by their name for --config-name."""
     return _files([root() / "conf", *([config_dir] if config_dir else [])])
 
 
 def experiments() -> dict[str, Path]:
-    """Tested runs: files of recipes/, by their name for --config-name."""
+    """Return the tested runs, which are files of recipes/, by their name for --config-name."""
     return _files([root() / "recipes"])
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Choices of each config group: {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
+    """Return the choices of each config group: {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
     found: dict[str, set[str]] = {}
     for base in (root() / "conf", root() / "recipes", *([config_dir] if config_dir else [])):
         # Sections have at most three levels. A full search of the user's folder could take long.
@@ -31,12 +31,12 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def variants(config_dir: Path | None = None) -> dict[str, Path]:
-    """Choices of the group `variant`: named methods of the literature. Each sets values in several sections."""
+    """Return the choices of the group `variant` and their files: named methods of the literature."""
     return _files([base / "variant" for base in (root() / "conf", *([config_dir] if config_dir else []))])
 
 
 def headline(file: Path) -> str:
-    """The first comment line of a YAML file, which says what the file is for."""
+    """Return the first comment line of a YAML file, which says what the file is for."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return next(
         (line.lstrip("# ").rstrip() for line in lines if line.startswith("#") and not line.startswith("# @")), ""
@@ -44,7 +44,7 @@ def headline(file: Path) -> str:
 
 
 def recipes(file: Path) -> list[str]:
-    """The recipes that a YAML file is for, from its line `# Recipes: grpo, gspo`. Empty where it has none."""
+    """Return the recipes that a YAML file is for, from its line `# Recipes: grpo, gspo`. Empty without the line."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     told = next((line.removeprefix(_RECIPES) for line in lines if line.startswith(_RECIPES)), "")
     return [name.strip() for name in told.split(",") if name.strip()]
