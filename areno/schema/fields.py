@@ -1,8 +1,8 @@
-"""Sections of the configuration, the settings they are made of and the checks between them.
+"""Sections of the configuration, their settings and the checks between settings.
 
-A section is a dataclass below `Section`. `setting(...)` declares one of its fields, with help text and bounds; `check`
-marks a method as a rule between fields. `settings(cls)` lists what is known about the fields, and `rows(cls)` also
-lists those of the sections inside it.
+A section is a dataclass below `Section`. `setting(...)` declares one of its fields, with help text, bounds and the
+settings that it needs (`Needs`). `check` marks a method as a rule between fields. `settings(cls)` returns the
+declarations of a section, and `rows(cls)` those of nested sections too.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class Unused(Problem):
         return next(arg.name for arg in self.args if isinstance(arg, Key))
 
     def under(self, prefix: str) -> Problem:
+        """Return the same problem, seen from the section that holds this one."""
         args = (Key(f"{prefix}.{arg.name}") if isinstance(arg, Key) else arg for arg in self.args)
         return type(self)(f"{prefix}.{self.key}", self.template, *args)
 
@@ -173,9 +174,10 @@ class Missing(Problem):
 
 
 class check:
-    """Marks a method of a Section as a rule between its fields: it yields problems, with keys relative to the section.
+    """Marks a method of a Section as a rule between its fields. The method yields problems.
 
-    A check looks at one rule: a check that reads a wrong value is skipped, and whatever else it looks at with it.
+    The keys of the problems are relative to the section. A check that reads a wrong value is skipped as a whole, so a
+    check contains one rule.
     """
 
     def __init__(self, rule: Callable[[Any], Iterable[Problem]]):
@@ -186,13 +188,18 @@ class check:
 
 
 class build_check(check):
-    """Like check, but only `build` applies it and the dataclass does not: see `required_in_build` in setting."""
+    """Marks a rule that only `build` applies, and not the dataclass that a script makes."""
 
 
 def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
-    """Mark a method of a Section that tells whether its values are in a forbidden state: a check with one problem.
+    """Make a check of a method of a Section that returns whether the values are in a forbidden state.
 
-    text: the problem, where `{self.name}` stands for the value of a field.
+    Args:
+        key: The setting that the problem is about, relative to the section.
+        text: The problem. `{self.name}` stands for the value of a field.
+
+    Returns:
+        A decorator.
     """
 
     def mark(is_forbidden: Callable[[Any], bool]) -> check:
@@ -203,9 +210,23 @@ def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known about one field. section: the dataclass that the field holds, where it is a nested section.
+    """The declaration of one field of a section.
 
-    sections: where it maps names to nested sections, the dataclass of these. It has fields of the section around it.
+    Attributes:
+        name: The name of the field.
+        hint: Its type.
+        help: Its help text.
+        required: Whether `build` requires a value.
+        default: Makes the default.
+        bounds: The bounds of a number by the names of the arguments of `setting`, such as "gt".
+        only_with: The states of other settings without which the setting has no effect.
+        renamed_from: Earlier names of the setting.
+        aliases: Other words for choices.
+        section: The dataclass of the nested section that the field holds. None: the field holds a value.
+        sections: The dataclass of named sections, for a field that maps names to sections.
+        optional: Whether null is allowed.
+        flag: The name of the setting in `areno train`.
+        flags: Flags of the settings inside the section.
     """
 
     name: str
@@ -229,10 +250,11 @@ class Setting:
         return spelling(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
     def default_in(self, section: Section | None) -> Any:
-        """The value where nothing is given; REQUIRED where one must be.
+        """Return the default of the setting, or REQUIRED if a value must be given.
 
-        section: the instance that the default of the section around this setting makes. Its value may differ from the
-        default of the field. None: there is no such instance, so the field's own default counts.
+        Args:
+            section: The default of the section around this setting, whose value may differ from the default of the
+                field. None: the default of the field counts.
         """
         value = self.default() if section is None else vars(section)[self.name]
         return REQUIRED if self.required and value is None else value
@@ -258,7 +280,7 @@ def _is_section(hint: Any) -> bool:
 
 @cache
 def settings(cls: type[Section]) -> dict[str, Setting]:
-    """The fields of a section in the order they are declared."""
+    """Return the declarations of the fields of a section, by name and in their order."""
     hints = get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
@@ -286,9 +308,13 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line about a setting. default: `required`, a YAML value, or empty for a section that is there by default.
+    """One line about a setting, for help texts and the reference.
 
-    flag: see `setting`; "" where `areno train` has none for it.
+    Attributes:
+        key: The dotted key.
+        setting: The declaration.
+        default: `required`, a YAML value, or empty for a section that exists by default.
+        flag: The name of the setting in `areno train`. Empty: it has none.
     """
 
     key: str
@@ -300,10 +326,13 @@ class Row:
 def rows(
     cls: type[Section], prefix: str = "", section: Section | None = None, flags: Mapping[str, str] | None = None
 ) -> Iterator[Row]:
-    """Every setting of a section and of those inside it, in the order they are declared.
+    """Yield a row for every setting of a section and of nested sections, in the order of declaration.
 
-    section: the instance that is the section's default, where there is one; its values are the defaults to show.
-    flags: those of the settings of this section, see `setting`.
+    Args:
+        cls: The dataclass of the section.
+        prefix: The dotted key of the section with a dot at its end. Empty: the whole configuration.
+        section: The default of the section, whose values are the defaults to show. None: the defaults of the fields.
+        flags: Flags by the names of the settings, in place of those that the settings declare.
     """
     for name, setting in settings(cls).items():
         default = setting.default_in(section)
@@ -318,7 +347,13 @@ def rows(
 
 
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of the settings that do not have their defaults. default: see `rows`."""
+    """Yield dotted key and value of the settings that do not have their defaults.
+
+    Args:
+        section: The section, with nested sections.
+        prefix: The dotted key of the section with a dot at its end. Empty: the whole configuration.
+        default: The section to compare with. None: the defaults of the fields.
+    """
     for name, field in settings(type(section)).items():
         value, usual = _value(section, name), field.default_in(default)
         if isinstance(value, Section):
@@ -376,7 +411,7 @@ class Section:
         return dict(values)
 
     def is_default(self, name: str) -> bool:
-        """Whether the setting `name` has the default of its field."""
+        """Return whether the setting `name` has the default of its field."""
         return _value(self, name) == settings(type(self))[name].default()
 
 
@@ -396,10 +431,14 @@ def _unknown(section: Section) -> Any:
 
 
 def partial_section(cls: type[T], known: dict[str, Any]) -> T:
-    """A `cls` with the values `known` and no others, whose values are not checked. To read another stops a check.
+    """Make a section of the values that are right, while others are missing or wrong.
 
-    It stands in for the dataclass, which cannot be made while one of its values is wrong, so that the checks that do
-    not read that value still report.
+    The dataclass itself cannot be made then. Checks of the partial section report what they find, and a check that
+    reads an unknown value is skipped.
+
+    Args:
+        cls: The dataclass of the section.
+        known: Values by the names of the settings. They are not checked.
     """
     unknown = {name: property(_unknown) for name in settings(cls) if name not in known}
     section: Any = object.__new__(type(cls.__name__, (cls,), unknown) if unknown else cls)
@@ -408,7 +447,15 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
 
 def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
-    """What the checks of a section find. Nested sections have checks of their own, which are not run."""
+    """Run the checks of a section. Those of nested sections are not run.
+
+    Args:
+        section: The section, which may be a partial one.
+        in_build: Whether rules that only `build` applies count too.
+
+    Returns:
+        The problems, with keys relative to the section.
+    """
     found, attributes = [], {}
     # Checks of a base come first, and one that is overridden keeps its place.
     for base in reversed(type(section).__mro__):

@@ -1,4 +1,4 @@
-"""Values of a configuration: converted to the types of their fields, or refused; as text; under dotted keys."""
+"""Convert values of a configuration to the types of their fields, show them as text, and read them by dotted keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ class InvalidValue(Exception):
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` in the type `hint`: str, int, float, bool, a dataclass, Literal, list, dict[str, ...], Any or a union.
+    """Return a value in the type of a field.
 
-    An int is taken where a float or a str is meant, and text that reads as a number where a float is (YAML takes
-    1e-6 for text). Nothing else is guessed. Raises InvalidValue.
+    An int becomes a float or a str if the field has this type, and text that reads as a number becomes a float (YAML
+    reads 1e-6 as text). No other type is converted.
+
+    Args:
+        value: The value.
+        hint: The type: str, int, float, bool, a dataclass, Literal, list, dict[str, ...], Any or a union.
+
+    Raises:
+        InvalidValue: The value does not have this type.
     """
     origin, arms = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -93,7 +100,7 @@ def _convert_element(element: Any, position: int | str, hint: Any) -> Any:
 
 
 def text_problem(text: str) -> str | None:
-    """Why a text cannot be encoded, neither to bytes nor to tokens: it holds a lone surrogate. None if it can."""
+    """Return why a text cannot be encoded: it holds half of a surrogate pair. None if it can be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -115,7 +122,7 @@ def _beginning(value: Any, left: list[int]) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value in the notation of YAML: null, true, 'text', 1e-06."""
+    """Return a value in the notation of YAML: null, true, 'text', 1e-06. Long values are cut off."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(_beginning(value, [_SHOWN]))
@@ -123,7 +130,7 @@ def show(value: Any) -> str:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dictionary with dotted keys. A list is one value."""
+    """Return nested settings as one dictionary with dotted keys. A list is one value."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -138,7 +145,12 @@ def value_at(settings: Any, key: str) -> Any:
 
 
 def spelling(hint: Any, bounds: str = "") -> str:
-    """A type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`."""
+    """Return a type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`.
+
+    Args:
+        hint: The type.
+        bounds: The bounds of a number in words, such as "more than 0".
+    """
     origin, arms = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         words = " or ".join(spelling(arm, bounds) for arm in arms if arm is not type(None))
@@ -156,5 +168,5 @@ def spelling(hint: Any, bounds: str = "") -> str:
 
 
 def is_no_folder(path: str | None) -> bool:
-    """Whether nothing can be written to a folder of this name. Null is fine. `~name` needs a user of that name."""
+    """Return whether a text cannot be the path of a folder, such as `~name` without a user of that name. Null can."""
     return path is not None and (not path.strip() or "\0" in path or os.path.expanduser(path).startswith("~"))
