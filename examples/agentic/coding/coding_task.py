@@ -8,7 +8,7 @@ from pathlib import Path
 from patch import PatchError, apply_patch, inside
 
 from areno.agents.environment import Environment
-from areno.user_processes.sandbox import run
+from areno.reward_fns.sandbox import run
 
 TEST = ["python", "-m", "unittest", "-q"]
 MOST_MATCHES, MOST_CHARACTERS = 50, 8000
