@@ -1,0 +1,1 @@
+"""What a run records: trackers, its log, its folder, and the reader of finished runs."""

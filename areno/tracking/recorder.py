@@ -1,8 +1,6 @@
-"""The files that grow while a run goes on, and how to cut them back to an earlier step of it.
+"""Opens the trackers of a run, and sends its scalars to services.
 
-Gives a run's scalars to a service, from a thread: what a service does never delays the run and never ends it.
-
-Opens the trackers of a run.
+A service works in a thread of its own, so it neither delays the run nor ends it.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ logger = logging.getLogger("areno")
 FILE = "trackers.json"
 """In the run's folder: the id of the run at each service."""
 RESUMED = "run/resumed_after"
-"""A scalar that marks where a run went on: the last step before."""
-_END_S = 60.0  # what is left to send is waited for so long
+"""The scalar that marks where a run resumed. Its value is the last step before."""
+_END_S = 60.0  # how long the end of a run waits for scalars that are still being sent
 
 
 def check_services(config: StatsLoggerConfig) -> None:
@@ -54,16 +52,25 @@ def check_services(config: StatsLoggerConfig) -> None:
 
 
 class ServiceTracker(Tracker):
-    """Follows a run for a service, which starts with the first scalars. What it raises is told once, and ends it."""
+    """Sends the scalars of a run to a service. The service starts with the first scalars.
+
+    An exception of the service is logged once. Then the service receives nothing more, and the run continues.
+
+    Args:
+        name: The section of the service below stats_logger, for messages and for trackers.json.
+        service: The service.
+        about: The run.
+    """
 
     def __init__(self, name: str, service: Service, about: RunAbout):
         self._name, self._service, self._about = name, service, about
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._failed = False
-        self._step, self._scalars = 0, {}  # what has not been handed on yet
+        self._step, self._scalars = 0, {}  # the step and its scalars so far
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Collect the finite scalars of a step, and send them when the step is complete."""
         if step != self._step:
             self._hand_on()
         self._step = step
@@ -72,11 +79,13 @@ class ServiceTracker(Tracker):
             self._hand_on()
 
     def resume(self, step: int) -> None:
-        self._scalars = {}  # of a step that comes again
+        """Drop the scalars of the step that is repeated, and send the mark RESUMED."""
+        self._scalars = {}
         self.log(step, {RESUMED: step})
         self._hand_on()
 
     def finish(self) -> None:
+        """Send the rest and wait for it, at most _END_S seconds."""
         self._hand_on()
         if self._thread is None:
             return
@@ -88,6 +97,7 @@ class ServiceTracker(Tracker):
         self._thread = None
 
     def _hand_on(self) -> None:
+        """Queue the scalars of the current step for the thread. The first call starts the thread."""
         scalars, self._scalars = self._scalars, {}
         if not scalars or self._failed:
             return
@@ -98,17 +108,19 @@ class ServiceTracker(Tracker):
         self._calls.put(lambda: self._service.log(step, scalars))
 
     def _work(self) -> None:
+        """Start the service, make the queued calls, and finish the service."""
         try:
             self._start()
             while call := self._calls.get():
                 call()
             self._service.finish()
-        except BaseException as error:  # a service may even raise SystemExit
+        except BaseException as error:  # a service may raise even SystemExit
             self._failed = True
             text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             logger.warning("stats_logger.%s: %s; the run goes on without it", self._name, text)
 
     def _start(self) -> None:
+        """Start the service with the id of the earlier session, and write the id to trackers.json."""
         file = self._about.folder / FILE
         ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         found = self._service.start(self._about, ids.get(self._name))
@@ -118,7 +130,7 @@ class ServiceTracker(Tracker):
                 write_text_whole(file, json.dumps({**ids, self._name: found}, indent=2) + "\n")
 
 
-_FILE_LOCK = threading.Lock()  # of the ids, which several services write
+_FILE_LOCK = threading.Lock()  # several services write their ids to one file
 
 
 def open_trackers(
@@ -129,11 +141,18 @@ def open_trackers(
     display: Tracker | None = None,
     token_text: Callable[[int], str] = str,
 ) -> Trackers:
-    """The trackers that a run asks for. Raises ArenoError, with the setting, if a folder cannot be written.
+    """Open the trackers that the settings of a run ask for.
 
-    headline: the scalars that the summary line of a step shows, if the step has them, such as "train/loss".
-    total_steps: how many steps the run has, as far as is known. display: a tracker that shows what the others write.
-    token_text: the text of a token id.
+    Args:
+        config: The settings of the run.
+        run_dir: The folder of the run.
+        headline: The scalars that the summary line of a step shows if the step has them, such as "train/loss".
+        total_steps: Returns the number of steps of the run, as far as it is known. None: lines show no total.
+        display: The live display, which is a tracker, too. None: there is none.
+        token_text: Returns the text of a token id.
+
+    Raises:
+        ArenoError: A folder cannot be written. The error names the setting.
     """
     files, about = RunFiles(run_dir, config.stats_logger.tensorboard.path), _about(config, run_dir)
     trackers: list[Tracker] = [
@@ -151,6 +170,7 @@ def open_trackers(
 
 
 def _about(config: ExperimentConfig, run_dir: Path) -> RunAbout:
+    """Describe the run for a service."""
     sweep = run_dir.parent.name if is_sweep(run_dir.parent) else None
     return RunAbout(
         folder=run_dir,

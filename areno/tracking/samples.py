@@ -1,6 +1,7 @@
-"""Samples for people to read, in the log (ARENO_LOG_COMPLETIONS) and in files.
+"""Writes samples for people to read: to the log (ARENO_LOG_COMPLETIONS) and to files.
 
-rollouts/<step>.jsonl has those of training, eval/<step>.jsonl or eval/<set>/<step>.jsonl those of evaluation.
+Samples of training are in rollouts/<step>.jsonl. Samples of evaluation are in eval/<step>.jsonl or, with several
+validation sets, in eval/<set>/<step>.jsonl.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ _TASK_CHARS = 500
 
 
 class SampleLog(Tracker):
-    """Logs the first samples of each step, as many as ARENO_LOG_COMPLETIONS says. ConfigError if that is no number."""
+    """Logs the first samples of each step. The environment variable ARENO_LOG_COMPLETIONS has their number.
+
+    Raises:
+        ConfigError: The variable is no number.
+    """
 
     def __init__(self) -> None:
         text = os.environ.get(VARIABLE, "").strip()
@@ -42,23 +47,32 @@ class SampleLog(Tracker):
         self._n_samples = int(text or 0)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Log the first samples."""
         for number, sample in enumerate(samples[: self._n_samples]):
             outcome = sample.outcome
             reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
             logger.info(
                 "completion step=%d sample=%d reward=%s finish_reason=%s tokens=%d\n  prompt: %s\n  completion: %s%s",
-                step, number, reward, sample.sequence.finish_reason, sample.sequence.n_tokens,
-                _short(sample.item.text), _short(sample.completion),
+                step,
+                number,
+                reward,
+                sample.sequence.finish_reason,
+                sample.sequence.n_tokens,
+                _short(sample.item.text),
+                _short(sample.completion),
                 "" if sample.trajectory is None else _trajectory_lines(sample.trajectory),
-            )  # fmt: skip
+            )
 
 
 class SampleFiles(Tracker):
-    """Writes samples of a step to <folder>/<step>.jsonl, one line each. A file is whole or absent.
+    """Writes samples of a step to <folder>/<step>.jsonl, a line for each. A file is complete or absent.
 
-    most: how many of each step, as whole groups drawn at random; None: all. token_text: the text of a token id.
+    A thread writes while the models are trained. The file is there at the end of its step.
 
-    A thread writes while the models are trained; at the end of its step a file is there.
+    Args:
+        folder: The folder of the files.
+        most: The most samples of a step, in whole groups that are drawn at random. None writes all.
+        token_text: Returns the text of a token id.
     """
 
     def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
@@ -67,13 +81,16 @@ class SampleFiles(Tracker):
         self._writer = Background("areno-samples")
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Begin to write the samples of a step."""
         self._writer.start(self._write, step, list(samples))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Wait for the file at the end of a step. Raises ArenoError if it could not be written."""
         if END_OF_STEP in scalars:
             self._writer.settle()
 
     def finish(self) -> None:
+        """Wait for the last file."""
         self._writer.close()
 
     def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
@@ -85,20 +102,34 @@ class SampleFiles(Tracker):
 
 
 class EvalFiles(Tracker):
-    """Writes all samples of an evaluation set to <folder>/<name>/<step>.jsonl, one line each; whole or absent."""
+    """Writes all samples of an evaluation to <folder>/<name>/<step>.jsonl, a line for each.
+
+    A file is complete or absent.
+
+    Args:
+        folder: The folder of the files.
+        token_text: Returns the text of a token id.
+    """
 
     def __init__(self, folder: str | Path, token_text: Callable[[int], str]):
         self.folder, self._lines = Path(folder), _Lines(token_text)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        """Write the samples. Raises ArenoError if that is not possible."""
         lines = self._lines.of(samples, {"step": step, "set": name or None})
         _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
 
 
 def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
-    """Which of the samples to keep: at most `most`, in whole groups, or the first ones of a group that is larger.
+    """Choose samples of a step, in whole groups that are drawn at random.
 
-    The groups are drawn at random, so that they are typical of their step. The same step always has the same ones.
+    Args:
+        groups: The number of the group of each sample.
+        most: The most samples to choose. If every group is larger, the first samples of one group are chosen.
+        step: The seed of the draw: a step always has the same samples.
+
+    Returns:
+        Whether each sample is chosen.
     """
     sizes = Counter(groups)
     order = list(sizes)
@@ -116,13 +147,13 @@ def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
 
 
 def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
-    """Write a file, whole or not at all. An ArenoError names the setting `key` and what to do with it."""
+    """Write a complete file or none. An ArenoError names the setting `key` and what to do with it."""
     unfinished = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("w", encoding="utf-8") as file:
             for line in lines:
-                # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
+                # A user's solutions may hold values that JSON lacks, such as dates. They are written as text.
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
         unfinished.replace(path)
     except OSError as error:
@@ -134,7 +165,7 @@ def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: 
 
 
 def _trajectory_lines(trajectory: Trajectory) -> str:
-    """What an agent did, for people."""
+    """Return what an agent did, as lines for people."""
     said = {
         "messages": _short(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
         "final answer": _short(str(trajectory.messages[-1].get("content") or "")),
@@ -151,13 +182,13 @@ def _trajectory_lines(trajectory: Trajectory) -> str:
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
-    """(value, how often) for each run of equal values."""
+    """Return each run of equal values as (value, length)."""
     edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
     return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
 
 
 def _replay(trajectory: Trajectory) -> dict[str, object]:
-    """A trajectory with all that is needed to go through it again without a model."""
+    """Return a trajectory with all values that a replay without a model needs."""
     rows = [
         {
             "tokens": row.tokens,
@@ -172,7 +203,7 @@ def _replay(trajectory: Trajectory) -> dict[str, object]:
 
 
 class _Lines:
-    """Makes lines of samples. token_text: the text of a token id, which is remembered."""
+    """Makes the lines of samples. It remembers the text of each token id."""
 
     def __init__(self, token_text: Callable[[int], str]):
         self._token_text, self._texts = token_text, dict[int, str]()
@@ -180,8 +211,8 @@ class _Lines:
     def of(
         self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
     ) -> Iterator[dict[str, object]]:
-        """The lines of the samples that are kept; None: of all. first: what each begins with."""
-        numbers: Counter[int] = Counter()  # of the samples of each group so far
+        """Yield the lines of the samples that `kept` chooses, or of all. Each begins with the fields `first`."""
+        numbers: Counter[int] = Counter()  # group -> samples so far
         for place, sample in enumerate(samples):
             number = numbers[sample.group]
             numbers[sample.group] += 1
@@ -189,7 +220,7 @@ class _Lines:
                 yield {**first, "group": sample.group, "sample": number, **_line(sample), **self._tokens(sample)}
 
     def _tokens(self, sample: ScoredSample) -> dict[str, object]:
-        """What is known of each token: of an agent, with its trajectory; otherwise of the completion."""
+        """Return the recorded fields of each token. Agent samples use the trajectory, all others the completion."""
         if sample.trajectory is not None:
             return {"trajectory": _replay(sample.trajectory)}
         tokens, texts = sample.sequence.resp_tokens, self._texts
@@ -210,11 +241,12 @@ class _Lines:
 
 
 def _rounded(values: Any) -> list[float]:
-    """Four digits are more than bfloat16 has, and half the size of all."""
+    """Return numbers with four digits: more than bfloat16 has, and half the size of all digits."""
     return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
 
 
 def _line(sample: ScoredSample) -> dict[str, object]:
+    """Return the fields of a sample that are not per token."""
     parts, advantages = sample.outcome.parts, sample.advantages
     return {
         "row": sample.item.index,
@@ -238,12 +270,13 @@ def _line(sample: ScoredSample) -> dict[str, object]:
 
 
 def _task(item: PromptItem) -> str:
-    """Return the beginning of what the row asks, or "" if its prompt has no chat template around it."""
+    """Return the beginning of the last user message; "" if the prompt has no chat template."""
     asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
     text = asked[-1] if asked else item.prompt
     return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""
 
 
 def _short(text: str) -> str:
+    """Return the beginning of a text in one line."""
     text = repr(text)[1:-1]
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"

@@ -24,9 +24,11 @@ _HPARAM_TYPES = (bool, int, float, str)
 
 
 class _ScalarFile(Tracker):
-    """A file that appears with its first record and never holds half of one, also on a full disk.
+    """A file that appears with its first record and never ends in half a record, even on a full disk.
 
-    key: the setting that says where the file is; the ArenoError of a file that cannot be written names it.
+    Args:
+        path: The file.
+        key: The setting with the place of the file. The ArenoError of a file that cannot be written names it.
     """
 
     def __init__(self, path: Path, key: str):
@@ -41,6 +43,7 @@ class _ScalarFile(Tracker):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     def append(self, record: bytes) -> None:
+        """Write a record, or nothing of it. Raises ArenoError if the file cannot be written."""
         with self._naming_the_setting():
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by finish()
@@ -55,16 +58,19 @@ class _ScalarFile(Tracker):
             self.size += len(record)
 
     def resume(self, step: int) -> None:
+        """Reopen the file, which may have been cut back."""
         self.finish()
-        self.size = self.path.stat().st_size if self.path.exists() else 0  # it may have been cut back
+        self.size = self.path.stat().st_size if self.path.exists() else 0
 
     def finish(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
     @contextmanager
     def _naming_the_setting(self) -> Iterator[None]:
+        """Turn an OSError into an ArenoError that names the setting."""
         try:
             yield
         except OSError as error:
@@ -73,26 +79,38 @@ class _ScalarFile(Tracker):
 
 
 class Jsonl(_ScalarFile):
-    """Writes a line for each call: {"step", "time" (seconds since 1970), and the scalars}; null if not finite."""
+    """Writes a line of JSON for each call: "step", "time" (seconds since 1970), and the scalars.
+
+    A scalar that is not finite is null.
+
+    Args:
+        path: The file.
+    """
 
     def __init__(self, path: str | Path):
         super().__init__(Path(path), "cluster.fileroot")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write a line."""
         finite = {name: float(value) if math.isfinite(value) else None for name, value in scalars.items()}
         self.append((json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n").encode())
 
 
 class TensorBoard(_ScalarFile):
-    """Writes an event file into `folder`. Each scalar is on the disk when `log` returns.
+    """Writes an event file of TensorBoard. Each scalar is in the file when `log` returns.
 
-    suffix: the end of the file's name. settings: of the run by their dotted names, for the tab HPARAMS. Some samples of
-    a step are written as text.
+    Some samples of a step are written as text.
+
+    Args:
+        folder: The folder of the file.
+        suffix: The end of the file name.
+        settings: The settings of the run under dotted keys, for the tab HPARAMS.
     """
 
     def __init__(self, folder: str | Path, suffix: str = "", settings: Mapping[str, Any] = MappingProxyType({})):
         folder = Path(folder).expanduser()
-        # Files are read in the order of their names, so a clock that was set back must not show there.
+        # TensorBoard reads files in the order of their names. So the time in the name ascends, even if a clock was
+        # set back.
         names = [path.name.split(".") for path in folder.glob(f"events.out.tfevents.*.*{suffix}")]
         begun = max([time.time(), *(int(name[3]) + 1.0 for name in names if name[3].isdecimal())])
         name = f"events.out.tfevents.{begun:.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
@@ -101,12 +119,14 @@ class TensorBoard(_ScalarFile):
         self._settings = settings
 
     def resume(self, step: int) -> None:
+        """Mark where the run resumes, so that TensorBoard drops the later steps."""
         super().resume(step)
         self._resumed_step = step
-        if step:  # an earlier session has written them
+        if step:  # an earlier session has written the settings
             self._settings = {}
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars of a step."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]  # protobuf makes it
 
         self._append_summary(
@@ -114,19 +134,22 @@ class TensorBoard(_ScalarFile):
         )
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Write some samples of a step as text."""
         self._append_texts(step, "samples", samples)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        """Write some samples of an evaluation as text."""
         self._append_texts(step, f"eval_samples/{name}" if name else "eval_samples", samples)
 
     def _append_texts(self, step: int, tag: str, samples: Sequence[ScoredSample]) -> None:
-        """The first sample of a few groups, as one text."""
+        """Write the first sample of a few groups as one text."""
         first = {sample.group: sample for sample in reversed(samples)}
         shown = sorted(first.values(), key=lambda sample: sample.group)[:_TEXTS]
         if shown:
             self._append_summary(step, _text(tag, "\n\n---\n\n".join(map(_markdown, shown))))
 
     def _append_summary(self, step: int, summary: Any) -> None:
+        """Write a summary. The first one of the file comes after the version and the settings."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
@@ -134,13 +157,14 @@ class TensorBoard(_ScalarFile):
             self._append_event(file_version="brain.Event:2")
             if known := {name: value for name, value in self._settings.items() if isinstance(value, _HPARAM_TYPES)}:
                 self._append_event(summary=hparams_pb(known))
-        if self._resumed_step is not None:  # a TensorBoard that has read later steps drops them
+        if self._resumed_step is not None:  # TensorBoard drops the later steps that it has read
             self._append_event(step=self._resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
             self._resumed_step = None
         self._append_event(step=step, summary=summary)
 
     def _append_event(self, **fields: Any) -> None:
-        # TensorBoard's own event writer has a thread, and errors get lost there.
+        """Write an event."""
+        # TensorBoard's own event writer has a thread, which loses errors.
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -150,7 +174,7 @@ class TensorBoard(_ScalarFile):
 
 
 def _text(tag: str, text: str) -> Any:
-    """A summary for the tab TEXT. TensorBoard's own function for it needs TensorFlow."""
+    """Return a summary for the tab TEXT. TensorBoard's own function needs TensorFlow."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[attr-defined]
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[attr-defined]
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[attr-defined]
@@ -167,7 +191,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 def _markdown(sample: ScoredSample) -> str:
-    """A sample as TensorBoard shows text. A text in an indented block is shown as it is."""
+    """Return a sample as Markdown. TensorBoard shows indented blocks unchanged."""
     outcome = sample.outcome
     parts = "".join(f", {name} {value:.4g}" for name, value in outcome.parts.items())
     reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}{parts}"
@@ -177,4 +201,5 @@ def _markdown(sample: ScoredSample) -> str:
 
 
 def _cut(text: str) -> str:
+    """Return the beginning of a long text."""
     return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}..."

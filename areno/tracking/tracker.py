@@ -1,6 +1,6 @@
-"""Trackers follow a run: they get its scalars and its samples, and show them or write them somewhere.
+"""Trackers follow a run: they receive its scalars and samples, and show them or write them.
 
-To add one, derive a class from `Tracker` in a file of its own and add a line to `open_trackers` in recorder.py.
+A script passes its own tracker to a loop by `trackers=`. A service that many runs use is a file of areno/services.
 """
 
 from __future__ import annotations
@@ -15,48 +15,79 @@ END_OF_STEP = "time/step"
 
 
 class Tracker:
-    """Something that follows a run. This one ignores everything. An error that a tracker raises ends the run."""
+    """Base class of trackers. Its methods do nothing: override those that you need.
+
+    An exception in a tracker ends the run.
+    """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take scalars of a step, named <namespace>/<name>. A step may come in several calls."""
+        """Receive scalars of a step. One step may take several calls.
+
+        Args:
+            step: The number of the step, from 1 on. 0 is an evaluation before the first step.
+            scalars: Numbers by name, such as "train/loss".
+        """
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Take all samples of a step, with their rewards."""
+        """Receive all samples of a step, with their rewards.
+
+        Args:
+            step: The number of the step.
+            samples: The samples, those of a prompt next to each other.
+        """
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        """Take all samples of an evaluation set after a step. name: of the set; "" if there is only one."""
+        """Receive all samples of an evaluation.
+
+        Args:
+            step: The last step before the evaluation.
+            samples: The samples, with their rewards.
+            name: The name of the validation set; "" if there is only one.
+        """
 
     def resume(self, step: int) -> None:
-        """The run goes on behind this step. What came of later steps, in a session that ended, will come again."""
+        """Note that the run resumes from the state of an earlier session. The steps after it are repeated.
+
+        Args:
+            step: The last step that the state contains.
+        """
 
     def finish(self) -> None:
-        """Close what is open. Nothing is logged after this. A second call does nothing."""
+        """Close files and connections. Nothing is logged afterwards, and a second call does nothing."""
 
 
 class Trackers(Tracker):
-    """Several trackers used as one. Each call goes to all of them, in order."""
+    """Several trackers used as one.
+
+    Args:
+        trackers: Each call goes to all of them, in this order.
+    """
 
     def __init__(self, trackers: Sequence[Tracker]):
         self._trackers = trackers
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Give scalars to all trackers."""
         for tracker in self._trackers:
             tracker.log(step, scalars)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Give samples to all trackers."""
         for tracker in self._trackers:
             tracker.samples(step, samples)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        """Give samples of an evaluation to all trackers."""
         for tracker in self._trackers:
             tracker.eval_samples(step, samples, name)
 
     def resume(self, step: int) -> None:
+        """Tell all trackers that the run resumes after a step."""
         for tracker in self._trackers:
             tracker.resume(step)
 
     def finish(self) -> None:
-        """Finish all of them, also where one raises. What is logged after this goes nowhere."""
+        """Finish all trackers, even if one raises. Later calls are ignored."""
         trackers, self._trackers = self._trackers, []
         with ExitStack() as stack:
             for tracker in reversed(trackers):
