@@ -1,7 +1,4 @@
-"""The progress of a rollout or of scoring: log lines, and a bar on a terminal that has no live display.
-
-What a run says while it runs: the events of the loops, and the scalars of each step as lines.
-"""
+"""The log lines of a run: progress of rollouts and of scoring, events of the loops, and the scalars of each step."""
 
 from __future__ import annotations
 
@@ -21,15 +18,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("areno")
 under_way: list[Progress] = []
-"""Those that are entered, from the outside in. A live display looks at them."""
+"""The progress contexts that are open, the outermost first. The live display reads them."""
 Self = TypeVar("Self", bound="Progress")  # typing has it from Python 3.11 on
 
 
 class Progress:
-    """Shows what is done, tokens per second and the mean reward. Use it as a context manager.
+    """Shows how much is done, the tokens per second and the mean reward. Use it as a context manager.
 
-    With the console `full` on a terminal it is a bar that disappears at the end. Without a terminal it is a log line at
-    most every `interval_s` seconds.
+    With the console `full` on a terminal, it shows a bar that disappears at the end. Without a terminal, it logs lines.
+
+    Args:
+        title: The beginning of the bar or the lines.
+        total: The amount of work, in `unit`.
+        interval_s: The shortest time between two lines, in seconds.
+        unit: The name of what is counted.
     """
 
     done = tokens = 0
@@ -54,7 +56,13 @@ class Progress:
         return self
 
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
-        """done, tokens: totals so far. reward: the mean so far, if one is known."""
+        """Show the totals so far.
+
+        Args:
+            done: The work done, in `unit`.
+            tokens: The tokens generated.
+            reward: The mean reward, if it is known.
+        """
         self.done, self.tokens, self.reward = done, tokens, reward
         now, rate = time.monotonic(), self.rate
         if self._bar is not None:
@@ -67,7 +75,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Tokens per second so far."""
+        """Return the tokens per second so far."""
         return self.tokens / max(time.monotonic() - self._started, 1e-9)
 
     def __exit__(self, *exc: object) -> None:
@@ -78,7 +86,16 @@ class Progress:
 
 
 class RolloutProgress(Progress):
-    """The progress of one rollout, with log lines for each data-parallel rank. reward: the mean of the previous one."""
+    """The progress of one rollout, with log lines for each data-parallel rank. Call it with new outputs.
+
+    Args:
+        title: The beginning of the lines.
+        total: The number of prompts.
+        n_samples: The samples of each prompt.
+        dp_size: The number of data-parallel ranks.
+        reward: The mean reward of the previous rollout; None without one.
+        interval_s: The shortest time between two lines, in seconds.
+    """
 
     def __init__(
         self,
@@ -112,31 +129,54 @@ class RolloutProgress(Progress):
 
 
 _LABELS = {"rollout/rewards_mean": "reward_mean", "rollout/logprobs_mean": "rollout_logprob_mean"}
-# Of evaluations; they describe the answers, not how good they are.
+# Metrics of evaluations that describe the answers and not their quality.
 _WITHOUT_LINE = {"response_len_mean", "truncated", "num_sequences"}
-_OF_EACH_SET = {"accuracy", "loss"}  # where there are several; the lines of their mean have the other metrics
+_OF_EACH_SET = {"accuracy", "loss"}  # with several validation sets, only the mean has lines for the other metrics
 
-# How the lines begin that say how a run stands; RunReader.status looks for them.
+# The beginnings of lines that report the state of a run. RunReader.status looks for them.
 STARTED, RESUMED, DONE, STOPPED = "epoch=", "going on after step", "done: ", "stopped in step "
 
 
 def log_epoch(epoch: int, stage: str) -> None:
-    """`epoch=0 stage=epoch_start`; stage is start or end."""
+    """Log that an epoch starts or ends, as in `epoch=0 stage=epoch_start`.
+
+    Args:
+        epoch: The number of the epoch, from 0 on.
+        stage: "start" or "end".
+    """
     logger.info("%s%d stage=epoch_%s", STARTED, epoch, stage, extra=IN_FULL)
 
 
 def log_start(facts: Mapping[str, str]) -> None:
-    """What a run begins with: its folder, model, data and so on, by name. A live display shows it in its own way."""
+    """Log what a run starts with. The live display shows a panel instead.
+
+    Args:
+        facts: The folder, the model, the data and so on, by name.
+    """
     logger.info("%s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()), extra=OF_STEP)
 
 
 def log_done(n_steps: int, seconds: float, changes: str, folder: Path) -> None:
-    """The last line of a run that came to its end. changes: what it reached."""
+    """Log the last line of a run that completed.
+
+    Args:
+        n_steps: The number of its steps.
+        seconds: How long it took.
+        changes: First and last value of its most important scalars, in words.
+        folder: The folder of the run.
+    """
     logger.info("%s%d steps in %.0f s; %s; files in %s", DONE, n_steps, seconds, changes, folder, extra=OF_STEP)
 
 
 def log_stopped(step: int, saved_step: int | None, state_step: int | None, folder: Path) -> None:
-    """The last line of a run that did not. The steps are those of the last checkpoint and of the last state."""
+    """Log the last line of a run that stopped early.
+
+    Args:
+        step: The step in which it stopped.
+        saved_step: The step of the last checkpoint; None without one.
+        state_step: The step of the last state, from which the run can resume; None without one.
+        folder: The folder of the run.
+    """
     kept = f"the run can go on after step {state_step}: --resume {folder}"
     if state_step is None:
         last = "no checkpoint" if saved_step is None else f"the last checkpoint is that of step {saved_step}"
@@ -145,21 +185,31 @@ def log_stopped(step: int, saved_step: int | None, state_step: int | None, folde
 
 
 def log_stage(stage: str, role: str = "policy") -> None:
-    """`role=policy stage=rollout_start`; stage is rollout_start, rollout_end, train_start, train_end, ..."""
+    """Log a stage of a step, as in `role=policy stage=rollout_start`.
+
+    Args:
+        stage: rollout_start, rollout_end, train_start, train_end and so on.
+        role: The model that works.
+    """
     logger.info("role=%s stage=%s", role, stage, extra=IN_FULL)
 
 
 class Console(Tracker):
-    """Logs the scalars of a run as lines of `name=value`. headline, total_steps: see open_trackers."""
+    """Logs the scalars of a run as lines of `name=value`.
+
+    Args:
+        headline: The scalars of the summary line of a step, if the step has them.
+        total_steps: Returns the number of steps of the run, as far as it is known. None: lines show no total.
+    """
 
     def __init__(self, headline: Sequence[str] = (), total_steps: Callable[[], int] | None = None):
         self._headline = headline
         self._total_steps = total_steps
         self._step: int | None = None
-        self._scalars: dict[str, float] = {}  # of this step so far
+        self._scalars: dict[str, float] = {}  # those of this step so far
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the lines that these scalars call for:
+        """Log the lines that contain these scalars.
 
         metric=reward_mean value=0.125000                    rollout/rewards_mean, rollout/logprobs_mean and eval/*
         train_stats={'loss': 0.0, ...}                       all train/*, the loss first
@@ -172,7 +222,7 @@ class Console(Tracker):
         for name, value in scalars.items():
             metric = name.rpartition("/")[2]
             if name in _LABELS or (name.startswith("eval/") and metric not in _WITHOUT_LINE):
-                is_mean = name.count("/") == 1  # not of one set among several
+                is_mean = name.count("/") == 1  # eval/gsm8k/accuracy is that of one set among several
                 shown = OF_STEP if name not in _LABELS and (is_mean or metric in _OF_EACH_SET) else IN_FULL
                 logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value, extra=shown)
         stats = {name.removeprefix("train/"): value for name, value in scalars.items() if name.startswith("train/")}

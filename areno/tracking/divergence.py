@@ -1,4 +1,4 @@
-"""Signs that a run goes wrong, found in the scalars of its steps. Each is told once, with what to look at."""
+"""Finds signs in the scalars of a run that training goes wrong. Each is logged once, with the settings to change."""
 
 from __future__ import annotations
 
@@ -8,41 +8,54 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST, LAST = 5, 5
-"""Steps whose means are compared: the first and the last of a run that have the scalar."""
+"""How many of the first and of the last steps with a scalar are averaged and compared."""
 N_FLAT = 10
-"""Steps in a row without anything to learn from, before that is told."""
+"""Warn after this many steps in a row in which all advantages are 0."""
 N_TRUNCATED = 5
-"""Steps in a row whose completions were all cut off, before that is told."""
+"""Warn after this many steps in a row in which every completion was truncated."""
 
 
 @dataclass
 class History:
-    """What is kept of one scalar: its values in the first steps and in the last ones, oldest first."""
+    """The first and the last values of one scalar, oldest first.
+
+    Attributes:
+        first: The values of the first steps, at most FIRST.
+        last: The values of the last steps.
+    """
 
     first: list[float]
     last: list[float]
 
     def add(self, value: float) -> None:
-        """Take the value of the next step."""
+        """Add the value of the next step."""
         if len(self.first) < FIRST:
             self.first.append(value)
         self.last = [*self.last, value][-max(LAST, N_FLAT) :]
 
     @property
     def was(self) -> float:
-        """The mean of the first steps."""
+        """Return the mean of the first steps."""
         return mean(self.first)
 
     @property
     def is_now(self) -> float:
-        """The mean of the last steps."""
+        """Return the mean of the last steps."""
         return mean(self.last[-LAST:])
 
 
 def entropy_collapsed(entropy: History, accuracy: History) -> str:
-    """The policy has become nearly deterministic, although it is not right yet: it will not find better answers.
+    """Return a warning if the policy has become nearly deterministic before its answers are right.
 
-    Below a tenth of the first steps' entropy and below 0.05 nats. A policy that is right in 19 of 20 samples may be.
+    The entropy is then below a tenth of that of the first steps, and below 0.05 nats. A policy that is right in 19 of
+    20 samples may be deterministic.
+
+    Args:
+        entropy: train/entropy, in nats.
+        accuracy: rollout/accuracy.
+
+    Returns:
+        The warning; "" if there is nothing to warn of.
     """
     if not (entropy.is_now < 0.1 * entropy.was and entropy.is_now < 0.05 and accuracy.is_now < 0.95):
         return ""
@@ -54,7 +67,15 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
 
 
 def nothing_to_learn(flat: History, reward: float) -> str:
-    """No sample was better than another in N_FLAT steps. flat: 1.0 for such a step. reward: mean of the last step."""
+    """Return a warning if no sample was better than another in the last N_FLAT steps.
+
+    Args:
+        flat: 1.0 for each step without a difference, see is_flat.
+        reward: The mean reward of the last step.
+
+    Returns:
+        The warning; "" if there is nothing to warn of.
+    """
     if len(flat.last) < N_FLAT or min(flat.last[-N_FLAT:]) < 1:
         return ""
     return (
@@ -66,7 +87,15 @@ def nothing_to_learn(flat: History, reward: float) -> str:
 
 
 def all_truncated(truncated: History, length: float) -> str:
-    """No completion came to its end in N_TRUNCATED steps. truncated: the share in each. length: mean of the last."""
+    """Return a warning if every completion of the last N_TRUNCATED steps was truncated.
+
+    Args:
+        truncated: The share of truncated completions of each step.
+        length: The mean length of the last step, in tokens.
+
+    Returns:
+        The warning; "" if there is nothing to warn of.
+    """
     if len(truncated.last) < N_TRUNCATED or min(truncated.last[-N_TRUNCATED:]) < 1:
         return ""
     return (
@@ -77,7 +106,16 @@ def all_truncated(truncated: History, length: float) -> str:
 
 
 def answers_missing(is_flat: bool, reward: float, rows: str) -> str:
-    """All rewards of a step are equal, and the rows have no answers. rows: such as "no row of data.jsonl"; or ""."""
+    """Return a warning if all rewards of a step are equal and the rows have no reference answers.
+
+    Args:
+        is_flat: Whether the rewards are equal.
+        reward: The mean reward.
+        rows: Which rows have no answers, such as "no row of data.jsonl"; "" if rows have answers.
+
+    Returns:
+        The warning; "" if there is nothing to warn of.
+    """
     if not rows or not is_flat:
         return ""
     return (
@@ -87,9 +125,15 @@ def answers_missing(is_flat: bool, reward: float, rows: str) -> str:
 
 
 def logprobs_apart(difference: History) -> str:
-    """Rollout and training disagree about the log-probabilities of tokens.
+    """Return a warning if rollout and training disagree about the log-probabilities of tokens.
 
-    By 0.1 nats and ten times as much as in the first steps: a ratio to the rollout is then no longer to be trusted.
+    Ratios to the rollout are wrong if the difference exceeds 0.1 nats and ten times that of the first steps.
+
+    Args:
+        difference: train/logp_abs_diff_mean, in nats.
+
+    Returns:
+        The warning; "" if there is nothing to warn of.
     """
     if not difference.is_now > max(0.1, 10 * difference.was):
         return ""
@@ -118,7 +162,16 @@ def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
 
 
 def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
-    """Some rewards are NaN or infinite. reward: what gives them."""
+    """Return a warning if some rewards are NaN or infinite.
+
+    Args:
+        n: The number of such rewards.
+        n_samples: The number of samples.
+        reward: The name of the reward functions or the reward model.
+
+    Returns:
+        The warning; "" if there is nothing to warn of.
+    """
     if not n:
         return ""
     return (
@@ -129,15 +182,15 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
 
 
 class Divergence:
-    """Looks at the steps of a run one after another.
+    """Examines the scalars of a run, one step after another.
 
     Args:
-        reward: What gives the rewards, for messages.
-        unanswered: "no row of data.jsonl", where rows have no solutions.
+        reward: The name of the reward functions or the reward model, for messages.
+        unanswered: Which rows have no solutions, such as "no row of data.jsonl"; "" if rows have solutions.
 
     Attributes:
-        ratio: Clip range of importance ratios that compare with the rollout (None where ratios do not), what has a
-            ratio of its own ("token" or "sequence"), and the setting with which ratios do not compare with the rollout.
+        ratio: The clip range of importance ratios, the level of a ratio ("token" or "sequence"), and the setting with
+            which ratios do not compare with the rollout. The clip range is None if they already do not.
     """
 
     def __init__(self, reward: str = "", unanswered: str = ""):
@@ -147,7 +200,11 @@ class Divergence:
         self._told: list[str] = []
 
     def look(self, scalars: Mapping[str, float]) -> list[str]:
-        """What is to be told after a step with these scalars, <namespace>/<name>. Steps without rewards: nothing."""
+        """Return the new warnings after a step.
+
+        Args:
+            scalars: The scalars of the step. A step without rewards has no warnings.
+        """
         if "rollout/rewards_max" not in scalars:
             return []
         names = ("train/entropy", "train/logp_abs_diff_mean", "rollout/accuracy", "rollout/truncated")
@@ -171,32 +228,45 @@ class Divergence:
         return [text for name, text in found.items() if text and self.is_first(name)]
 
     def is_first(self, name: str) -> bool:
-        """Whether a sign is seen for the first time; it counts as told from then on."""
+        """Return whether a warning has not been given before, and mark it as given.
+
+        Args:
+            name: The short name of the warning.
+        """
         is_first = name not in self._told
         if is_first:
             self._told.append(name)
         return is_first
 
     def _history(self, name: str) -> History:
+        """Return the history of a scalar, which is new at first."""
         return self._kept.setdefault(name, History([], []))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to tell the same things."""
+        """Return the state from which a resumed run gives the same warnings."""
         kept = {name: {"first": list(of.first), "last": list(of.last)} for name, of in self._kept.items()}
         return {"kept": kept, "told": list(self._told)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore the state of an earlier session.
+
+        Args:
+            state: The result of `state_dict`.
+        """
         self._kept = {name: History(list(of["first"]), list(of["last"])) for name, of in state["kept"].items()}
         self._told = list(state["told"])
 
 
 def is_flat(scalars: Mapping[str, float]) -> bool:
-    """Whether a step has nothing to learn from: one reward for all samples, or no advantage that is not 0."""
+    """Return whether a step has nothing to learn from: all rewards are equal, or all advantages are 0.
+
+    Args:
+        scalars: The scalars of the step, with rollout/rewards_max and rollout/rewards_min.
+    """
     advantages = scalars.get("rollout/advantages_mean", math.nan), scalars.get("rollout/advantages_std", math.nan)
     return scalars["rollout/rewards_max"] == scalars["rollout/rewards_min"] or advantages == (0, 0)
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN for no values, which is on no side of a limit."""
+    """Return the mean of values; NaN for no values, since NaN compares false with every limit."""
     return sum(values) / len(values) if values else math.nan

@@ -1,9 +1,9 @@
-"""Reads what runs left in their folders: settings, scalars, samples, checkpoints. For reports, plots and tests.
+"""Reads the folders of runs: settings, scalars, samples, checkpoints. For reports, plots and tests.
 
-run = RunReader("outputs/quickstart/trial0")
-run.series("train/loss").values
+    run = RunReader("outputs/quickstart/trial0")
+    run.series("train/loss").values
 
-The numbers that say how a run went: the first, the best and the last value of each.
+`headlines` returns the first, the best and the last value of the most important scalars.
 """
 
 from __future__ import annotations
@@ -28,16 +28,25 @@ Status = Literal["completed", "stopped", "unfinished"]
 
 
 class Series(NamedTuple):
-    """One scalar of a run, in the order of recording. A value that was not finite is NaN."""
+    """One scalar of a run, in the order of recording.
+
+    Attributes:
+        steps: The steps.
+        values: The values. A value that was not finite is NaN.
+    """
 
     steps: list[int]
     values: list[float]
 
 
 class RunReader:
-    """The folder of one run, which may still be going on. Methods read their files each time they are called.
+    """The folder of one run, which may still be running. Methods read their files at each call.
 
-    Raises ArenoError if `path` is not the folder of a run. A damaged file is an ArenoError with file and line.
+    Args:
+        path: The folder.
+
+    Raises:
+        ArenoError: `path` is not the folder of a run. Methods raise it for a damaged file, with file and line.
     """
 
     def __init__(self, path: str | Path):
@@ -56,31 +65,31 @@ class RunReader:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """All settings of the run, as nested dictionaries. {} if a script gave the run a folder of its own."""
+        """Return all settings as nested dictionaries; {} if a script passed a folder to the run."""
         return settings_of(self.path)
 
     @cached_property
     def overrides(self) -> list[str]:
-        """The settings of its command line, such as "seed=2"."""
+        """Return the settings of the command line, such as "seed=2"."""
         return overrides_of(self.path)
 
     @cached_property
     def versions(self) -> dict[str, str | None]:
-        """Package -> version, and the git revision of areno."""
+        """Return the version of each package, and the git revision of areno."""
         return versions_of(self.path)
 
     @property
     def sweep(self) -> Path | None:
-        """The folder of the sweep that the run is a part of."""
+        """Return the folder of the sweep of this run; None outside of a sweep."""
         return self.path.parent if is_sweep(self.path.parent) else None
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of logs/metrics.jsonl: {"step", "time" (seconds since 1970), and the scalars}."""
+        """Return the lines of logs/metrics.jsonl: "step", "time" (seconds since 1970), and the scalars."""
         path = self.path / "logs" / "metrics.jsonl"
         content = content_of(path)
         if content is None:
             return []
-        *lines, _ = content.split(b"\n")  # a last line without its end: the run is about to write the rest
+        *lines, _ = content.split(b"\n")  # the run is still writing a last line without its end
         records = list(_parsed(path, lines))
         for number, record in enumerate(records, 1):
             if not _is_step(record.get("step")):
@@ -91,7 +100,7 @@ class RunReader:
         return records
 
     def metrics(self) -> dict[str, Series]:
-        """Name -> values of each scalar."""
+        """Return all scalars by name."""
         found: dict[str, Series] = {}
         for step, scalars in self._scalars():
             for name, value in scalars.items():
@@ -101,23 +110,34 @@ class RunReader:
         return found
 
     def series(self, name: str) -> Series:
-        """One scalar. Raises ArenoError, with the names that there are, if the run has not recorded it."""
+        """Return one scalar.
+
+        Args:
+            name: Its name, such as "train/loss".
+
+        Raises:
+            ArenoError: The run has no such scalar. The error lists those that it has.
+        """
         metrics = self.metrics()
         if name not in metrics:
             raise ArenoError("{} has no scalar {}; it has {}", self.path, name, ", ".join(sorted(metrics)) or "none")
         return metrics[name]
 
     def steps(self) -> dict[int, dict[str, float]]:
-        """Step -> all scalars of it."""
+        """Return the scalars of each step by name."""
         found: dict[int, dict[str, float]] = {}
         for step, scalars in self._scalars():
             found.setdefault(step, {}).update(scalars)
         return found
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """Return the samples of a step that were kept, with their rewards.
+        """Return the recorded samples of a training step, with their rewards.
 
-        Raises ArenoError if there are none: see rollout. Half a line at the end is left out with a warning.
+        Args:
+            step: The number of the step. An incomplete last line of its file is skipped with a warning.
+
+        Raises:
+            ArenoError: The run has no samples of this step, see rollout.dump_n_samples.
         """
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
         content = content_of(path)
@@ -127,39 +147,53 @@ class RunReader:
         return _samples(path, content)
 
     def sampled_steps(self) -> list[int]:
-        """The steps that `samples` has."""
+        """Return the steps that have samples."""
         names = (name.removesuffix(".jsonl") for name in names_in(self.path / "rollouts") if name.endswith(".jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def eval_samples(self, step: int, name: str | None = None) -> list[dict[str, Any]]:
-        """The answers of the evaluation after a step, with their rewards: of the set `name`, or of all sets."""
+        """Return the answers of an evaluation, with their rewards.
+
+        Args:
+            step: The last step before the evaluation.
+            name: The validation set. None returns the answers of all sets.
+
+        Raises:
+            ArenoError: The run has no such evaluation.
+        """
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
             raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
         return [sample for path in found for sample in _samples(path, content_of(path) or b"")]
 
     def evaluated_steps(self) -> list[int]:
-        """The steps that `eval_samples` has."""
+        """Return the steps that have evaluations."""
         return sorted({step for step, _ in self._evaluations()})
 
     def _evaluations(self, name: str | None = None) -> Iterator[tuple[int, Path]]:
+        """Yield the step and the file of each evaluation."""
         for path in sorted(self.path.glob(f"eval/{name or '**'}/*.jsonl")):
             if path.stem.isdecimal():
                 yield int(path.stem), path
 
     def checkpoints(self) -> dict[int, Path]:
-        """Step -> folder, in order of steps."""
+        """Return the folders of the checkpoints by step, in ascending order."""
         given = value_at(self.config, "saver.path")
         folder = Path(given if isinstance(given, str) else self.path / "checkpoints").expanduser()
         numbers = (name.removeprefix("step-") for name in names_in(folder) if name.startswith("step-"))
         return {step: folder / name for step, name in sorted((int(n), f"step-{n}") for n in numbers if n.isdecimal())}
 
     def latest_checkpoint(self) -> Path | None:
-        """The folder of the last step that was saved."""
+        """Return the folder of the last checkpoint; None without one."""
         return next(reversed(self.checkpoints().values()), None)
 
     def status(self) -> Status | None:
-        """completed; stopped, by an error or the user; unfinished: still going on, or killed; None: no log says it."""
+        """Return the state of the run as its log reports it.
+
+        Returns:
+            "completed"; "stopped" by an error or the user; "unfinished" if it is still running or was killed; None if
+            the log does not say.
+        """
         path = self.path / "logs" / "run.log"
         lines = (content_of(path) or b"").decode("utf-8", "replace").splitlines()
         told: dict[str, Status] = {STARTED: "unfinished", RESUMED: "unfinished", DONE: "completed", STOPPED: "stopped"}
@@ -170,13 +204,24 @@ class RunReader:
         return None
 
     def _scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the step and the scalars of each record."""
         for record in self.records():
             scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
             yield record["step"], {name: math.nan if value is None else value for name, value in scalars}
 
 
 def list_runs(root: str | Path) -> list[RunReader]:
-    """The runs below a folder, those of sweeps among them, sorted by path; numbers by value."""
+    """Return the runs below a folder, including runs of sweeps.
+
+    Args:
+        root: The folder.
+
+    Returns:
+        The runs, sorted by path. Numbers in paths are sorted by value.
+
+    Raises:
+        ArenoError: `root` is not a folder.
+    """
     root = Path(root).expanduser()
     if not root.is_dir():
         raise ArenoError("{} {}", root, "is not a folder" if os.path.exists(root) else "does not exist")
@@ -184,13 +229,17 @@ def list_runs(root: str | Path) -> list[RunReader]:
     for folder, names, _ in os.walk(root):
         if is_run(Path(folder)):
             found.append(RunReader(folder))
-            names.clear()  # no run is inside another
+            names.clear()  # no run contains another
         names.sort(key=lambda name: (int(name) if name.isdecimal() else -1, name))
     return found
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """The folders of runs that a user has named, each once. The folder of a sweep stands for all of its runs."""
+    """Return the folders of runs that a user has named, each once.
+
+    Args:
+        paths: Folders of runs, or of sweeps, which stand for all of their runs.
+    """
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
         found += [run.path for run in list_runs(path)] if is_sweep(path) and not is_run(path) else [path]
@@ -198,22 +247,23 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, which RunReader can read."""
+    """Return whether RunReader can read a folder."""
     described = is_described(folder) and os.path.exists(folder / "versions.json")
     return described or os.path.exists(folder / "logs" / "metrics.jsonl")
 
 
 def _is_step(value: Any) -> bool:
+    """Return whether a value of JSON is the number of a step."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _is_number(value: Any) -> bool:
-    # A larger integer, which JSON may have, is no float.
+    """Return whether a value of JSON is a number that fits a float."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
 
 
 def _told_steps(steps: Sequence[int]) -> str:
-    """Which steps have something, in words."""
+    """Return a list of steps in words."""
     if not steps:
         return "none of any step (rollout.dump_n_samples)"
     if len(steps) <= 8:
@@ -222,7 +272,7 @@ def _told_steps(steps: Sequence[int]) -> str:
 
 
 def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """Return the samples of a file. A last line that is cut off, as by a full disk, is left out with a warning."""
+    """Return the samples of a file. An incomplete last line, as after a full disk, is skipped with a warning."""
     *lines, last = content.split(b"\n")
     samples = list(_parsed(path, lines))
     if last:
@@ -234,7 +284,7 @@ def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of lines. first: the number of the first line in its file."""
+    """Yield the JSON object of each line. first: the number of the first line in its file."""
     for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
@@ -245,7 +295,7 @@ def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str
         yield record
 
 
-# Scalar -> what it is called, and which of its values is the best; None where none is.
+# Scalar -> its title, and the function that chooses its best value; None if no value is better than another.
 NAMES: dict[str, tuple[str, Callable[..., float] | None]] = {
     "eval/accuracy": ("evaluation: accuracy", max),
     "eval/rewards_mean": ("evaluation: reward", max),
@@ -260,7 +310,15 @@ NAMES: dict[str, tuple[str, Callable[..., float] | None]] = {
 
 
 class Headline(NamedTuple):
-    """One number of a run. best: None where no value is better than another. step: at which it was best."""
+    """One number of a run.
+
+    Attributes:
+        title: Its name in tables.
+        first: Its first value.
+        best: Its best value; None if no value is better than another.
+        last: Its last value.
+        step: The step of the best value.
+    """
 
     title: str
     first: float
@@ -270,7 +328,11 @@ class Headline(NamedTuple):
 
 
 def headlines(metrics: Mapping[str, Series]) -> dict[str, Headline]:
-    """Scalar -> its headline, for those of NAMES that a run has."""
+    """Return the first, best and last value of the scalars in NAMES that a run has.
+
+    Args:
+        metrics: The scalars of the run.
+    """
     found: dict[str, Headline] = {}
     for name, (title, choose) in NAMES.items():
         series = metrics.get(name, Series([], []))
@@ -283,19 +345,26 @@ def headlines(metrics: Mapping[str, Series]) -> dict[str, Headline]:
 
 
 def last_step(metrics: Mapping[str, Series]) -> int:
-    """The last step that a run has recorded something of; 0 before the first."""
+    """Return the last step with a scalar; 0 before the first step."""
     return max((series.steps[-1] for series in metrics.values()), default=0)
 
 
 def seconds(run: RunReader) -> float | None:
-    """From the first to the last record of a run, with the first step; None without two records."""
+    """Return how long a run took, from the start of its first step to its last record, in seconds.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The seconds; None with fewer than two records.
+    """
     times = [record["time"] for record in run.records() if "time" in record]
     steps = run.metrics().get("time/step", Series([], []))[1]
     return times[-1] - times[0] + (steps[0] if steps else 0.0) if len(times) > 1 else None
 
 
 def duration(taken: float | None) -> str:
-    """`1:02:03`, or `2:03` below an hour."""
+    """Return seconds as `1:02:03`, or `2:03` below an hour; `-` for None."""
     if taken is None:
         return "-"
     minutes, rest = divmod(round(taken), 60)

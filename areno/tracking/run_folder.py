@@ -1,9 +1,7 @@
-"""Reads the files that describe a run or a sweep: settings, command line, versions and algorithm.
+"""The folder of a run or a sweep: makes it, writes its settings and versions, and reads them again.
 
-`new_run.py` writes them. They may come from another machine or another version, or be damaged, so each reader checks
-the form of its file. All of them raise ArenoError with the name of the file.
-
-Makes the folder of a new run and writes down its settings and versions. description.py reads these again.
+The files may come from another machine or another version, or be damaged. So each reader checks its file, and raises
+ArenoError with the name of the file. `RunFiles` cuts growing files back to an earlier step.
 """
 
 from __future__ import annotations
@@ -33,22 +31,22 @@ from areno.schema.fields import Section
 
 SETTINGS, OVERRIDES, VERSIONS = "config.yaml", "overrides.yaml", "versions.json"
 SWEEP = "multirun.yaml"  # written by Hydra
-RECIPE = "# Recipes: "  # as in the files of conf/
+RECIPE = "# Recipes: "  # the first line of config.yaml begins like the files of conf/
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings of a run as nested dictionaries; {} without config.yaml."""
     found = _mapping(folder / SETTINGS, _yaml(folder / SETTINGS))
-    return {name: value for name, value in found.items() if name != "defaults"}  # Hydra's, not a setting
+    return {name: value for name, value in found.items() if name != "defaults"}  # an entry of Hydra, and no setting
 
 
 def overrides_of(folder: Path) -> list[str]:
-    """Return the settings of the command lines that a run was started with, such as "seed=2"."""
+    """Return the settings of the command line of a run, such as "seed=2"."""
     return _lines(folder / OVERRIDES, _yaml(folder / OVERRIDES))
 
 
 def sweep_of(folder: Path) -> list[str]:
-    """Return the settings of the command line that a sweep was started with, in the form that Hydra got them."""
+    """Return the settings of the command line of a sweep, in the form that Hydra received them."""
     found = _yaml(folder / SWEEP)
     for name in ("hydra", "overrides", "task"):
         found = _mapping(folder / SWEEP, found).get(name)
@@ -56,7 +54,7 @@ def sweep_of(folder: Path) -> list[str]:
 
 
 def versions_of(folder: Path) -> dict[str, str | None]:
-    """Return package -> version, and the git revision of areno; {} without versions.json."""
+    """Return the version of each package, and the git revision of areno; {} without versions.json."""
     path = folder / VERSIONS
     content = content_of(path)
     try:
@@ -67,12 +65,13 @@ def versions_of(folder: Path) -> dict[str, str | None]:
 
 
 def recipe_of(folder: Path) -> str:
-    """Return the recipe that a command has written into config.yaml; "" for the run of a script."""
+    """Return the recipe that config.yaml names; "" for the run of a script."""
     first, _, _ = beginning_of(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
     return first.removeprefix(RECIPE).strip() if first.startswith(RECIPE) else ""
 
 
 def _yaml(path: Path) -> Any:
+    """Return the content of a YAML file. Raises ArenoError if the file cannot be read."""
     try:
         return plain_yaml(path)
     except YamlFault as error:
@@ -80,6 +79,7 @@ def _yaml(path: Path) -> Any:
 
 
 def _mapping(path: Path, found: Any) -> dict[str, Any]:
+    """Return a mapping of a file. Raises ArenoError for any other value but null."""
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -88,6 +88,7 @@ def _mapping(path: Path, found: Any) -> dict[str, Any]:
 
 
 def _lines(path: Path, found: Any) -> list[str]:
+    """Return a list of texts of a file. Raises ArenoError for any other value but null."""
     if found is None:
         return []
     if not isinstance(found, list) or any(isinstance(line, (list, dict)) for line in found):
@@ -96,6 +97,7 @@ def _lines(path: Path, found: Any) -> list[str]:
 
 
 def _kind(value: Any) -> str:
+    """Return the type of a YAML value in words."""
     return {dict: "mapping", list: "list", str: "text"}.get(type(value), "single value")
 
 
@@ -116,13 +118,22 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class NewFolder:
-    """The folder of a run or a sweep. before: what was there already: the folder, its parents, what was in it."""
+    """The folder of a new run or a sweep.
+
+    Attributes:
+        path: The folder.
+        before: What existed before: the folder, its parents, its files.
+    """
 
     path: Path
     before: frozenset[Path]
 
     def of_run(self, run_dir: Path) -> NewFolder:
-        """This folder or, if it is that of a sweep, the one of a run in it, which Hydra may have made already."""
+        """Return the folder of a run.
+
+        Args:
+            run_dir: This folder or, for a sweep, a folder in it. Hydra may have made it already.
+        """
         if run_dir == self.path:
             return self
         found = make(run_dir)
@@ -133,6 +144,14 @@ class NewFolder:
         """Write config.yaml, overrides.yaml and versions.json.
 
         `--config-dir=<path> --config-name=config` starts the same run again, under another trial_name.
+
+        Args:
+            config: The settings of the run.
+            overrides: The settings of its command line.
+            recipe: The name of its recipe; "" for a script.
+
+        Raises:
+            ConfigError: The folder cannot be written, or another run has started in it.
         """
         try:
             with locked(self.path):
@@ -147,11 +166,11 @@ class NewFolder:
             raise _unwritable(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove what a run has made that failed before it had results. With results, all of it stays."""
+        """Remove the files of a run that failed before it had results. A run with results keeps all of them."""
         entries = [path for path in self.path.glob("*") if path not in self.before]
         try:
             made = [*entries, *(path for entry in entries if entry.is_dir() for path in _below(entry))]
-        except OSError:  # a state is still being written or removed, so there are results
+        except OSError:  # a thread is still writing or removing a state, so there are results
             return
         files = [path for path in made if path.is_file()]
         if any(path.name not in _NO_RESULTS for path in files):
@@ -164,7 +183,7 @@ class NewFolder:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All files and folders in it. OSError for a folder that cannot be read, or is gone before it is."""
+    """Return all files and folders below a folder. Raises OSError for a folder that cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -174,10 +193,14 @@ def _below(folder: Path) -> list[Path]:
 
 
 def make(run_dir: Path, new: bool = False) -> NewFolder | None:
-    """Create the folder of a run or a sweep. Raises ConfigError if it cannot be made or holds an earlier run.
+    """Make the folder of a run or a sweep.
 
-    new: the folder must not be there yet, and the result is None if it is. So two runs that start in the same second
-    do not share a folder.
+    Args:
+        run_dir: The folder.
+        new: Return None if the folder exists. Then two runs that start in the same second do not share a folder.
+
+    Raises:
+        ConfigError: The folder cannot be made, or holds an earlier run.
     """
     try:
         if not new and (is_described(run_dir) or is_sweep(run_dir)):
@@ -193,9 +216,13 @@ def make(run_dir: Path, new: bool = False) -> NewFolder | None:
 
 
 def for_script(config: ExperimentConfig) -> Path:
-    """Make and describe the folder of a run that a script starts: <fileroot>/<experiment_name>/<trial_name or time>.
+    """Make and describe the folder of a run of a script: <fileroot>/<experiment_name>/<trial_name or time>.
 
-    Raises ConfigError if it cannot be made, or if the trial is there already.
+    Args:
+        config: The settings of the run.
+
+    Raises:
+        ConfigError: The folder cannot be made, or holds an earlier run.
     """
     name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
     run_dir, count = folder_of(config, name), 1
@@ -207,35 +234,41 @@ def for_script(config: ExperimentConfig) -> Path:
 
 
 def folder_of(config: ExperimentConfig, name: str) -> Path:
-    """The folder of the run of this name."""
+    """Return the folder of the run with a name."""
     return Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name / name
 
 
 def is_described(folder: Path) -> bool:
-    """Whether a run has begun there. Of the files that describe it, config.yaml is written last."""
-    return os.path.exists(folder / SETTINGS)  # False, and no error, also for a name that is too long
+    """Return whether a folder holds a run. config.yaml is the last of the files that describe it."""
+    return os.path.exists(folder / SETTINGS)  # unlike Path.exists, no error for a name that is too long
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a sweep has begun there."""
+    """Return whether a folder holds a sweep."""
     return os.path.exists(folder / SWEEP)
 
 
 def begun_at(folder: Path) -> float:
-    """When the run or the sweep of a folder began, or went on with other settings; seconds since the epoch."""
+    """Return when a run or a sweep started or resumed with other settings, in seconds since 1970."""
     return (folder / (SWEEP if is_sweep(folder) else SETTINGS)).stat().st_mtime
 
 
 def has_results(folder: Path) -> bool:
-    """Whether a run has left more than its description and its log."""
+    """Return whether a folder has more files than the description and the log of a run."""
     files = (path for path in _below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
     return any(path.name not in _NO_RESULTS for path in files)
 
 
 def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
-    """Write new settings, and the versions of this session. overrides: None leaves those that are there.
+    """Write new settings, and the versions of this session.
 
-    Raises ConfigError if they cannot be written.
+    Args:
+        folder: The folder of the run.
+        config: The new settings.
+        overrides: The settings of the command line. None keeps those of the file.
+
+    Raises:
+        ConfigError: A file cannot be written.
     """
     try:
         for name, content in _description(config, overrides or [], recipe_of(folder)).items():
@@ -250,7 +283,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def _description(config: Section, overrides: list[str], recipe: str) -> dict[str, str]:
-    """File name -> content."""
+    """Return the content of each file that describes a run, by name."""
     config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
     header = f"{RECIPE}{recipe}\n" if recipe else ""
     # Quoted, so that each is read back as text.
@@ -260,7 +293,7 @@ def _description(config: Section, overrides: list[str], recipe: str) -> dict[str
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of areno, Python and the packages that matter, and the git revision if areno runs from a clone."""
+    """Return the versions of areno, Python and important packages, and the git revision of a clone."""
     found: dict[str, str | None] = {"areno": __version__, "git": _git_revision(), "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -269,7 +302,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _git_revision() -> str | None:
-    """Commit of the clone areno runs from, with `-dirty` if files differ from it."""
+    """Return the commit of the clone that areno runs from, with `-dirty` if files differ from it."""
     if not (root() / ".git").exists():
         return None
     command = ["git", "-C", str(root()), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -280,51 +313,62 @@ def _git_revision() -> str | None:
 
 
 class RunFiles:
-    """Of the run in a folder. tensorboard: the folder of its event files where that is not in the run's own."""
+    """The growing files of a run. They can be cut back to an earlier step.
+
+    Args:
+        folder: The folder of the run.
+        tensorboard: The folder of its event files. None is tensorboard/ in the run's folder.
+    """
 
     def __init__(self, folder: Path, tensorboard: str | Path | None = None):
         self.folder = folder
         self.events = folder / "tensorboard" if tensorboard is None else Path(tensorboard).expanduser()
         self._synced_at = 0
-        # In a folder of several runs the name of an event file tells whose it is.
+        # Several runs may share a folder of event files. The suffix names the run of a file.
         self.event_suffix = "" if tensorboard is None else f".{zlib.crc32(os.fsencode(folder.absolute())):08x}"
 
     def sizes(self) -> dict[str, int]:
-        """Name -> bytes of the files that lines and records are appended to, as they are now."""
+        """Return the current size of each file that is appended to, in bytes, by name."""
         return {name: path.stat().st_size for name, path in self._growing()}
 
     def sync(self) -> None:
-        """Put on the disk for good what `sizes` counts, and the samples since the last call."""
+        """Flush the files of `sizes`, and the sample files since the last call, to the disk (fsync)."""
         for _, path in self._growing():
             sync(path)
-        for path in self._samples(unfinished=False):  # which the next step may be writing meanwhile
+        for path in self._samples(unfinished=False):  # the next step may be writing unfinished ones
             if (changed_at := path.stat().st_mtime_ns) > self._synced_at:
                 self._synced_at = changed_at
                 sync(path)
                 sync(path.parent)
 
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
-        """Take away what was written after `sizes` were taken, at the end of a step.
+        """Remove what was written after a step.
 
-        Log lines go to logs/dropped.log; those of the session that goes on, which began at the sizes `until`, stay.
+        Log lines after the step move to logs/dropped.log. Those of the current session stay.
+
+        Args:
+            step: The step.
+            sizes: The result of `sizes` at the end of the step.
+            until: The result of `sizes` at the start of the current session.
         """
         for name, path in list(self._growing()):
             size = sizes.get(name, 0)
             if name == "run.log":
                 _drop_lines(path, size, until.get(name, 0))
             elif path.stat().st_size > size:
-                os.truncate(path, size)  # also to nothing: a TensorBoard that reads a file stops where it is gone
+                os.truncate(path, size)  # even to 0 bytes: TensorBoard stops reading if a file is gone
         for path in self._samples():
             if path.suffix == ".tmp" or (path.suffix == ".jsonl" and path.stem.isdecimal() and int(path.stem) > step):
                 remove(path)
 
     def _samples(self, unfinished: bool = True) -> list[Path]:
-        """The files of a step each, oldest first. unfinished: also those that have not got their name yet."""
+        """Return the sample files, oldest first. unfinished: include those that are being written."""
         found = (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*"))
         found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _growing(self) -> Iterator[tuple[str, Path]]:
+        """Yield the name and the path of each file that is appended to."""
         for path in (self.folder / "logs" / "metrics.jsonl", self.folder / "logs" / "run.log"):
             if path.exists():
                 yield path.name, path
@@ -333,7 +377,7 @@ class RunFiles:
 
 
 def _drop_lines(log: Path, start: int, end: int) -> None:
-    """Move what a log has from byte `start` to `end` to another file. It may be open for appending."""
+    """Move the bytes from `start` to `end` of a log to dropped.log. The log may be open for appending."""
     text = log.read_bytes()
     if start < end:
         with (log.parent / "dropped.log").open("ab") as dropped:

@@ -1,4 +1,4 @@
-"""The log lines of a run on stderr and in logs/run.log, without a change to the logging of the host program."""
+"""Sends the log lines of a run to stderr and logs/run.log, and leaves the logging of the host program unchanged."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from areno.errors import ConfigError, Problem
 
 logger = logging.getLogger("areno")
 
-_MOST_EARLIER = 1000  # lines that are kept until there is a file for them
+_MOST_EARLIER = 1000  # lines that are kept until the log file is open
 Console = Literal["live", "lines", "full", "quiet"]
-"""What stderr shows of a run: see stats_logger.console."""
+"""Which lines stderr shows, see stats_logger.console."""
 IN_FULL: dict[str, Any] = {"consoles": ("full",)}
-"""For `extra` of a log call: only the console `full` shows the line, and logs/run.log has it."""
+"""Argument `extra` of a log call: only the console `full` shows the line. logs/run.log has it, too."""
 OF_STEP: dict[str, Any] = {"consoles": ("full", "lines")}
-"""Likewise for what the live display tells in its own way."""
+"""Argument `extra` of a log call: the consoles `full` and `lines` show the line. The live display has its own form."""
 
 
 class RunLog:
-    """Sends what areno logs to stderr, and to `log_file` if one is given, until close(). Also a context manager.
+    """Sends areno's log records to stderr and to a file until `close`. It is also a context manager.
 
-    The host program keeps its own logging: its handlers, and a level that it has set on the logger "areno". While it
-    has a handler that gets areno's records, nothing of ours goes to stderr, so no line appears twice. own_process:
-    there is no host, as under a command line of ours; stderr gets the lines, and handlers of other loggers do not.
+    The host program keeps its own logging: its handlers, and the level of the logger "areno". If one of its handlers
+    receives areno's records, stderr gets none of them, so that no line appears twice. Several logs may be open. The
+    last `close` restores stderr and the level.
 
-    console: which of the lines stderr gets; None: what an outer one says. Of several that are open the last counts.
+    Args:
+        log_file: The file. None writes none.
+        own_process: There is no host program, as in a command of areno. stderr gets the lines, and handlers of parent
+            loggers do not.
+        console: Which lines stderr gets. None leaves it to the log that was opened before. The last open log with a
+            console decides.
 
-    Several may be open; the last close() restores stderr and the level. Raises ConfigError if the file cannot be made.
+    Raises:
+        ConfigError: The file cannot be made.
     """
 
-    _open: ClassVar[list[RunLog]] = []  # they share the handler for stderr and the level
+    _open: ClassVar[list[RunLog]] = []  # the open logs, which share the handler for stderr and the level
     _has_set_level: ClassVar[bool] = False
 
     def __init__(
@@ -56,27 +62,27 @@ class RunLog:
                 raise ConfigError(Problem("cluster.fileroot", text, log_file, error.strerror)) from error
             self._file.setFormatter(_FORMATTER)
             logger.addHandler(self._file)
-            for log in RunLog._open:  # it has the lines from here on
+            for log in RunLog._open:  # from now on, the file has the lines
                 if log._earlier is not None:
                     logger.removeHandler(log._earlier)
-        logger.addHandler(_STDERR)  # no effect if it is there
+        logger.addHandler(_STDERR)  # no effect for a handler that the logger has
         RunLog._open.append(self)
         if own_process:
             logger.propagate = False
-        # A host that listens and asked for no file gets the records that its own level lets through.
+        # A host that has a handler and asked for no file gets the records of its own level.
         if logger.level == logging.NOTSET and (log_file is not None or not host_listens()):
             RunLog._has_set_level = True
             logger.setLevel(logging.INFO)
 
     def write_earlier(self) -> None:
-        """Write the lines of the command or, in a script, of the loop that were logged before the file was opened."""
+        """Write the lines from before the file was open: those of the command or, in a script, of the loop."""
         without_file = [log for log in RunLog._open if log._earlier is not None]
         source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
         if self._file is not None and source is not None and source._earlier is not None:
             source._earlier.give_to(self._file)
 
     def close(self) -> None:
-        """Undo what this one did. A second call does nothing."""
+        """Remove the handlers of this log, and restore the level. A second call does nothing."""
         if self not in RunLog._open:
             return
         RunLog._open.remove(self)
@@ -101,11 +107,11 @@ class RunLog:
 
 
 class OwnHandler(logging.Handler):
-    """Base of areno's own handlers, which are no host that listens."""
+    """Base class of areno's own handlers, which `host_listens` does not count."""
 
 
 class _EarlierHandler(OwnHandler):
-    """Keeps the last records until there is a file for them."""
+    """Keeps the last records until the log file is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,13 +121,13 @@ class _EarlierHandler(OwnHandler):
         self._records.append(record)
 
     def give_to(self, other: logging.Handler) -> None:
-        """Let another handler have the records, once."""
+        """Pass the records to another handler, and drop them."""
         while self._records:
             other.handle(self._records.popleft())
 
 
 class _StderrHandler(OwnHandler):
-    """Writes to what `sys.stderr` is at the moment: a display replaces it while it is shown."""
+    """Writes to the current `sys.stderr`, which the live display replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if is_hidden(record) or host_listens():
@@ -133,7 +139,7 @@ class _StderrHandler(OwnHandler):
 
 
 class _FileHandler(OwnHandler, logging.FileHandler):
-    """Gives up a log that cannot be written, and says so once. The run goes on without it."""
+    """Stops writing a file that cannot be written, and warns once. The run continues without it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -144,7 +150,7 @@ class _FileHandler(OwnHandler, logging.FileHandler):
 
 
 class _Formatter(logging.Formatter):
-    """Puts the level in front of warnings and errors."""
+    """Adds the level to warnings and errors."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
@@ -158,7 +164,7 @@ _STDERR.setFormatter(_FORMATTER)
 
 
 def console() -> Console:
-    """The console that counts."""
+    """Return the console of the last open log that has one; "full" without any."""
     for log in reversed(RunLog._open):
         if log.console is not None:
             return log.console
@@ -166,7 +172,7 @@ def console() -> Console:
 
 
 def is_hidden(record: logging.LogRecord) -> bool:
-    """Whether the console does not show this record."""
+    """Return whether the console does not show a record."""
     if record.levelno >= logging.WARNING:
         return False
     shown = console()
@@ -174,7 +180,7 @@ def is_hidden(record: logging.LogRecord) -> bool:
 
 
 def host_listens() -> bool:
-    """Whether a handler that is not ours gets areno's records."""
+    """Return whether a handler of the host program receives areno's records."""
     place: logging.Logger | None = logger
     while place is not None:
         if any(not isinstance(handler, OwnHandler) for handler in place.handlers):
