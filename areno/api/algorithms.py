@@ -87,7 +87,7 @@ class Algorithm:
         Args:
             config: The configuration of the run, an instance of `self.config`.
             run_dir: The folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
-            given: Rows and functions of a script: train_dataset=, valid_dataset=, reward_fn=.
+            given: Rows, functions and trackers of a script: train_dataset=, valid_dataset=, reward_fn=, trackers=.
 
         Returns:
             An instance of the class that `loop` returns. Close it, or use it as a context manager.

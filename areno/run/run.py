@@ -31,6 +31,7 @@ from areno.tracking.divergence import Divergence
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_folder import overrides_of
 from areno.tracking.run_log import RunLog
+from areno.tracking.tracker import Tracker
 from areno.types import Batch
 
 logger = logging.getLogger("areno")
@@ -43,7 +44,7 @@ class Run:
     under cluster.fileroot, or takes that of the trial to go on with. loader: the training batches. save: fills the
     folder of a checkpoint; is_saved: see Saver. evaluator: None where nothing is evaluated. headline: see
     open_trackers. reward, unanswered: see Divergence. engine, inputs: see Recovery. facts: what the console
-    says at the start, by name; nothing without any. token_text: see open_trackers.
+    says at the start, by name; nothing without any. token_text: see open_trackers. trackers: those of a script.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Run:
         inputs: Mapping[str, str] = MappingProxyType({}),
         facts: Mapping[str, str] = MappingProxyType({}),
         token_text: Callable[[int], str] = str,
+        trackers: Sequence[Tracker] = (),
     ):
         if run_dir is not None:
             check_folder("run_dir", run_dir)
@@ -78,7 +80,7 @@ class Run:
             log.write_earlier()  # Recovery has seen where this session begins in the file
             steps, seconds = lambda: self.total_steps, lambda: self._seconds
             self.display = Display(self.folder, log, steps, seconds) if console == "live" else None
-            self.trackers = open_trackers(config, self.folder, headline, steps, self.display, token_text)
+            self.trackers = open_trackers(config, self.folder, headline, steps, self.display, token_text, trackers)
             stack.callback(self.trackers.finish)
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})

@@ -34,6 +34,7 @@ from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.tracking.recorder import check_services
 from areno.tracking.run_log import RunLog
+from areno.tracking.tracker import Tracker
 from areno.types import RewardRecord
 
 Loop = TypeVar("Loop", bound="HasRun")
@@ -116,6 +117,7 @@ class Setup(Generic[Config]):
         train_dataset: Any = None,
         valid_dataset: Any = None,
         reward_fn: RewardFns | None = None,
+        trackers: Sequence[Tracker] = (),
         also_saved: Sequence[str] = (),
         trains: bool = True,
     ):
@@ -123,6 +125,7 @@ class Setup(Generic[Config]):
         self.config: Config = config
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
         self._kind: RowKind = kind
+        self._trackers = trackers
         self._also_saved, self._trains = also_saved, trains
         with ExitStack() as stack:
             stack.enter_context(RunLog())
@@ -236,6 +239,7 @@ class Setup(Generic[Config]):
             engine=lambda: self.trainer.engine, inputs=self._inputs(plan),
             facts=facts(self.config, plan, self.roles, self.loader) if self._trains else {},
             token_text=lambda token: plan.tokenizer.decode([token]),
+            trackers=self._trackers,
         )  # fmt: skip
         for text in schedule_warnings(self.config, run.total_steps) if self._trains else ():
             logger.warning("%s", text)

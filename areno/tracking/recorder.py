@@ -140,6 +140,7 @@ def open_trackers(
     total_steps: Callable[[], int] | None = None,
     display: Tracker | None = None,
     token_text: Callable[[int], str] = str,
+    given: Sequence[Tracker] = (),
 ) -> Trackers:
     """Open the trackers that the settings of a run ask for.
 
@@ -150,6 +151,7 @@ def open_trackers(
         total_steps: Returns the number of steps of the run, as far as it is known. None: lines show no total.
         display: The live display, which is a tracker, too. None: there is none.
         token_text: Returns the text of a token id.
+        given: Trackers of a script.
 
     Raises:
         ArenoError: A folder cannot be written. The error names the setting.
@@ -166,6 +168,7 @@ def open_trackers(
         if most != 0:
             trackers.append(SampleFiles(run_dir / "rollouts", most, token_text))
     trackers += [ServiceTracker(name, service, about) for name, service in config.stats_logger.services().items()]
+    trackers += given
     return Trackers(trackers if display is None else [*trackers, display])
 
 

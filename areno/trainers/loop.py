@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from areno.config.experiments import ExperimentConfig, LossFn, PolicyExperimentConfig
 from areno.data.row_schema import RowKind
 from areno.run.setup import Config, RewardFns, Setup
+from areno.tracking.tracker import Tracker
 from areno.trainers.collect import evaluate_policy
 from areno.trainers.rows import AdvantageFn
 from areno.types import Batch
@@ -57,18 +58,20 @@ class RowLoop(Loop[Config]):
         *,
         train_dataset: Any = None,
         valid_dataset: Any = None,
+        trackers: Sequence[Tracker] = (),
     ):
         """Checks what can be checked and loads the model.
 
         run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
         train_dataset, valid_dataset: rows of a script (a list of dictionaries, or anything with a length and indexing),
         in place of the configured paths.
+        trackers: trackers of the script, which get all scalars and samples of the run.
         """
         super().__init__(
             Setup(
                 config, type(self).__name__, self.needs, self.kind, self.headline,
                 lambda _, name, loader: self.measure(name, loader.batches()),
-                run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
+                run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset, trackers=trackers,
             )
         )  # fmt: skip
 
@@ -95,6 +98,7 @@ class RewardLoop(Loop[PolicyConfig]):
         train_dataset: Any = None,
         valid_dataset: Any = None,
         reward_fn: RewardFns | None = None,
+        trackers: Sequence[Tracker] = (),
     ):
         """Checks what can be checked, starts the reward processes and loads the models.
 
@@ -103,12 +107,13 @@ class RewardLoop(Loop[PolicyConfig]):
         advantage_fn: see AdvantageFn; None is the one that config describes.
         train_dataset, valid_dataset: rows of a script, in place of the configured paths.
         reward_fn: a function or a list of them, in place of reward.fn.
+        trackers: trackers of the script, which get all scalars and samples of the run.
         """
         super().__init__(
             Setup(
                 config, type(self).__name__, self.needs, "prompt", self.headline, evaluate_policy,
                 loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
-                reward_fn=reward_fn, also_saved=self.also_saved,
+                reward_fn=reward_fn, trackers=trackers, also_saved=self.also_saved,
             )
         )  # fmt: skip
         self.advantages = config.advantages

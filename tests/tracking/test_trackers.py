@@ -43,6 +43,14 @@ def test_every_tracker_gets_everything():
     assert first.calls == second.calls == [("log", 1, {"train/loss": 1.0}), ("samples", 1, []), "finish"]
 
 
+def test_a_tracker_of_a_script_comes_before_the_display(tmp_path):
+    given, display = Recording(), Recording()
+    trackers = open_trackers(SFTConfig(**settings()), tmp_path, display=display, given=[given])
+    trackers.log(1, {"train/loss": 1.0})
+    trackers.finish()
+    assert given.calls == display.calls == [("log", 1, {"train/loss": 1.0}), "finish"]
+
+
 def settings(**more):
     return {
         "experiment_name": "e",
