@@ -1,4 +1,4 @@
-"""Where the answer is in a completion, and the solutions of a row."""
+"""Finds the answer in a completion, and the reference answers of a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$",
 
 
 def boxes(text: str) -> list[str]:
-    """Return the text in each closed, non-empty \\boxed{...}, in order; of nested boxes, only that of the inner one."""
+    r"""Return the text of each closed \boxed{...} that is not empty, in order. Of nested boxes, the inner counts."""
     found: list[tuple[int, str]] = []
     is_open: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
@@ -29,12 +29,20 @@ def boxes(text: str) -> list[str]:
 
 
 def last_box(text: str) -> str | None:
-    """Return the last of the boxes, or None if there are none."""
+    """Return the text of the last box, see `boxes`; None without one."""
     return next(reversed(boxes(text)), None)
 
 
 def marked_answer(text: str) -> str | None:
-    """The last <answer>...</answer>, else the last \\boxed{...}, else what follows the last ####; None without any."""
+    r"""Return the marked answer of a text.
+
+    Args:
+        text: A completion or a reference answer.
+
+    Returns:
+        The last <answer>...</answer>, else the last \boxed{...}, else the rest of the line after the last ####. None
+        without any of them.
+    """
     tagged = _TAGGED.findall(text)
     if tagged:
         return tagged[-1].strip()
@@ -45,7 +53,15 @@ def marked_answer(text: str) -> str | None:
 
 
 def block(text: str, *languages: str) -> str:
-    """The last fenced block behind the reasoning: of these languages, else the last of any; without one, all text."""
+    """Return the last fenced block after the reasoning (</think>).
+
+    Args:
+        text: A completion.
+        languages: Blocks of these languages are preferred, such as "python".
+
+    Returns:
+        The last block of these languages, else the last block, else all text after the reasoning.
+    """
     text = text.rpartition("</think>")[2]
     blocks = _FENCED.findall(text)
     named = [inside for language, inside in blocks if language.lower() in languages]
@@ -53,7 +69,14 @@ def block(text: str, *languages: str) -> str:
 
 
 def accepted(record: Any) -> list[Any]:
-    """The solutions of a record, of which each is right. Raises ValueError if there are none."""
+    """Return the reference answers of a record. Each of them is right.
+
+    Args:
+        record: A RewardRecord, whose `solutions` are an answer or a list of answers.
+
+    Raises:
+        ValueError: There is no answer, or an answer is neither text nor a number.
+    """
     found = record.solutions if isinstance(record.solutions, list | tuple) else [record.solutions]
     found = [solution for solution in found if solution is not None]
     if not found or not all(isinstance(solution, str | Number) for solution in found):

@@ -20,8 +20,10 @@ from areno.schema.fields import Section, check, forbid, setting
 
 @dataclass(kw_only=True)
 class Reward(Section):
-    """A built-in reward. To add one, derive a class in this file. One with settings is a dataclass, and they are the
-    section `reward.<name>`.
+    """A built-in reward.
+
+    To add one, derive a class in this file. If it has settings, make it a dataclass: its fields are the section
+    `reward.<name>`.
 
     Attributes:
         name: What `reward.fn` calls the reward.
@@ -89,9 +91,9 @@ class MathReward(Reward):
 
 
 class ExactMatchReward(Reward):
-    """1 if the answer of the completion is one of the row's `solutions`, else 0.
+    r"""1 if the answer of the completion is one of the row's `solutions`, else 0.
 
-    The answer is the last <answer>...</answer>, else the last \\boxed{...}, else the text after the last ####, else the
+    The answer is the last <answer>...</answer>, else the last \boxed{...}, else the text after the last ####, else the
     whole completion. Texts are compared letter by letter. Any white space counts as one space, and none counts at the
     ends.
     """
@@ -124,9 +126,9 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class ChoiceReward(Reward):
-    """1 if the completion chooses the letter in the row's `solutions`, else 0.
+    r"""1 if the completion chooses the letter in the row's `solutions`, else 0.
 
-    The choice is the letter in the last <answer>...</answer>, in \\boxed{...} or after the last ####. Without these, it
+    The choice is the letter in the last <answer>...</answer>, in \boxed{...} or after the last ####. Without these, it
     is the last letter that the text calls the answer, as in "the answer is (B)". Without that, it is the letter of the
     last line, if the line is nothing but a choice, such as "B) Paris". A completion that offers two letters, as in "the
     answer is A or B", has chosen none.

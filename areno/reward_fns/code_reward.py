@@ -1,14 +1,14 @@
 """The built-in reward `code`: 1.0 if the program in the completion passes all tests of its row, else 0.0.
 
-The program is the last fenced block behind </think> (one of Python, if there is any), or all text there. `solutions`
-are the tests, in one of these forms:
+The program is the last fenced block of Python after </think>, else the last block there, else all text there. The
+tests are in `solutions`, in one of these forms:
 
 - a text: Python that runs after the program: assertions, functions test_..., or classes of unittest
 - a list of texts, such as assertions. Each is a test
-- {"inputs": [...], "outputs": [...]}: what the program reads and what it has to print. White space at the ends of lines
-  and of the output does not count
+- {"inputs": [...], "outputs": [...]}: the inputs of the program and its expected outputs. White space at the ends of
+  lines and of the output does not count
 
-Programs run in a sandbox (areno.reward_fns.sandbox). The part `passed` is the share of tests that pass.
+Programs run in a sandbox (sandbox.py). The part `passed` is the share of tests that pass.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: boo
 
 
 def _tests(solutions: Any) -> Any:
-    """The tests of a row: a text, a list of texts, or inputs and outputs."""
+    """Return the tests of a row: a text, a list of texts, or inputs and outputs."""
     if isinstance(solutions, str) and solutions.strip().startswith("{"):
         with contextlib.suppress(ValueError):  # Python may begin with a dictionary, too
             solutions = json.loads(solutions)
@@ -80,10 +80,12 @@ def _tests(solutions: Any) -> Any:
 
 
 def _text(lines: Any) -> str:
+    """Return an input or an output as text. A list has a line in each entry."""
     return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
 def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: int) -> bool:
+    """Return whether the program prints the expected output."""
     if seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]
@@ -92,12 +94,13 @@ def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: i
 
 
 def _lines(text: str) -> list[str]:
+    """Return the lines of an output without white space at their ends."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float, memory_mb: int) -> float:
-    """The share of tests that pass, all in one process. A program that ends it early has not passed the rest."""
-    # The program does not know this word, so it cannot claim to have passed by printing something.
+    """Run all tests in one process, and return the share that passes. Tests after an early end of it have failed."""
+    # The program does not know this word, so it cannot print that it has passed.
     word = secrets.token_hex(16)
     given = json.dumps({"word": word, "program": program, "tests": tests})
     command = [sys.executable, "-I", str(_RUNNER)]

@@ -1,6 +1,6 @@
-"""The built-in reward `math`: 1.0 if the completion's final answer equals one of the row's `solutions`, else 0.0.
+r"""The built-in reward `math`: 1.0 if the completion's final answer equals one of the row's `solutions`, else 0.0.
 
-The answer is the last \\boxed{...}. Without one it is what follows the last `####`. Without either it is what
+The answer is the last \boxed{...}. Without one it is what follows the last `####`. Without either it is what
 math-verify finds in the text, usually the last number or formula. math-verify decides whether two answers are equal.
 It compares values and not texts: 0.5 equals 1/2. These are the exceptions:
 
@@ -9,7 +9,7 @@ It compares values and not texts: 0.5 equals 1/2. These are the exceptions:
   as many boxes at its end, or together in its answer.
 - An answer that is written like the solution is right. So 12:00 equals 12:00, although math-verify reads 12 / 0.
 - A solution in words is compared as text. math-verify takes "forty two" for a product of nine letters.
-- A solution is read as a whole. math-verify reads 2\\sqrt{3} without dollar signs as 2.
+- A solution is read as a whole. math-verify reads 2\sqrt{3} without dollar signs as 2.
 - A percentage in a box is a percentage. If the solution is a number, 1.5e3 is 1500.
 - Without box and ####, only the last 10,000 characters are read. An answer of more than 1,000 characters is wrong.
 """
@@ -37,11 +37,11 @@ from sympy import FiniteSet, nan, zoo
 
 from areno.reward_fns.answers import boxes, last_box
 
-# They warn that their time limit is off. They set it with an alarm for each step; ours is one limit for a whole call.
+# math-verify warns that its own time limit is off. That is an alarm for each step; ours is one limit for a whole call.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
-_LIMIT_S = 0.75  # one operation on a huge number can go on for a while after it
+_LIMIT_S = 0.75  # an operation on a huge number may end somewhat later
 _TICK_S = 0.05
 _MAX_ANSWER = 1_000  # characters
 _MAX_TEXT = 10_000
@@ -75,9 +75,18 @@ _FOREIGN = re.compile(r"(?![0-9])\d|\u2212")  # the digits of other scripts, and
 
 
 def reward_fn(record: Any) -> float:
-    """Score one RewardRecord. Raises ValueError without a usable solution, TimeoutError if math-verify gives up.
+    """Score one RewardRecord.
 
-    What math-verify raises is raised on. The time limit holds in the main thread, where reward processes call this.
+    Args:
+        record: The sample.
+
+    Returns:
+        1.0 for a right answer, else 0.0.
+
+    Raises:
+        ValueError: The row has no usable solution.
+        TimeoutError: math-verify computes too long. The limit holds in the main thread, as in reward processes.
+        Exception: Whatever math-verify raises.
     """
     accepted = record.solutions if isinstance(record.solutions, list | tuple) else [record.solutions]
     solutions = [_solution_parts(solution) for solution in accepted if solution is not None]
@@ -90,14 +99,18 @@ def reward_fn(record: Any) -> float:
 
 
 def warm_up() -> None:
-    """Score answers of some kinds. The first of a kind takes up to 0.2 s: math-verify and sympy import as they go."""
+    """Score some answers. The first answer of a kind takes up to 0.2 s, because math-verify and sympy import lazily."""
     for solution, answer in (("7", "$x^2+\\sqrt{3}$"), ("5", "so $(1,2)$ or 3/4 = 0.75 and 5\\%"), ("\\frac12", "0.4")):
-        with contextlib.suppress(Exception):  # a run would see it with its own answers
+        with contextlib.suppress(Exception):  # an error would appear again with real answers
             _limited(partial(_is_right, (solution,), f"\\boxed{{{answer}}}"))
 
 
 def final_answer(text: str) -> str | None:
-    """The text in the last \\boxed{...} of `text`, else the number or formula after its last ####, else None."""
+    r"""Return the text of the last \boxed{...}, else the number or formula after the last ####, else None.
+
+    Args:
+        text: A completion or a solution.
+    """
     box = last_box(text)
     return box if box is not None else _hashed(text)
 
@@ -107,7 +120,14 @@ def final_answer(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Solution:
-    """A solution as text, in words or not, a number or not, and as all that math-verify makes of it."""
+    """A solution.
+
+    Attributes:
+        plain: Its text without formatting.
+        is_words: It has words and nothing else.
+        is_number: It is a number.
+        values: What math-verify reads in it.
+    """
 
     plain: str
     is_words: bool
@@ -116,7 +136,7 @@ class _Solution:
 
 
 def _solution_parts(solution: Any) -> tuple[str, ...]:
-    """Return the answers that a solution asks for together: its boxes, or a single one. Empty if it is unusable."""
+    """Return the answers that a solution requires together: its boxes, or a single answer. Empty if it is unusable."""
     if not isinstance(solution, str | Number) or solution != solution:  # not a number is not itself
         return ()
     text = _ascii(str(solution)).strip()
@@ -181,6 +201,7 @@ def _is_answer(solution: _Solution, completion: str) -> bool:
 
 
 def _is_box(text: str, box: str) -> bool:
+    """Return whether the content of a box equals a part of a solution."""
     return _is_same(_read_solution(text), box, _read_formula)
 
 
@@ -192,7 +213,7 @@ def _is_same(solution: _Solution, answer: str, read: Callable[[str], list[Any]])
 
 
 def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) -> bool:
-    """The verdict of math-verify: one thing that it reads in `text` equals one that it reads in the solution."""
+    """Return whether a value that math-verify reads in `text` equals a value of the solution."""
     if solution.is_words and _is_words(text):
         return False
     found = read(_without_exponents(text) if solution.is_number else text)
@@ -200,13 +221,13 @@ def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) 
 
 
 def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list[Any]) -> bool:
-    """Whether any pair is equal. Raises what `equal` raised first if none is."""
+    """Return whether any pair is equal. If none is, raise the first exception of `equal`."""
     failure = None
     for gold, value in product(golds, found):
         try:
             if equal(gold, value):
                 return True
-        except Exception as error:  # sympy raises many kinds, and another pair may be equal
+        except Exception as error:  # sympy raises many kinds of errors, and another pair may be equal
             failure = failure or error
     if failure is not None:
         raise failure
@@ -214,7 +235,7 @@ def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list
 
 
 def _hashed(text: str) -> str | None:
-    """The number or formula after the last #### that has one behind it."""
+    """Return the number or formula after the last #### that has one; None without any."""
     for match in reversed(list(_AFTER_HASHES.finditer(text))):
         line = match[1].strip("*_` \t\r")
         number = _HASHED_NUMBER.match(line)
@@ -228,7 +249,7 @@ def _hashed(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str:
-    """All that follows the last #### in its line."""
+    """Return the rest of the line after the last ####."""
     lines = _AFTER_HASHES.findall(text)
     return lines[-1].strip() if lines else ""
 
@@ -237,7 +258,7 @@ def _last_line(text: str) -> str:
 
 
 def _read(text: str) -> list[Any]:
-    """What math-verify finds in `text`: a sympy expression and its text, or one of them, or nothing."""
+    """Return what math-verify finds in `text`: a sympy expression and its text, or one of them, or nothing."""
     found = parse(text, parsing_timeout=0, raise_on_error=True)
     if "\\%" in text:  # math-verify drops the sign
         found = found + parse(text.replace("\\%", "%"), parsing_timeout=0, raise_on_error=True)
@@ -245,7 +266,7 @@ def _read(text: str) -> list[Any]:
 
 
 def _read_formula(text: str) -> list[Any]:
-    """`text` as the content of a box."""
+    """Read `text` as the content of a box."""
     found = _read(f"\\boxed{{{text}}}")
     if percentage := _IS_PERCENTAGE.fullmatch(text):  # math-verify 0.9 reads none in a box
         found = found + _read(f"${percentage[1]}$%")
@@ -253,18 +274,18 @@ def _read_formula(text: str) -> list[Any]:
 
 
 def _read_whole(text: str) -> list[Any]:
-    """A text that is an answer from end to end. math-verify would take a part of a formula without dollar signs."""
+    """Read a text as one answer. math-verify alone would read only a part of a formula without dollar signs."""
     has_more = _IN_MATH_MODE.search(text) or (_is_sentence(text) and not _is_words(text))
     return _read(text) if has_more or _IS_NUMBER.fullmatch(text) else _read_formula(text)
 
 
 def _without_exponents(text: str) -> str:
-    """1.5e3 becomes 1500, as math-verify knows no exponents."""
+    """Write 1.5e3 as 1500, because math-verify knows no exponents."""
     return _SCIENTIFIC.sub(lambda match: format(Decimal(match[0]), "f"), text)
 
 
 def _ascii(text: str) -> str:
-    """`text` with 0 to 9 and hyphens for the digits and minus signs that math-verify does not know."""
+    """Replace digits and minus signs of other scripts, which math-verify does not know."""
     return _FOREIGN.sub(lambda match: str(unicodedata.decimal(match[0], "-")), text)
 
 
@@ -272,32 +293,34 @@ def _ascii(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` without what only shapes its look: dollar signs, bold type, \\text{}, spacing, a full stop."""
+    r"""Remove formatting: dollar signs, bold type, \text{}, spacing, a full stop."""
     return " ".join(_SPACING.sub(" ", _TEXT_COMMAND.sub(r" \1 ", text)).split()).rstrip(" .")
 
 
 def _has_words(text: str) -> bool:
+    """Return whether `text` has words that are not names of functions."""
     text = _COMMAND.sub(" ", _TEXT_COMMAND.sub(" ", text))
     return any(not _FUNCTION.fullmatch(word.lower()) for word in _WORD.findall(text))
 
 
 def _is_words(text: str) -> bool:
-    """Whether `text` has a word and nothing but words, as forty two has. math-verify reads \\text{forty two} well."""
+    r"""Return whether `text` is words only, such as forty two. math-verify can read \text{forty two}."""
     text = text.replace("$", "")
     return _has_words(text) and not re.search(r"[\d\\]", text) and not _OPERATOR.search(text)
 
 
 def _is_sentence(text: str) -> bool:
-    """Whether `text` is a formula or number among words: the answer is 5."""
+    """Return whether `text` is a formula or a number among words, such as: the answer is 5."""
     return _has_words(text) and (not _OPERATOR.search(text) or _SENTENCE.search(text) is not None)
 
 
 def _is_same_text(solution: _Solution, plain: str) -> bool:
+    """Return whether a plain text is written like the solution."""
     return plain.casefold() == solution.plain.casefold() if solution.is_words else plain == solution.plain
 
 
 def _is_stated(solution: _Solution, text: str) -> bool:
-    """Whether `text` is the solution, or has it after "the answer is" or ####, or, unless it is words, at its end."""
+    """Return whether `text` states the solution: alone, after "the answer is" or ####, or (no words) at its end."""
     n_words = len(solution.plain.split())
     words = _plain(text).split()
     places = [words if solution.is_words else words[-n_words:], _plain(_last_line(text)).split()]
@@ -310,14 +333,14 @@ def _is_stated(solution: _Solution, text: str) -> bool:
 
 
 def _limited(function: Callable[[], bool]) -> bool:
-    """The result of `function`. Raises TimeoutError once it has computed for _LIMIT_S, if this is the main thread."""
+    """Return the result of `function`. In the main thread, raise TimeoutError after _LIMIT_S seconds of CPU time."""
     if threading.current_thread() is not threading.main_thread():
         return function()
-    end = time.thread_time() + _LIMIT_S  # of computing, so that a busy machine changes no reward
+    end = time.thread_time() + _LIMIT_S  # CPU time, so that a busy machine changes no reward
 
     def look(*_: Any) -> None:
         if time.thread_time() > end:
-            raise TimeoutException  # no Exception: sympy and math-verify would swallow it
+            raise TimeoutException  # it is no Exception, which sympy and math-verify would swallow
 
     before = signal.signal(signal.SIGPROF, look)
     try:

@@ -1,10 +1,10 @@
-"""Runs a command with limits on time, CPU time, memory and file size, and without a network. Linux only.
+"""Runs a command without a network, with limits on time, CPU time, memory and file size. Linux only.
 
-    python -I sandbox.py SECONDS MEGABYTES COMMAND ...        (what `run` starts)
+    python -I sandbox.py SECONDS MEGABYTES COMMAND ...        (`run` starts this)
 
-The limits hold for the command and what it starts. A seccomp filter refuses every socket but those between processes of
-this machine. It also refuses to leave the process group, which is killed at the end. The files that the command may
-read and write are not limited: it runs with the rights of whoever starts the training.
+The limits hold for the command and its child processes. A seccomp filter refuses all sockets but Unix sockets. It also
+refuses to leave the process group, which is killed at the end. Access to files is not limited: the command has the
+rights of the user who started the run.
 """
 
 from __future__ import annotations
@@ -38,23 +38,37 @@ def run(
     errors: bool = True,
     most: int = MOST_OUTPUT,
 ) -> tuple[int | None, str]:
-    """(exit status, output) of a list of words; the status is None if it took too long.
+    """Run a command in the sandbox.
 
-    given: what the command reads from its standard input. errors: whether the output has what it writes to standard
-    error. most: characters of the output that are kept.
+    Args:
+        command: The words of the command.
+        folder: The working directory.
+        seconds: The time limit, in seconds.
+        megabytes: The memory of each process, in MiB.
+        given: The standard input.
+        errors: Whether the output includes standard error.
+        most: The most characters of the output to keep.
+
+    Returns:
+        The exit status, which is None if the command took too long, and the output.
     """
     words = [sys.executable, "-I", __file__, str(int(seconds) + 1), str(megabytes), *command]
     path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
     environment = {"PATH": path, "HOME": str(folder), "LANG": "C.UTF-8"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
-    # Files, not pipes: what the command leaves behind could keep a pipe open, or not read it.
+    # Files, not pipes: a child process of the command could keep a pipe open, or not read it.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as said:
         said.write(given.encode("utf-8", "replace"))
         said.seek(0)
         process = subprocess.Popen(
-            words, cwd=folder, env=environment, stdin=said, stdout=output, start_new_session=True,
+            words,
+            cwd=folder,
+            env=environment,
+            stdin=said,
+            stdout=output,
+            start_new_session=True,
             stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         try:
             status = process.wait(timeout=max(seconds, 0.0))
         except subprocess.TimeoutExpired:
@@ -68,7 +82,7 @@ def run(
 
 
 def problem() -> str:
-    """Why commands cannot be limited on this machine; "" if they can."""
+    """Return why this machine cannot limit commands; "" if it can."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return f"needs Linux on {' or '.join(_MACHINES)}, for a process without a network"
     status, output = run(["true"], "/", seconds=10.0)
@@ -76,13 +90,23 @@ def problem() -> str:
 
 
 def shortened(text: str, most: int = MOST_OUTPUT) -> str:
-    """The beginning and the end of a text that is too long."""
+    """Return a text, or the beginning and the end of a long one.
+
+    Args:
+        text: The text.
+        most: The most characters to keep.
+    """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
 
 
 def limit(seconds: int, megabytes: int) -> None:
-    """Limit this process and what it starts."""
+    """Limit this process and its child processes.
+
+    Args:
+        seconds: The CPU time, in seconds.
+        megabytes: The memory, in MiB.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
@@ -92,7 +116,11 @@ def limit(seconds: int, megabytes: int) -> None:
 
 
 def refuse_calls() -> None:
-    """Let sockets but those of AF_UNIX fail with "permission denied". OSError where the kernel cannot."""
+    """Make all sockets but those of AF_UNIX fail with "permission denied".
+
+    Raises:
+        OSError: The kernel or the machine does not support the filter.
+    """
     if platform.machine() not in _MACHINES:
         raise OSError(f"no list of system calls for {platform.machine()}")
     architecture, socket, *refused = _MACHINES[platform.machine()]
@@ -100,12 +128,12 @@ def refuse_calls() -> None:
     allow, refuse, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x80000000
     # A word of struct seccomp_data: 0 the number of the call, 4 the architecture, 16 its first argument.
     program = [
-        (load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, end),
-        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, end),  # the x32 interface has other numbers
+        *((load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, end)),
+        *((load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, end)),  # the x32 interface has other numbers
         *(each for call in refused for each in ((equal, 0, 1, call), (give, 0, 0, refuse))),
-        (equal, 1, 0, socket), (give, 0, 0, allow),
-        (load, 0, 0, 16), (equal, 0, 1, _AF_UNIX), (give, 0, 0, allow), (give, 0, 0, refuse),
-    ]  # fmt: skip
+        *((equal, 1, 0, socket), (give, 0, 0, allow)),
+        *((load, 0, 0, 16), (equal, 0, 1, _AF_UNIX), (give, 0, 0, allow), (give, 0, 0, refuse)),
+    ]
 
     class Instruction(ctypes.Structure):
         _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]

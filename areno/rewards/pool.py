@@ -1,9 +1,9 @@
-"""The driver's half of scoring: starts the reward processes, sends them samples, collects the rewards.
+"""Scores samples from the driver: starts the reward processes, sends samples to them and collects the rewards.
 
-A user's reward function runs in processes of its own (areno.rewards.process is what runs there), so it can print, hang,
-crash or leak without harm to the run. Every call has a hard time limit. If a call exceeds it or ends its process, only
-that sample has no reward: the pool replaces the process and scores the others. Timeouts and errors are outcomes
-of their own, not a reward of 0.
+A user's reward function runs in separate processes (process.py is their code). So it can print, hang, crash or leak
+memory without harm to the run. Every call has a hard time limit. If a call exceeds it or ends its process, only its
+sample has no reward: the pool replaces the process and scores the others. A timeout or an error is an outcome of its
+own, and not a reward of 0.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ logger = logging.getLogger("areno.rewards")
 
 _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
-_HOPELESS = 4  # give up after this many timeouts of each process without any answer: the others could take hours
+_HOPELESS = 4  # give up after this many timeouts per process without an answer, since the rest could take hours
 _LOOK_S = 0.5
-_BREATH_S = 0.001  # between turns: a turn for each answer would take the driver more time than all else
-_QUIET_S = 600.0  # and, once the function has ever answered, only after this long without an answer
+_BREATH_S = 0.001  # between turns, so that one turn handles several answers
+_QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
 
 
 class RewardPool(WorkerPool[RewardConfig]):
-    """The processes that call the reward functions.
+    """The processes that call the reward functions of a run.
 
-    function: a script's own reward function, or several, in place of config.fn. They are sent to the processes by
-    value. tracebacks: whether the message of an error has all lines of its traceback. n_devices: whose workers need a
-    core each, too.
+    Args:
+        config: The settings of the reward.
+        function: The reward function of a script, or several, in place of `config.fn`. They are pickled for the
+            processes.
+        tracebacks: Whether the message of an error has its whole traceback.
+        n_devices: The number of device workers, which need a core each. It lowers the default number of processes.
     """
 
     noun, serves = "reward", "areno.rewards.process"
@@ -61,36 +64,67 @@ class RewardPool(WorkerPool[RewardConfig]):
         self._has_answered = False
 
     def _opening(self) -> tuple[Any, ...]:
+        """Return the first message to each process."""
         return reward_functions(self.config, self._given), KEY, self.config.timeout_s, self._tracebacks
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """The outcome of every record, in order; failures are logged. Raises ArenoError if none could be scored."""
+        """Score records, and log failures.
+
+        Args:
+            records: The samples.
+
+        Returns:
+            The outcome of each record, in order.
+
+        Raises:
+            ArenoError: No record could be scored.
+        """
         outcomes = self.outcomes(records)
         report_failures(records, outcomes)
         return outcomes
 
     def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """The outcome of every record, in order."""
+        """Score records.
+
+        Args:
+            records: The samples.
+
+        Returns:
+            The outcome of each record, in order.
+        """
         with self.scoring() as scoring:
             scoring.add(dict(enumerate(records)))
             return [scoring.outcomes()[position] for position in range(len(records))]
 
     def scoring(self) -> Scoring:
-        """For samples that come one after another. One at a time may be open."""
+        """Open a context that scores samples as they arrive. Only one may be open.
+
+        Raises:
+            EngineError: The processes are not running.
+        """
         if not self._workers:
             raise EngineError("the reward processes are not running; call start() first")
         self.output.begin_step()
         return Scoring(self)
 
     def look(self, calls: _Calls) -> None:
-        """Give up where nobody answers any more. Called by a `Scoring` now and then."""
+        """Give up if no process answers any more. `Scoring` calls this after each turn.
+
+        Args:
+            calls: The samples of the scoring.
+        """
         self._has_answered = self._has_answered or calls.n_answers > 0
         quiet_s = time.monotonic() - calls.answered_at
         if calls.n_unanswered >= _HOPELESS * len(self._workers) and (quiet_s >= _QUIET_S or not self._has_answered):
             self._give_up(calls, quiet_s)
 
     def slow_text(self, calls: _Calls, seconds: float) -> str:
-        """How many samples wait, for how long, how long at most from now on, and what would shorten that."""
+        """Return a log line about slow scoring: how many samples wait, how long, and which settings would help.
+
+        Args:
+            calls: The samples of the scoring.
+            seconds: How long the scoring has taken.
+        """
         config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self._workers)
         most_s = math.ceil(calls.n_open / (n_together * len(self._workers))) * config.timeout_s
         return (
@@ -100,7 +134,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         )
 
     def _give_up(self, calls: _Calls, quiet_s: float) -> None:
-        """Take every sample without an outcome for a timeout: nobody answers."""
+        """Give every open sample the outcome of a timeout."""
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
         text = text.format(calls.n_unanswered, self.config.timeout_s)
         logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), calls.n_open)
@@ -109,15 +143,18 @@ class RewardPool(WorkerPool[RewardConfig]):
 
 
 class Scoring(AbstractContextManager["Scoring"]):
-    """Scores samples as they come, in a thread, while whoever adds them does other work.
+    """Scores samples in a thread as they arrive. Use it as a context manager, see RewardPool.scoring.
 
-    To leave the block without having asked for the outcomes drops what is not scored.
+    Leaving the context before `outcomes` drops the samples that are not scored.
+
+    Args:
+        pool: The reward processes.
     """
 
     def __init__(self, pool: RewardPool):
         self._pool, self._calls = pool, _Calls()
         self._added: deque[tuple[int, Record]] = deque()
-        self._turns = 0  # of the thread
+        self._turns = 0  # counts the turns of the thread
         self._is_last = self._is_dropped = False
         self._error: BaseException | None = None
         self._wake, self._woken = Pipe(duplex=False)
@@ -125,19 +162,33 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._thread.start()
 
     def add(self, records: Mapping[int, Record]) -> None:
-        """Score these, each under a number of its own. Raises what has gone wrong in the thread."""
+        """Add samples.
+
+        Args:
+            records: The samples, each under its own number.
+
+        Raises:
+            ArenoError: Scoring has failed, for example because the function does not load.
+        """
         self._raise_error()
         self._added.extend(records.items())
         self._nudge()
 
     def outcomes(self) -> dict[int, RewardOutcome]:
-        """The outcome of each sample, when all of them are there. Nothing is added after that."""
+        """Wait for the outcomes of all samples. No sample may be added afterwards.
+
+        Returns:
+            The outcome of each sample, by its number.
+
+        Raises:
+            ArenoError: Scoring has failed.
+        """
         self._is_last = True
         self._nudge()
         slow, turns = Slow(), -1
         while self._thread.is_alive():
             self._thread.join(_LOOK_S)
-            if turns != self._turns:  # it gets on: however long a call may take, it has a limit, which is kept there
+            if turns != self._turns:  # the thread works; it also enforces the time limit of each call
                 turns = self._turns
                 heartbeat.beat()
             if slow.is_due() and self._calls.n_open:
@@ -146,10 +197,12 @@ class Scoring(AbstractContextManager["Scoring"]):
         return self._calls.outcomes
 
     def _raise_error(self) -> None:
+        """Raise the error of the thread."""
         if self._error is not None:
             raise self._error
 
     def _nudge(self) -> None:
+        """Wake the thread."""
         with contextlib.suppress(OSError):  # the thread has ended
             self._woken.send_bytes(b".")
 
@@ -161,10 +214,11 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._woken.close()
 
     def _run(self) -> None:
+        """Send samples and collect outcomes until all are scored."""
         pool, calls = self._pool, self._calls
         try:
             while not (self._is_dropped or (self._is_last and not self._added and not calls.n_open)):
-                # A few at a time: the first ones are being scored while the others are made ready to be sent.
+                # A few at a time, so that processes score the first ones while the thread pickles the others.
                 for _ in range(min(_MAX_CHUNK, len(self._added))):
                     calls.add(*self._added.popleft())
                 pool.deal(calls)
@@ -175,11 +229,18 @@ class Scoring(AbstractContextManager["Scoring"]):
         except BaseException as error:
             self._error = error
         finally:
-            pool.drop_calls()  # a late answer would be taken for one of the next samples
+            pool.drop_calls()  # a late answer would count for one of the next samples
 
 
 class _Calls:
-    """The samples of one `Scoring`. n_open: without an outcome. alone: waiting, to be sent one at a time."""
+    """The samples of one `Scoring`.
+
+    Attributes:
+        outcomes: The outcome of each scored sample, by number.
+        n_open: The number of samples without an outcome.
+        alone: Samples to send one at a time, because one of them may end its process.
+        waiting: The other samples to send.
+    """
 
     def __init__(self) -> None:
         self.outcomes: dict[int, RewardOutcome] = {}
@@ -192,7 +253,7 @@ class _Calls:
         self.waiting: deque[int] = deque()
 
     def add(self, position: int, record: Record) -> None:
-        """One more sample."""
+        """Add a sample. One that cannot be pickled has an error as its outcome."""
         if not self.n_open:
             self.answered_at = time.monotonic()
         self.n_open += 1
@@ -205,20 +266,21 @@ class _Calls:
             self.waiting.append(position)
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
+        """Store the answer of a process."""
         status, value, text, parts = answer
         self.settle(position, RewardOutcome(value, status, text, parts))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Blame one record, and queue the others again."""
+        """Give one record of a lost process the outcome `status`, and queue the others again."""
         if worker.is_async and worker.sent > 1:
-            self.alone.extend(worker.chunk)  # one of these took the process down; this shows which
+            self.alone.extend(worker.chunk)  # one of them ended the process; sent one at a time, it is found
         elif worker.chunk:
             first, *others = worker.chunk
             self.settle(first, RewardOutcome(None, status, text))
             self.waiting.extendleft(reversed(others))
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Records for one idle process: large chunks first and single ones last, so that all processes end together."""
+        """Return records for an idle process. Chunks get smaller, so that all processes end at the same time."""
         if self.alone:
             position = self.alone.popleft()
             return [(position, self._payloads[position])]
@@ -228,13 +290,14 @@ class _Calls:
         return [(position, self._payloads[position]) for position in positions]
 
     def give_up(self, outcome: RewardOutcome) -> None:
-        """Every sample without an outcome gets this one."""
+        """Give every open sample the same outcome."""
         self.waiting.clear()
         self.alone.clear()
         for position in list(self._payloads):
             self.settle(position, outcome)
 
     def settle(self, position: int, outcome: RewardOutcome) -> None:
+        """Store the outcome of a sample."""
         self._payloads.pop(position, None)
         self.outcomes[position] = outcome
         self.n_open -= 1
@@ -247,11 +310,21 @@ class _Calls:
 
 
 def _span(seconds: float) -> str:
+    """Return a duration in words."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome], key: str = KEY) -> None:
-    """Log the first few samples that could not be scored. Raises ArenoError, of the setting `key`, if that is all."""
+    """Log the first samples that could not be scored.
+
+    Args:
+        records: The samples.
+        outcomes: Their outcomes.
+        key: The setting that an error names.
+
+    Raises:
+        ArenoError: No sample could be scored.
+    """
     failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
     for outcome, record in failed[:_LOGGED_FAILURES]:
         sample = (_short(value) for value in (record.prompt, record.completion, record.solutions))
@@ -266,5 +339,6 @@ def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome]
 
 
 def _short(value: Any) -> str:
+    """Return the beginning of a value as text."""
     text = repr(value)
     return text if len(text) <= _LOGGED_CHARS else text[: _LOGGED_CHARS - 3] + "..."

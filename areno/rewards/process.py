@@ -1,12 +1,12 @@
-"""The reward process's half of scoring: imports the user's function and calls it for the records that it is sent.
+"""The code of a reward process: imports the reward functions and calls them for the records that it receives.
 
-areno.rewards.pool talks to this process, and its keeper (areno.user_processes.keeper) ends it together with all that
-the function started. Nothing large is imported here, so that it starts quickly; asyncio, which would be half of it,
-where a function needs it.
+areno/rewards/pool.py sends the records. The keeper of the process (areno/user_processes/keeper.py) ends it together
+with all processes that the functions started. To start quickly, this module imports little, and asyncio only if a
+function needs it.
 
-Messages are pickled over one socket. In: (functions, key, timeout_s, tells) once, then chunks [(position, pickled
-record), ...]. Out: ("ready", is_async) or ("failed", Problems) once, then (position, Answer) for each record, as soon
-as it is scored. tells: whether the message of an error is its traceback, and not one line.
+Messages are pickled over one socket. The process receives (functions, key, timeout_s, tracebacks) once, then chunks
+[(position, pickled record), ...]. It sends ("ready", is_async) or ("failed", Problems) once, then (position, Answer)
+for each record as soon as it is scored.
 """
 
 from __future__ import annotations
@@ -55,15 +55,22 @@ class RewardFunction:
 
 
 def serve(connection: Connection) -> None:
-    """Score until the driver closes the connection. Raises ArenoError if the functions do not load."""
-    functions, key, timeout_s, tells = connection.recv()
+    """Score until the driver closes the connection.
+
+    Args:
+        connection: The socket to the driver.
+
+    Raises:
+        ArenoError: A function does not load.
+    """
+    functions, key, timeout_s, tracebacks = connection.recv()
     copies = Copies(connection)
     try:
         with copies.stay_inside():
             loaded = _load(functions, key)
     except CameBack as error:
         raise ConfigError(Problem(key, f"{functions[0].name or 'reward_fn'}: importing it {error}")) from error
-    scorer = _Scorer(connection, loaded, timeout_s, copies, tells)
+    scorer = _Scorer(connection, loaded, timeout_s, copies, tracebacks)
     connection.send(("ready", scorer.is_async))
     for function in loaded:
         if function.warm_up is not None:
@@ -129,23 +136,33 @@ def _file_of(function: Callable[[Any], Any]) -> Path:
 
 @dataclass
 class _Scorer:
-    """Calls the functions and sends the answers. is_async: one of the functions is."""
+    """Calls the functions and sends the answers.
+
+    Attributes:
+        connection: The socket to the driver.
+        functions: The functions of the run.
+        timeout_s: The time limit of async functions for one sample, in seconds.
+        copies: Ends forked copies of this process that return from a function.
+        tracebacks: Whether the message of an error is its traceback, and not one line.
+        is_async: Whether one of the functions is async.
+    """
 
     connection: Connection
     functions: list[_Function]
     timeout_s: float
     copies: Copies
-    tells: bool
+    tracebacks: bool
 
     def __post_init__(self) -> None:
         self.is_async = any(function.is_async for function in self.functions)
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop, which is made at its first use."""
         return event_loop(self.copies.end_copy)
 
     def score(self, chunk: Chunk) -> None:
-        """Score the records of a chunk one after another, or all at once if a function is async."""
+        """Score the records of a chunk in order, or at the same time if a function is async."""
         if self.is_async:
             self.loop.run_until_complete(self._score_together(chunk))
             return
@@ -160,15 +177,17 @@ class _Scorer:
             self.connection.send((position, answer))
 
     def _finished(self, result: Any) -> Any:
+        """Return the result of a call, after awaiting it if necessary."""
         return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     async def _score_together(self, chunk: Chunk) -> None:
+        """Score the records of a chunk at the same time."""
         import asyncio
 
         async def call(payload: bytes) -> list[Any]:
             record = pickle.loads(payload)
             with self.copies.stay_inside():
-                # Those that do not wait come first: what they raise leaves no call of the others behind.
+                # Plain functions come first. If one raises, no async call is left open.
                 in_order = sorted(self.functions, key=lambda function: function.is_async)
                 results = {function.name: function.call(record) for function in in_order}
                 waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
@@ -194,21 +213,23 @@ class _Scorer:
         await asyncio.gather(*(one(position, payload) for position, payload in chunk))
 
     def _answer(self, results: list[Any]) -> Answer:
+        """Combine what the functions returned."""
         return verdict([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
 
     def _failure(self, error: BaseException) -> Answer:
+        """Describe an exception of a function."""
         if isinstance(error, CameBack):
             return Answer("error", None, str(error))
         status = "timeout" if _is_timeout(error) else "error"
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         path = next((f.path for f in self.functions if str(f.path) in files), None)
-        if self.tells:
+        if self.tracebacks:
             return Answer(status, None, _traceback(error)[-_MOST_TRACEBACK:])
         return Answer(status, None, describe_error(error, path)[:MOST_TEXT])
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """TimeoutError, or that of asyncio, which Python 3.10 tells from it."""
+    """Return whether an exception is a TimeoutError. In Python 3.10, that of asyncio is a different class."""
     of_asyncio = sys.modules.get("asyncio")
     return isinstance(error, TimeoutError) or (of_asyncio is not None and isinstance(error, of_asyncio.TimeoutError))
 

@@ -1,9 +1,8 @@
-"""The record of a single completion on its way to a reward function.
+"""Records that are sent to reward functions, and rewards made of what the functions return.
 
-A RewardRecord has lists of numbers, and much that all samples of a prompt share. To pickle them takes the driver longer
-than all else that it does for a sample. So what it sends is small, and becomes a RewardRecord where it is read.
-
-What a reward is, given what the functions returned for a sample: one number, and the parts that it is made of.
+A RewardRecord has long lists of numbers, and the samples of a prompt share many of its fields. Pickling it would take
+most of the driver's time for a sample. So the driver sends a small CompletionRecord, which becomes a RewardRecord when
+the reward process unpickles it.
 """
 
 from __future__ import annotations
@@ -21,21 +20,33 @@ from areno.types import PromptItem, RewardRecord, TokenArrays
 
 
 class RecordedPrompt:
-    """A prompt for the records of its samples. n_tokens: of the prompt."""
+    """A prompt that the records of its samples share.
+
+    Attributes:
+        item: The prompt.
+        n_tokens: The length of the prompt.
+    """
 
     def __init__(self, item: PromptItem):
         self.item, self.n_tokens = item, len(item.tokens)
 
     @cached_property
     def pickled(self) -> bytes:
-        """The item. It may hold objects of a dataset, which may raise anything here."""
+        """Return the pickled item. Objects of a dataset may raise anything here."""
         return pickle.dumps(self.item, pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(slots=True)
 class CompletionRecord:
-    """What becomes a RewardRecord where it is unpickled. arrays: of prompt and completion. rendered: with special
-    tokens. step, epoch: see RewardRecord.
+    """The record of one completion. Unpickling it returns a RewardRecord.
+
+    Attributes:
+        asked: The prompt.
+        arrays: The tokens and log-probabilities of prompt and completion.
+        completion: The text of the completion.
+        rendered: The same with special tokens.
+        step: See RewardRecord.
+        epoch: See RewardRecord.
     """
 
     asked: RecordedPrompt
@@ -47,10 +58,12 @@ class CompletionRecord:
 
     @property
     def prompt(self) -> str:
+        """Return the text of the prompt."""
         return self.asked.item.prompt
 
     @property
     def solutions(self) -> Any:
+        """Return the reference answers of the row."""
         return self.asked.item.solutions
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,9 +78,12 @@ Record = RewardRecord | CompletionRecord
 def _record_of(
     pickled: bytes, tokens: bytes, logprobs: bytes, completion: str, rendered: str, step: int, epoch: int
 ) -> RewardRecord:
+    """Make the RewardRecord in the reward process."""
     item: PromptItem = pickle.loads(pickled)
     asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
-    token_ids = array("q", tokens).tolist()  # not by numpy, which takes a reward process longer to import than the rest
+    token_ids = array(
+        "q", tokens
+    ).tolist()  # not by numpy, whose import takes longer than the rest of a process's start
     return RewardRecord(
         prompt=item.prompt,
         completion=completion,
@@ -85,12 +101,19 @@ def _record_of(
     )
 
 
-_LARGEST = 3.4028234663852886e38  # of float32, which training computes with
-_TOTAL = ("reward", "score")  # in a dictionary; verl's functions return a score
+_LARGEST = 3.4028234663852886e38  # the largest float32: training computes in float32
+_TOTAL = ("reward", "score")  # names of the reward in a dictionary; functions for verl return a score
 
 
 class Answer(NamedTuple):
-    """An outcome, as it is sent. parts: name -> number, unweighted."""
+    """The outcome of a sample, as a reward process sends it.
+
+    Attributes:
+        status: "ok", "error", "timeout" or "not_finite".
+        value: The reward; None without one.
+        message: Why there is no reward.
+        parts: The parts of the reward by name, without weights.
+    """
 
     status: str
     value: float | None = None
@@ -99,16 +122,22 @@ class Answer(NamedTuple):
 
 
 class NotFinite(ValueError):
-    """A number is NaN, infinite or too large."""
+    """A reward is NaN, infinite or too large for float32."""
 
 
 def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
-    """The answer for a sample. results: name, weight and what was returned, for each function.
+    """Combine the results of the functions for a sample.
 
-    A number is the reward of a function. A dictionary has it under "reward" (or "score") beside its parts; without
-    these, it is the sum of the parts. Of several functions, each is a part under its name, and the reward is the sum of
-    their values times their weights; one that returned None has no opinion of this sample. The only function has the
-    name "", and must have one.
+    A function returns a number, or a dictionary with "reward" (or "score") and named parts. The reward of a dictionary
+    without these names is the sum of its parts. With several functions, each is a part under its name, and the reward
+    is the weighted sum. A function that returns None is left out of the sum.
+
+    Args:
+        results: Name, weight and result of each function. The name "" marks the only function, which may not return
+            None.
+
+    Returns:
+        The answer. An invalid result is an answer with status "error" or "not_finite".
     """
     values, parts = [], {}
     try:
@@ -129,7 +158,7 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
 
 
 def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
-    """The value of one function and its parts."""
+    """Return the value of one function, and its parts."""
     if not isinstance(result, Mapping):
         return reward_number(result, f"{of}returned"), {}
     if not result or not all(isinstance(name, str) and name for name in result):
@@ -167,7 +196,7 @@ def reward_number(result: Any, said: str) -> float:
 
 
 def reward_problem(value: float) -> str:
-    """What is wrong with a number as a reward; "" if nothing is."""
+    """Return why a number is no reward; "" for a valid one."""
     if not math.isfinite(value):
         return f"{value}; a reward is a finite number"
     return f"{value:g}; a reward is at most {_LARGEST:.2g} (float32)" if abs(value) > _LARGEST else ""

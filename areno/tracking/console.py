@@ -115,6 +115,12 @@ class RolloutProgress(Progress):
         self._before = [RolloutStats()] * dp_size
 
     def __call__(self, outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+        """Count new outputs, and log the state of each rank if the last lines are old enough.
+
+        Args:
+            outputs: The completions since the last call.
+            stats: The totals of each data-parallel rank.
+        """
         self._samples += len(outputs)
         self.update(self._samples // self.n_samples, sum(rank.generated_tokens for rank in stats), self.reward)
         now = time.monotonic()

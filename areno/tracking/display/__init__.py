@@ -1,1 +1,1 @@
-"""The live display of a run on a terminal: what it knows (board.py), how that looks (view.py), how it gets there."""
+"""The live display of a run in a terminal."""

@@ -1,7 +1,4 @@
-"""The course of a scalar in a few characters.
-
-What the live display knows of a run: the course of its scalars, the step under way, a few samples, warnings.
-"""
+"""The data of the live display: the trends of scalars, the current step, a few samples, and warnings."""
 
 from __future__ import annotations
 
@@ -21,21 +18,25 @@ from areno.tracking.tracker import Tracker
 from areno.types import ScoredSample
 
 POINTS = 128
-"""A trend has at least half as many points, once there were that many values, and less than twice as many."""
+"""The length of a trend. A long trend has at least half as many points, and less than twice as many."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Trend:
-    """The values of a scalar so far, as means over equally many of them, so that a long run takes no more memory."""
+    """The values of a scalar so far, averaged over equal numbers of steps. Its memory does not grow with the run.
+
+    Attributes:
+        last: The last value; NaN before the first.
+    """
 
     def __init__(self) -> None:
         self.last = math.nan
         self._means: list[float] = []
-        self._open: list[float] = []  # values of the next mean
+        self._open: list[float] = []  # the values of the next mean
         self._size = 1  # values in a mean
 
     def add(self, value: float) -> None:
-        """Take the next value. One that is not finite is left out of its mean."""
+        """Add the next value. Means skip values that are not finite."""
         self.last = value
         self._open.append(value)
         if len(self._open) == self._size:
@@ -47,12 +48,20 @@ class Trend:
 
     @property
     def values(self) -> list[float]:
-        """The means, oldest first, those of the newest values included."""
+        """Return the means, oldest first. The last one covers the newest values."""
         return self._means + ([_mean(self._open)] if self._open else [])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` characters: low bars for low values. A space stands where no value was finite."""
+    """Draw values as bars of text.
+
+    Args:
+        values: The values, oldest first.
+        width: The most characters. More values are averaged.
+
+    Returns:
+        A bar for each value. A space stands for values that are not finite.
+    """
     if width < 1:
         return ""
     if len(values) > width:
@@ -69,14 +78,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the finite values; NaN without any."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 SAMPLES_S = 10.0
-"""Samples stay so long before those of a later step take their place."""
+"""How long samples are shown before those of a later step replace them, in seconds."""
 N_SAMPLES = 3
-_LAST_STEPS = 50  # whose time says how long the rest of the run takes
+_LAST_STEPS = 50  # the remaining time is estimated from the time of these steps
 _PHASES = {
     "rollout": "rollout",
     "reward": "scoring",
@@ -93,7 +103,14 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample to show: its reward, or in words why it has none."""
+    """A sample to show.
+
+    Attributes:
+        reward: The reward as text, or why there is none.
+        prompt: The prompt.
+        completion: The completion.
+        n_tokens: The length of the completion.
+    """
 
     reward: str
     prompt: str
@@ -103,10 +120,22 @@ class Shown:
 
 @dataclass
 class Look:
-    """A copy of what is known at one moment, for a thread that draws. Times are in seconds.
+    """A copy of the board at one moment, for the thread that draws. Times are in seconds.
 
-    step: that is done. left: until the end of the run; None where that is not known yet. phase: of the step under way,
-    "" between steps. work: what the phase has done so far. times: of the last step, by phase.
+    Attributes:
+        step: The last completed step.
+        total: The number of steps of the run.
+        elapsed: The time since the start of the run.
+        left: The estimated time to the end of the run; None while there is no estimate.
+        phase: What the current step does; "" between steps.
+        work: How much of the phase is done.
+        times: The times of the last step, by phase.
+        trends: The last value and the trend of each scalar, by name.
+        samples: The samples to show.
+        samples_step: The step of the samples.
+        n_warnings: The number of warnings so far.
+        warning: The last warning.
+        note: A message to the user, such as that the run will stop soon.
     """
 
     step: int
@@ -125,9 +154,11 @@ class Look:
 
 
 class Board(Tracker):
-    """Follows a run. total_steps: see open_trackers. seconds: how long the run has taken so far.
+    """Collects the data of the live display. Methods may be called in any thread.
 
-    Methods may be called in any thread.
+    Args:
+        total_steps: Returns the number of steps of the run, as far as it is known.
+        seconds: Returns how long the run has taken so far.
     """
 
     def __init__(self, total_steps: Callable[[], int], seconds: Callable[[], float]):
@@ -136,14 +167,15 @@ class Board(Tracker):
         self._trends: dict[str, Trend] = {}
         self._times: dict[str, float] = {}
         self._step = 0
-        self._ends: deque[tuple[int, float]] = deque(maxlen=_LAST_STEPS + 1)  # steps, and when they were done
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_LAST_STEPS + 1)  # steps, with the time of their end
         self._samples: list[ScoredSample] = []
         self._samples_step, self._samples_at = 0, -SAMPLES_S
         self._warnings: deque[str] = deque(maxlen=1)
         self._n_warnings = 0
-        self.note = ""  # that the run will stop soon, for one
+        self.note = ""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add scalars to their trends."""
         with self._lock:
             for name, value in scalars.items():
                 if name.startswith("time/"):
@@ -156,29 +188,39 @@ class Board(Tracker):
                 self._ends.append((step, time.monotonic()))
 
     def forget(self) -> None:
-        """Drop what steps have told: they come again."""
+        """Drop trends and samples, because the steps are repeated."""
         with self._lock:
             self._trends.clear()
             self._samples = []
 
     def recall(self, name: str, value: float) -> None:
-        """Take a value that an earlier session has recorded."""
+        """Add a value that an earlier session has recorded.
+
+        Args:
+            name: The name of the scalar.
+            value: The value.
+        """
         with self._lock:
             self._trends.setdefault(name, Trend()).add(value)
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is something to tell of."""
+        """Return whether the run has recorded any scalar."""
         return bool(self._trends)
 
     def begin(self, step: int) -> None:
-        """The first step begins, or the one after `step`. What came before does not count for the time left."""
+        """Note that the step after `step` starts. The estimate of the remaining time ignores the time before.
+
+        Args:
+            step: The last completed step; 0 before the first.
+        """
         with self._lock:
             self._step = step
             self._ends.clear()
             self._ends.append((step, time.monotonic()))
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Choose samples to show, if those on the display are old enough."""
         now = time.monotonic()
         if now - self._samples_at < SAMPLES_S:
             return
@@ -187,12 +229,12 @@ class Board(Tracker):
             self._samples, self._samples_step, self._samples_at = chosen, step, now
 
     def warn(self, text: str) -> None:
-        """Take a warning that the run has given."""
+        """Add a warning of the run."""
         self._warnings.append(text)
         self._n_warnings += 1
 
     def look(self) -> Look:
-        """How things stand now."""
+        """Return a copy of the current data."""
         phase = " · ".join(dict.fromkeys(_PHASES[name] for name, _ in heartbeat.work() if name in _PHASES))
         now = time.monotonic()
         with self._lock:
@@ -214,6 +256,7 @@ class Board(Tracker):
             )
 
     def _left(self, now: float, total: int) -> float | None:
+        """Estimate the time to the end of the run."""
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -222,22 +265,28 @@ class Board(Tracker):
 
 
 class Warnings(OwnHandler):
-    """Gives the warnings of a run to its board."""
+    """A logging handler that adds the warnings of a run to its board."""
 
     def __init__(self, board: Board):
         super().__init__(logging.WARNING)
         self._board = board
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Add the message of a record."""
         self._board.warn(record.getMessage())
 
 
 def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-    """Samples with the highest and the lowest reward and one between them, of several prompts if there are."""
+    """Return the samples with the highest, the median and the lowest reward.
+
+    Args:
+        samples: The samples of a step. Without any reward, the first ones are returned.
+    """
     scored = sorted(
         (sample for sample in samples if sample.outcome.value is not None),
-        key=lambda sample: sample.outcome.value or 0.0, reverse=True,
-    )  # fmt: skip
+        key=lambda sample: sample.outcome.value or 0.0,
+        reverse=True,
+    )
     if not scored:
         return list(samples[:N_SAMPLES])
     places = dict.fromkeys((0, len(scored) // 2, len(scored) - 1))
@@ -245,13 +294,14 @@ def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
 
 
 def _shown(sample: ScoredSample) -> Shown:
+    """Return the fields of a sample that are shown."""
     value = sample.outcome.value
     reward = sample.outcome.status if value is None else f"{value:.3g}"
     return Shown(reward, sample.item.prompt, sample.completion, sample.sequence.n_tokens)
 
 
 def _work() -> str:
-    """What is done of a rollout, in words."""
+    """Return in words how much of a rollout is done."""
     for one in console.under_way[-1:]:
         rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""
         return f"{one.done}/{one.total} {one.unit}{rate}"

@@ -1,4 +1,4 @@
-"""The live display of a run: what it says at the start, while the run goes on, and at its end."""
+"""The live display of a run: a panel at the start, a few lines that are kept up to date, and a table at the end."""
 
 from __future__ import annotations
 
@@ -34,17 +34,24 @@ _SETTINGS_LINES = 4  # of the panel at the start
 
 
 def chosen_console(setting: str) -> Console:
-    """What stats_logger.console asks for, on the stderr that there is."""
+    """Return the console of a setting on the current stderr.
+
+    Args:
+        setting: The value of stats_logger.console.
+    """
     if setting in ("auto", "live"):
         return "live" if can_draw(sys.stderr) and (setting == "live" or not host_listens()) else "lines"
     return setting  # type: ignore[return-value]
 
 
 class Display(Tracker):
-    """Follows a run and shows it on the terminal of stderr. If that fails, the lines of the log take its place.
+    """Shows a run on the terminal of stderr. If drawing fails, the lines of the log appear instead.
 
-    folder: of the run. log: of the run, whose console is `live`. total_steps: see open_trackers. seconds: how long the
-    run has taken so far.
+    Args:
+        folder: The folder of the run.
+        log: The log of the run. Its console is "live".
+        total_steps: Returns the number of steps of the run, as far as it is known.
+        seconds: Returns how long the run has taken so far.
     """
 
     def __init__(self, folder: Path, log: RunLog, total_steps: Callable[[], int], seconds: Callable[[], float]):
@@ -57,7 +64,11 @@ class Display(Tracker):
         self._shows = False
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Show the facts, by name, in a panel, and the display below it from now on."""
+        """Show a panel, and start the display below it.
+
+        Args:
+            facts: The lines of the panel, by name.
+        """
         with self._harmless():
             self._screen.start()
             self._shows = True
@@ -65,22 +76,33 @@ class Display(Tracker):
             self._screen.print(self._rendered(start_panel(facts, self._width)))
 
     def begin(self, step: int) -> None:
-        """The first step begins, or the one after `step`."""
+        """Note that the step after `step` starts.
+
+        Args:
+            step: The last completed step; 0 before the first.
+        """
         self.board.begin(step)
 
     def tell(self, text: bytes) -> None:
-        """Show what the user is told in a signal handler."""
+        """Show a message of a signal handler.
+
+        Args:
+            text: The message, in UTF-8.
+        """
         self.board.note = text.decode().strip()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Show scalars of a step."""
         with self._harmless():
             self.board.log(step, scalars)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Show some samples of a step."""
         with self._harmless():
             self.board.samples(step, samples)
 
     def resume(self, step: int) -> None:
+        """Show the scalars of the earlier session up to a step."""
         with self._harmless():
             self.board.forget()
             for name, (steps, values) in RunReader(self._folder).metrics().items():
@@ -88,13 +110,14 @@ class Display(Tracker):
                     self.board.recall(name, value)
 
     def finish(self) -> None:
+        """Replace the display by a table of the most important scalars."""
         with self._harmless():
             if self._shows:
                 self._stop(self._told_at_the_end() if self.board.has_steps else "")
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Around what shows something. An error in it ends the display and not the run."""
+        """Turn an error of the display into its end, so that the run continues."""
         try:
             yield
         except Exception as error:
@@ -102,11 +125,13 @@ class Display(Tracker):
             self._failed(error)
 
     def _stop(self, last: str = "") -> None:
+        """Remove the display, and print `last` in its place."""
         self._shows = False
         logger.removeHandler(self._handler)
         self._screen.close(last)
 
     def _failed(self, error: Exception) -> None:
+        """Show lines from now on, and warn once."""
         self._shows = False
         self._log.console = "lines"
         logger.removeHandler(self._handler)
@@ -120,12 +145,14 @@ class Display(Tracker):
         return draw(self.board.look(), self._title, width, height)
 
     def _told_at_the_end(self) -> str:
+        """Return the table and the last checkpoint as text."""
         run = RunReader(self._folder)
         checkpoint = run.latest_checkpoint()
         said = f"checkpoint:   {os.path.relpath(checkpoint)}\n" if checkpoint else "no checkpoint was saved\n"
         return self._rendered(end_table(run, self._title)) + said
 
     def _rendered(self, part: Panel | Table) -> str:
+        """Return a panel or a table as text for the terminal."""
         console = RichConsole(file=self._stream, width=self._width)
         with console.capture() as capture:
             console.print(part)
@@ -133,8 +160,16 @@ class Display(Tracker):
 
 
 def settings_told(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """What makes a run another than the defaults would: what was given on the command line, and the rest."""
-    known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # the other facts speak of these
+    """Return the settings that differ from the defaults: those of the command line, and the others.
+
+    Args:
+        config: The settings of the run.
+        overrides: The settings of its command line.
+
+    Returns:
+        "given" and "settings", each if there are any.
+    """
+    known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # other lines of the panel show them
     known |= {line.partition("=")[0].lstrip("+") for line in overrides}
     settings = [f"{key}={show(value)}" for key, value in changed(config) if key not in known]
     told = {"given": " ".join(overrides), "settings": " ".join(settings)}
@@ -142,7 +177,12 @@ def settings_told(config: ExperimentConfig, overrides: Sequence[str]) -> dict[st
 
 
 def start_panel(facts: Mapping[str, str], width: int) -> Panel:
-    """The facts of a run with their names. What is long takes at most a few lines."""
+    """Return a panel with the facts of a run.
+
+    Args:
+        facts: The facts by name. A long one takes at most a few lines.
+        width: The width of the panel, in cells.
+    """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold cyan", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -154,7 +194,12 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
 
 
 def end_table(run: RunReader, title: str) -> Table:
-    """What a run has come to: its headline numbers."""
+    """Return a table of the most important scalars of a run.
+
+    Args:
+        run: The run.
+        title: The title of the table.
+    """
     table = Table(title=title, title_justify="left", border_style="bright_black")
     table.add_column("")
     for heading in ("first", "best", "last"):

@@ -1,7 +1,7 @@
-"""Keeps a few lines at the end of a terminal up to date, in a thread of its own, and prints everything else above them.
+"""Redraws a few lines at the bottom of a terminal in a thread, and prints all other output above them.
 
-The cursor is never hidden and no mode of the terminal is changed. So a process may be stopped, continued or killed at
-any moment, and the terminal is as it was.
+The cursor is never hidden, and no mode of the terminal changes. So the terminal stays usable if the process is stopped,
+continued or killed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.style import Style
 
 Line = Sequence[tuple[str, str]]
-"""(text, style of rich) for each part of a line."""
+"""The parts of a line, each with its text and its style of rich."""
 
 INTERVAL_S = 0.25
 SHARE = 0.004
-"""The most of the time that drawing may take: where it takes long, it happens less often."""
-_LONGEST_S = 1.0  # the first time takes long, since modules are imported
+"""The largest share of the time that drawing may take. Slow drawing happens less often."""
+_LONGEST_S = 1.0  # the first drawing is slow, because it imports modules
 _TOGETHER_S, _LATE_S = 0.05, 0.3
 _FLUSH_S = 0.5
 _END_S = 2.0
@@ -36,26 +36,29 @@ _COLORS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "true
 
 
 class Screen:
-    """Shows `lines(width, height)`, which are fewer than `height`, until `close`. Also stands in for stderr and stdout.
+    """Shows lines at the bottom of a terminal until `close`. Meanwhile it replaces stderr and stdout.
 
-    stream: the terminal. failed: called once, in any thread, if drawing raises; stderr and stdout are then as before.
+    Args:
+        stream: The terminal.
+        lines: Returns the lines for a width and a height. They are fewer than the height.
+        failed: Called once, in any thread, if drawing raises. stderr and stdout are restored before.
     """
 
     def __init__(self, stream: TextIO, lines: Callable[[int, int], list[Line]], failed: Callable[[Exception], None]):
         self._stream, self._lines, self._failed = stream, lines, failed
         self._colors = _COLORS.get(Console(file=stream).color_system or "")
         self._above: deque[str] = deque()
-        self._is_over = False  # nothing of `_above` is written any more
-        self._ending = threading.RLock()  # held for the last of it; a signal handler may print, too
-        self._widths: list[int] = []  # of the lines that are on the terminal now
+        self._is_over = False  # the thread no longer writes the lines of `_above`
+        self._ending = threading.RLock()  # held while the thread ends; a signal handler may print meanwhile
+        self._widths: list[int] = []  # the widths of the lines that the terminal shows
         self._wake, self._shown, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self._continued = False  # after a stop: what is on the terminal now is another's
+        self._continued = False  # the process was stopped, so other programs have written to the terminal
         self._signal: Any = None
         self._streams: list[tuple[str, TextIO, Above]] = []
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-display")
 
     def start(self) -> None:
-        """Begin to draw. To be called once."""
+        """Start to draw. It is called once."""
         for name in ("stderr", "stdout"):
             before = vars(sys)[name]
             if before is not None and before.isatty():
@@ -67,7 +70,11 @@ class Screen:
         self._thread.start()
 
     def print(self, text: str) -> None:
-        """Print whole lines above what is shown. They are there a little later; see `flush`."""
+        """Print complete lines above the display. The thread writes them a little later, see `flush`.
+
+        Args:
+            text: The lines.
+        """
         line = text if text.endswith("\n") else text + "\n"
         with self._ending:
             if not self._is_over:
@@ -77,9 +84,10 @@ class Screen:
         self._stream.write(line)
 
     def flush(self) -> None:
-        """Wait until what was printed is on the terminal, but not for long: the terminal may be held by Ctrl-S.
+        """Wait until the printed lines are on the terminal, at most _FLUSH_S seconds.
 
-        The main thread does not wait: its steps are not held up, and before it ends it closes the screen.
+        Ctrl-S may hold the terminal. The main thread does not wait, so that its steps are not delayed. It closes the
+        screen before it ends.
         """
         waits = threading.current_thread() not in (threading.main_thread(), self._thread)
         if waits and self._above and not self._ended.is_set():
@@ -88,9 +96,12 @@ class Screen:
             self._shown.wait(_FLUSH_S)
 
     def close(self, last: str = "") -> None:
-        """Take the lines away, print `last` in their place, and give stderr and stdout back. Once; then nothing.
+        """Remove the lines, and restore stderr and stdout. A second call does nothing.
 
-        While the terminal is held, this waits for a limited time.
+        If Ctrl-S holds the terminal, this waits at most _END_S seconds.
+
+        Args:
+            last: The text to print in place of the lines.
         """
         if self._ended.is_set():
             return
@@ -103,6 +114,7 @@ class Screen:
             self._thread.join(_END_S)
 
     def _restore(self) -> None:
+        """Restore stderr, stdout and the signal handler."""
         for name, before, above in self._streams:
             above.end()
             if vars(sys)[name] is above:
@@ -113,9 +125,11 @@ class Screen:
             self._signal = None
 
     def _note_continued(self, number: int, frame: Any) -> None:
+        """Handle SIGCONT."""
         self._continued = True
 
     def _run(self) -> None:
+        """Draw again and again until the end."""
         interval = 0.0
         try:
             while not self._ended.is_set():
@@ -142,16 +156,16 @@ class Screen:
             self._failed(error)
 
     def _draw(self, keep: bool = True) -> None:
-        """Write what is new above the lines, and the lines as they are now; without `keep`, no lines."""
+        """Write new output, and then the lines; without `keep`, no lines."""
         size = os.get_terminal_size(self._stream.fileno())
-        width, height = size.columns or 80, size.lines or 24  # 0: a terminal that was not told its size
+        width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
         here = _in_foreground(self._stream.fileno())
         above = [self._above.popleft() for _ in range(len(self._above))]
         if self._continued or not here:
             self._continued, self._widths = False, []
-        # One line less than there is room for: what is erased from the very top, tmux keeps in its scrollback.
+        # The first row stays free: tmux would keep what is erased there in its scrollback.
         lines = self._lines(width, height - 1) if keep and here else []
-        # On a terminal that has become narrower, a line may take several rows now. What has left it at its top, stays.
+        # On a terminal that has become narrower, a line may take several rows. Rows above the top cannot be erased.
         rows = min(sum(max(1, -(-cells // width)) for cells in self._widths), height - 1)
         text = [f"\x1b[{rows}A" if rows else "", "\r", "\x1b[J" if above or not lines else "", *above]
         for line in lines:
@@ -165,64 +179,77 @@ class Screen:
         self._shown.set()
 
     def _painted(self, text: str, style: str) -> str:
+        """Return a text with the control sequences of its style."""
         return Style.parse(style).render(text, color_system=self._colors) if style and self._colors else text
 
 
 class Above(io.TextIOBase):
-    """Stands in for a stream to the terminal: whole lines go above what a Screen shows."""
+    """Replaces a stream to the terminal: complete lines are printed above the display.
+
+    Args:
+        screen: The display.
+        stream: The stream.
+    """
 
     def __init__(self, screen: Screen, stream: TextIO):
         self._screen, self._stream, self._rest, self._lock = screen, stream, "", threading.Lock()
         self._ended = False
 
     def write(self, text: str, /) -> int:
-        if self._ended:  # somebody kept it
+        """Print the complete lines, and keep the rest."""
+        if self._ended:  # a caller has kept this object
             return self._stream.write(text)
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
         if lines:
-            # Of a bar that was drawn over and over again, the last state stays.
+            # A bar that is redrawn with carriage returns leaves its last state.
             self._screen.print("".join(line.rstrip("\r").rpartition("\r")[2] + "\n" for line in lines))
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream or the display."""
         if self._ended:
             self._stream.flush()
         else:
             self._screen.flush()
 
     def end(self) -> None:
-        """From now on, write to the stream itself."""
+        """Write to the stream itself from now on."""
         rest, self._rest = self._rest.rpartition("\r")[2], ""
         if rest:
             self._screen.print(rest)
         self._ended = True
 
     def isatty(self) -> bool:
+        """Return that this is a terminal."""
         return True
 
     def fileno(self) -> int:
+        """Return the descriptor of the terminal."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
+        """Return that the stream can be written."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
+        """Return the encoding of the stream."""
         return self._stream.encoding
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
+        """Return how the stream handles characters that it cannot encode."""
         return self._stream.errors
 
     @property
     def buffer(self) -> Any:
-        """For those who write bytes: they go to the terminal as they are."""
+        """Return the binary stream, whose bytes go to the terminal unchanged."""
         return self._stream.buffer
 
 
 def _in_foreground(terminal: int) -> bool:
-    """Whether this process may draw: not after Ctrl-Z and bg, when the terminal is the shell's."""
+    """Return whether this process may draw. After Ctrl-Z and `bg`, the terminal belongs to the shell."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:  # not the terminal that controls this process
@@ -230,7 +257,11 @@ def _in_foreground(terminal: int) -> bool:
 
 
 def can_draw(stream: TextIO | None) -> bool:
-    """Whether the stream is a terminal that can show a display."""
+    """Return whether a stream is a terminal that can show the display.
+
+    Args:
+        stream: The stream; None without one.
+    """
     if stream is None or not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
         return False
     try:

@@ -1,4 +1,4 @@
-"""How the live display looks: lines of text that fit the terminal."""
+"""Draws the live display as lines of text that fit the terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from areno.tracking.display.board import Look, Shown, sparkline
 from areno.tracking.display.screen import Line
 from areno.tracking.reader import duration
 
-_TITLE, _VALUE = 26, 9  # cells of a row: what it is called, and its value
-_TWO_COLUMNS = 100  # cells of a terminal that has room for two
+_TITLE, _VALUE = 26, 9  # cells of the title and of the value of a row
+_TWO_COLUMNS = 100  # the least width for two columns, in cells
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number of the display. share: it is shown in percent. is_main: it stands above the others."""
+    """One number of the display.
+
+    Attributes:
+        title: Its title.
+        name: The name of the scalar.
+        share: It is shown in percent.
+        is_main: It stands above the others.
+    """
 
     title: str
     name: str
@@ -49,12 +56,22 @@ _ROWS = (
     Row("memory (GiB)", "train/memory_gib"),
 )
 
-_PART = "rollout/reward/"  # of a reward that is a sum
+_PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
 
 
 def draw(look: Look, title: str, width: int, height: int) -> list[Line]:
-    """The lines of a display, fewer than `height` and no wider than `width` cells. What matters most comes first."""
-    width -= 1  # a line of full width makes some terminals begin another one
+    """Draw the display.
+
+    Args:
+        look: The data.
+        title: The title.
+        width: The width of the terminal, in cells.
+        height: The height of the terminal, in rows.
+
+    Returns:
+        Fewer lines than `height`, each narrower than `width`. The most important ones come first.
+    """
+    width -= 1  # after a line of full width, some terminals start another line
     lines = [_rule(title, width), *_head(look, width)]
     if look.n_warnings:
         count = "a warning" if look.n_warnings == 1 else f"{look.n_warnings} warnings, the last"
@@ -73,7 +90,11 @@ def draw(look: Look, title: str, width: int, height: int) -> list[Line]:
 
 
 def rows_of(look: Look) -> list[Row]:
-    """The rows that the run has numbers for. Two with one course, as accuracy and a reward of 0 or 1, are one."""
+    """Return the rows for which the run has numbers.
+
+    Args:
+        look: The data. Of two rows with equal values, such as accuracy and a reward of 0 or 1, one is shown.
+    """
     found: dict[tuple[object, ...], Row] = {}
     parts = [name for name in look.trends if name.startswith(_PART) and not name.endswith("_std")]
     for row in (*_ROWS, *(Row(f"reward: {name.removeprefix(_PART)}", name) for name in parts)):
@@ -85,6 +106,7 @@ def rows_of(look: Look) -> list[Row]:
 
 
 def _head(look: Look, width: int) -> Iterator[Line]:
+    """Draw the progress of the run and of the current step."""
     share = look.step / look.total if look.total else 0.0
     told = [f"step {look.step}/{look.total}", f"{100 * share:3.0f} %", f"{duration(look.elapsed)} elapsed"]
     told += [f"{duration(look.left)} left"] if look.left is not None else []
@@ -104,7 +126,7 @@ def _head(look: Look, width: int) -> Iterator[Line]:
 
 
 def _rows(rows: Sequence[Row], look: Look, width: int, trend: int) -> Iterator[Line]:
-    """The rows, with a sparkline of at most `trend` cells."""
+    """Draw rows, with sparklines of at most `trend` cells."""
     for row in rows:
         value, course = look.trends[row.name]
         text = _cut(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
@@ -118,7 +140,7 @@ def _rows(rows: Sequence[Row], look: Look, width: int, trend: int) -> Iterator[L
 
 
 def _others(rows: Sequence[Row], look: Look, width: int) -> Iterator[Line]:
-    """Rows in two columns where there is room."""
+    """Draw rows, in two columns if the terminal is wide enough."""
     if width < _TWO_COLUMNS:
         yield from _rows(rows, look, width, width - _TITLE - _VALUE - 4)
         return
@@ -132,7 +154,7 @@ def _others(rows: Sequence[Row], look: Look, width: int) -> Iterator[Line]:
 
 
 def _sample(sample: Shown, width: int, n_lines: int) -> Iterator[Line]:
-    """A sample in so many lines: the end of the prompt, where the question is, and the beginning of the completion."""
+    """Draw a sample in `n_lines` lines: the end of the prompt, with the question, and the start of the completion."""
     reward = f" {sample.reward:>6}  "
     room = width - len(reward)
     prompt, completion = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
@@ -153,12 +175,13 @@ def _sample(sample: Shown, width: int, n_lines: int) -> Iterator[Line]:
 
 
 def _rule(title: str, width: int) -> Line:
+    """Draw a line with a title."""
     text = _cut(f"── {title} ", width)
     return [(text + "─" * (width - cell_len(text)), "bright_black")]
 
 
 def _fitted(line: Line, width: int) -> Line:
-    """The beginning of a line that is wider."""
+    """Return a line, cut to `width` cells."""
     kept: list[tuple[str, str]] = []
     for text, style in line:
         kept.append((text if cell_len(text) <= width else set_cell_size(text, width), style))
@@ -167,18 +190,19 @@ def _fitted(line: Line, width: int) -> Line:
 
 
 def _cut(text: str, width: int) -> str:
-    """At most so many cells of a text, without characters that move the cursor."""
+    """Return at most `width` cells of a text, without control characters."""
     width = max(0, width)
     text = "".join(char if char.isprintable() else "·" for char in text[: width + 1])
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[:width]
 
 
 def _end(text: str, width: int) -> str:
-    """The end of a text."""
+    """Return the last `width` cells of a text."""
     return _cut(text if len(text) <= width else "…" + text[1 - width :], width)
 
 
 def _number(value: float, share: bool) -> str:
+    """Return a number as text, in percent if it is a share."""
     if share:
         return f"{100 * value:.1f} %"
     return f"{value / 1000:,.1f}k" if abs(value) >= 10_000 else f"{value:.4g}"
