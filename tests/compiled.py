@@ -109,9 +109,9 @@ def _fill_new_tensors() -> None:
 
 def launch_alone(dtype: torch.dtype) -> None:
     """Kernels that no command launches without GPUs."""
+    from areno.kernels.matmul import unsplit_product
     from areno.kernels.paged import decode_attention
-    from areno.kernels.peers import triton as peers
-    from areno.kernels.products import unsplit_product
+    from areno.kernels.symmetric_memory import triton as symmetric_memory
     from tests.helpers.paged_rows import SHAPES, make_case
 
     for heads, kv_heads, dim, block_size in SHAPES:
@@ -120,13 +120,13 @@ def launch_alone(dtype: torch.dtype) -> None:
     some = torch.zeros(16, 128, dtype=dtype)
     unsplit_product(some, some, dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
-    shared = peers.Shared(
+    shared = symmetric_memory.Shared(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, shown=1 << 40, signals=1 << 40, counts=numbers
     )
-    peers.add(some, shared)
-    peers.add(some.float(), shared)
-    peers.add_and_norm(some, some, some[0], 1e-6, False, shared)
-    peers.gather(numbers, shared)
+    symmetric_memory.add(some, shared)
+    symmetric_memory.add(some.float(), shared)
+    symmetric_memory.add_and_norm(some, some, some[0], 1e-6, False, shared)
+    symmetric_memory.gather(numbers, shared)
 
 
 def kernels_of(folder: Path) -> Iterator[str]:

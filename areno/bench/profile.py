@@ -22,10 +22,10 @@ from areno import kernels
 # Folders of areno/kernels -> what their Triton kernels do.
 OWN_FOLDERS = {
     "paged": "attention",
-    "spans": "attention",
+    "fixed_order": "attention",
     "delta": "recurrent state",
-    "peers": "between GPUs",
-    "products": "gemm",
+    "symmetric_memory": "between GPUs",
+    "matmul": "gemm",
     "experts": "gemm",
     "adapters": "gemm",
     "elementwise": "norm/rope/activation",

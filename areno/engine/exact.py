@@ -1,8 +1,8 @@
-"""Makes a model compute each token by itself, bit for bit: what `engine.exact` asks of products.
+"""Make a model compute each token by itself, bit for bit: what `engine.exact` asks of matrix products.
 
-Attention has one order of operations by its backend "spans". Elementwise operations and norms are computed row by row
-anyway. Matrix products are not: a library chooses its kernel by the number of rows, and some kernels divide the sum
-over the inputs. What the library at hand does is looked at once, when a model is loaded.
+Attention runs in a fixed order (its backend "fixed_order"). Elementwise operations and norms are computed row by row
+anyway. Matrix products are not: a library chooses its kernel by the number of rows, and some kernels split the sum over
+the inputs. This module tests once, when a model is loaded, how the installed library computes them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from areno.errors import EngineError, Key
 from areno.kernels.adapters import add_up
 from areno.kernels.backend import use_triton
-from areno.kernels.products import UnsplitProduct
-from areno.kernels.spans import row_multiple
+from areno.kernels.fixed_order import row_multiple
+from areno.kernels.matmul import UnsplitProduct
 from areno.layers.adapter import Adapter
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear

@@ -38,7 +38,7 @@ from areno.types import GenerationOutput, GenerationRequest
 ONE_THREAD_BELOW = 5_000_000  # parameters
 _STREAM_EVERY_S = 0.02  # a small model samples faster than anybody reads, and each output costs the host time
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
-SPANS_KV_BLOCK = 64  # as many as attention by spans takes together
+FIXED_ORDER_KV_BLOCK = 64  # as many as attention by spans takes together
 
 
 class Worker:
@@ -50,8 +50,13 @@ class Worker:
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
+<<<<<<< HEAD
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)
-        self._block_size = SPANS_KV_BLOCK if self.attn_backend == "spans" else KV_BLOCK
+        self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
+=======
+        self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
+        self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
+>>>>>>> 12c58a2 (Names of the field in the kernels: fixed order, symmetric memory, programmatic dependent launch; a norm is named for where it stands)
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))

@@ -1,4 +1,8 @@
-"""Which form of an operation runs: Triton kernels or plain torch, and what a GPU can do by its compute capability."""
+"""Choose between the Triton kernels and the torch reference of an operation, by the device of its tensors.
+
+Every package of `areno.kernels` calls `use_triton` or `form`. The other functions say what a GPU supports by its
+compute capability, such as bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,51 @@ VOLTA = (7, 0)  # the first that Triton compiles for
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether operations on x run as Triton kernels: on CUDA, or anywhere with TRITON_INTERPRET=1, if it is installed.
+    """Return whether operations on a tensor run as Triton kernels, and not as the torch reference.
 
-    Every operation in `areno.kernels` asks here. Where the answer is no, its torch reference runs.
+    Args:
+        x: an input of the operation; only its device counts.
+
+    Returns:
+        True if Triton is installed and x is on a GPU that Triton compiles for, or if TRITON_INTERPRET=1.
     """
     return runs_triton(x.device)
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return whether operations on tensors of a device run as Triton kernels. See `use_triton`."""
+    """Return whether operations on tensors of a device run as Triton kernels.
+
+    Args:
+        device: the device of the tensors.
+
+    Returns:
+        True if Triton is installed and compiles for the device, or if TRITON_INTERPRET=1.
+    """
     return ((device.type == "cuda" and _compiles_for(device)) or _interprets()) and _is_installed()
 
 
 def form(x: Tensor, package: str) -> Any:
-    """The module of a package of `areno.kernels` whose functions run on x: `triton` or `reference`."""
+    """Import the module of a kernel package that implements its operations for a tensor.
+
+    Args:
+        x: an input of the operation; only its device counts.
+        package: the name of the package, such as "areno.kernels.adam".
+
+    Returns:
+        The package's module `triton` or `reference`.
+    """
     return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
 
 
 def capability(device: torch.device | str) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU. None for other devices, and for GPUs of other machines."""
+    """Return the compute capability of an NVIDIA GPU.
+
+    Args:
+        device: a device of this machine.
+
+    Returns:
+        (major, minor), such as (9, 0). None for other devices, and for a GPU that this machine does not have.
+    """
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return None
     try:
@@ -46,19 +76,38 @@ def capability(device: torch.device | str) -> tuple[int, int] | None:
 
 
 def is_before_ampere(device: torch.device | str) -> bool:
-    """Return whether a device is a GPU without bfloat16, TF32 and flash attention, such as a T4 (7.5) or V100 (7.0)."""
+    """Return whether a device is a GPU without bfloat16, TF32 and flash attention, such as a T4 (7.5) or V100 (7.0).
+
+    Args:
+        device: a device of this machine.
+    """
     found = capability(device)
     return found is not None and found < AMPERE
 
 
 def default_dtype(devices: Iterable[torch.device | str]) -> torch.dtype:
-    """Return the dtype of models on these devices: bfloat16 if all are GPUs that have it, else float32."""
+    """Return the default dtype of a model.
+
+    Args:
+        devices: the devices that hold the model.
+
+    Returns:
+        bfloat16 if all devices are GPUs with bfloat16, else float32.
+    """
     on_gpus = all(torch.device(device).type == "cuda" and not is_before_ampere(device) for device in devices)
     return torch.bfloat16 if on_gpus else torch.float32
 
 
 def check_dtype(dtype: torch.dtype | str, devices: Iterable[torch.device | str]) -> None:
-    """Raise ConfigError naming actor.dtype if one of these devices is a GPU without bfloat16 and dtype is that."""
+    """Check that the devices support the dtype of a model.
+
+    Args:
+        dtype: the dtype, or its name.
+        devices: the devices that hold the model.
+
+    Raises:
+        ConfigError: `actor.dtype` is bfloat16, and one of the devices is a GPU without bfloat16.
+    """
     for device in devices:
         if str(dtype).endswith("bfloat16") and is_before_ampere(device):
             text = "is bfloat16, which {} does not have; set it to float32"
@@ -66,7 +115,11 @@ def check_dtype(dtype: torch.dtype | str, devices: Iterable[torch.device | str])
 
 
 def described(device: torch.device | str) -> str:
-    """Return the name of an NVIDIA GPU and its compute capability: `Tesla T4 (compute capability 7.5)`."""
+    """Describe an NVIDIA GPU for a message: `Tesla T4 (compute capability 7.5)`.
+
+    Args:
+        device: a CUDA device of this machine.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
 

@@ -1,26 +1,24 @@
 # pyright: reportAttributeAccessIssue=false
-"""Kernels that begin before the one in front of them has ended (CUDA's programmatic dependent launch).
+"""How Triton kernels are compiled, and how one kernel begins before the previous one has ended.
 
-A step of decoding is hundreds of kernels of a few microseconds. Between two of them the device stands still for about
-one, and each begins with loads that wait for each other: a number of a row, then what it points to. In a chain of
-kernels, the first is an ordinary launch: everything before it has ended when it begins. The others get `options`. Such
-a kernel may begin as soon as every program of the one before has called `let_next_begin` or ended. It does what does
-not need the others, and then calls `wait`, which returns when the kernel before has ended and what it wrote can be
-seen. So
+`kernel` replaces `triton.jit` for every function that is launched, so that all releases of Triton compile it with the
+same options. Functions that kernels call keep `triton.jit`.
 
-- before `wait` it reads only what was complete before the first of the chain began. The last of three kernels may
-  begin while the first still runs, since a program may let the next kernel begin before it waits itself. And a kernel
-  that calls nothing lets the next one begin when its programs have ended, which is before all can see what they wrote;
-- it writes nothing before `wait`. Then no kernel still runs that could read or write the same memory: the one before
-  has ended, and it could not end before the one before that. For this, some program of each kernel has to wait. Others
-  that have nothing to do, and write nothing, may end without;
-- after the chain comes an ordinary launch. It begins when the last kernel has ended, and so all of them. To let it
-  begin changes nothing.
+`pdl_options`, `launch_dependents` and `wait_for_previous` are CUDA's programmatic dependent launch (PDL). A decode step
+launches hundreds of kernels of a few microseconds, with a gap of about one microsecond between two of them. In a chain
+of kernels with PDL, the first kernel is launched as usual, and the others with `pdl_options`. A kernel of the chain may
+begin as soon as every program of the previous kernel has called `launch_dependents` or has ended. It first does the
+work that does not depend on the chain, such as loading weights, and then calls `wait_for_previous`, which returns when
+the previous kernel has ended and its results are visible. Three rules follow.
 
-How Triton kernels are compiled, whatever a release of Triton has as its defaults.
-
-`kernel` stands in the place of `triton.jit` before each function that is launched. Functions that kernels call are
-compiled along with them and keep `triton.jit`.
+- Before `wait_for_previous`, a kernel reads only memory that was complete before the chain began. The third kernel of a
+  chain may begin while the first still runs, because the second may call `launch_dependents` before it waits. A kernel
+  that never calls `launch_dependents` also lets the next one begin before its results are visible.
+- Before `wait_for_previous`, a kernel writes nothing. After it, no earlier kernel of the chain still runs, so nothing
+  else accesses the same memory. This requires that at least one program of each kernel waits. Programs that have no
+  work and write nothing may return without waiting.
+- The kernel after the chain is launched as usual, so it begins after all of them. `launch_dependents` in the last
+  kernel of the chain has no effect.
 """
 
 from __future__ import annotations
@@ -38,11 +36,18 @@ from areno.kernels.backend import capability
 
 
 @functools.cache
-def is_possible(device: torch.device) -> bool:
-    """Whether this device and this Triton can do it: an NVIDIA GPU of compute capability 9.0 or more."""
+def supports_pdl(device: torch.device) -> bool:
+    """Return whether kernels on a device can use PDL.
+
+    Args:
+        device: the device of the launch.
+
+    Returns:
+        True for NVIDIA GPUs of compute capability 9.0 or more, if Triton compiles (not interprets) and supports PDL.
+    """
     if (capability(device) or (0, 0)) < (9, 0):
         return False
-    if not isinstance(wait, triton.JITFunction):  # but interpreted
+    if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter runs
         return False
     try:
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: F401
@@ -51,46 +56,59 @@ def is_possible(device: torch.device) -> bool:
     return has_option("launch_pdl")
 
 
-def options(device: torch.device) -> dict[str, bool]:
-    """Of the launch of a kernel in a chain but the first: that it is early, and the kernel's constant that says so.
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Return the launch options of a kernel that waits for the previous one by `wait_for_previous`.
 
-    Empty where it is not possible; the kernel is an ordinary one then.
+    Args:
+        device: the device of the launch.
+
+    Returns:
+        Triton's launch option for PDL, and the kernel's constexpr argument `PDL`, which says that the kernel has to
+        wait. Empty if the device does not support PDL: the kernel is then launched as usual.
     """
-    return {"EARLY": True, "launch_pdl": True} if is_possible(device) else {}
+    return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {}
 
 
 @triton.jit
-def let_next_begin():
-    """Of a program: as far as it is concerned, an early kernel behind this one may begin."""
+def launch_dependents():
+    """Allow the next kernel to begin, as far as this program is concerned, if it was launched with `pdl_options`."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait():
-    """Of a program: until the kernel before has ended."""
+def wait_for_previous():
+    """Wait until the previous kernel has ended and its results are visible. Only for kernels launched with PDL."""
     tl.extra.cuda.gdc_wait()
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile a function as `triton.jit` does, with products and sums fused (FMA) where the compiler can.
+    """Compile a function as `triton.jit` does, with multiplications and additions fused (FMA) where possible.
 
-    Fused operations round once, so the setting decides about bits. Releases of Triton have different defaults.
+    A fused operation rounds once, so this option changes results in the last bit. Its default differs between releases
+    of Triton.
 
     Args:
-        function: the kernel. Without it, a decorator is returned.
-        options: of `triton.jit`.
+        function: the kernel. None returns a decorator.
+        options: keyword arguments of `triton.jit`.
+
+    Returns:
+        The kernel, launched as `kernel[grid](...)`.
     """
     if function is None:
         return functools.partial(kernel, **options)
     made = triton.jit(function, **options)
-    if isinstance(made, triton.JITFunction):  # and not interpreted
+    if isinstance(made, triton.JITFunction):  # not with TRITON_INTERPRET=1
         made.__class__ = _Kernel
     return made
 
 
 @functools.cache
 def has_option(name: str) -> bool:
-    """Return whether this Triton can be given a launch option of this name for NVIDIA GPUs."""
+    """Return whether the installed Triton has a launch option for NVIDIA GPUs.
+
+    Args:
+        name: the option, such as "launch_pdl".
+    """
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
     except ImportError:
@@ -100,7 +118,7 @@ def has_option(name: str) -> bool:
 
 class _Kernel(triton.JITFunction):
     def run(self, *args: Any, **how: Any) -> Any:
-        """Launch, or only compile. Every launch comes through here."""
+        """Launch the kernel, or only compile it. Triton calls this method for every launch."""
         if has_option("enable_fp_fusion"):
             how.setdefault("enable_fp_fusion", True)
         return super().run(*args, **how)

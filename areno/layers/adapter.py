@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from areno.kernels.adapters import Place, add_below, add_up, swiglu_below, tiles
 from areno.kernels.backend import use_triton
-from areno.kernels.products import add_product, unsplit_product
+from areno.kernels.matmul import add_product, unsplit_product
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 

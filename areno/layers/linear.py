@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.products import UnsplitProduct, add_product
+from areno.kernels.matmul import UnsplitProduct, add_product
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec

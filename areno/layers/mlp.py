@@ -31,7 +31,7 @@ from areno.kernels.experts import (
     reference,
     weighted_swiglu_backward,
 )
-from areno.kernels.products import float_product
+from areno.kernels.matmul import float_product
 from areno.layers.config import Experts
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.peers import PeerMemory
+from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Layout, Part, WeightSpec
 
@@ -44,9 +44,9 @@ class RMSNorm(nn.Module):
 
         return add_rms_norm(x_ND, delta_ND, self.weight, self.eps, self.plus_one)
 
-    def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
+    def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, memory: SymmetricMemory) -> tuple[Tensor, Tensor]:
         """As `add_and_norm`, where delta is the sum of what each rank of a tensor-parallel group gives."""
-        return peers.add_and_norm(x_ND, part_ND, self.weight, self.eps, self.plus_one)
+        return memory.add_and_norm(x_ND, part_ND, self.weight, self.eps, self.plus_one)
 
     def sum_gradient(self, grad_ND: Tensor, grad_sum_ND: Tensor | None, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the sum, in the dtypes of the sum and of grad. Adds to the gradient of the weight.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.kernels.peers import PeerMemory
+from areno.kernels.symmetric_memory import SymmetricMemory
 
 # Newer releases of torch have the same operations under other names, and warn of these.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -34,14 +34,14 @@ class ParallelGroup:
     size: int = 1
     group: Any = None  # torch.distributed process group; None when size is 1
     in_order: bool = False  # sum by rank, so that a number does not depend on its place in a tensor
-    peers: PeerMemory | None = None  # for small tensors on GPUs
+    symmetric_memory: SymmetricMemory | None = None  # for small tensors on GPUs
 
     @property
     def sums_by(self) -> str:
         """What adds up the small tensors of decoding; "" in a group of one."""
         if self.size == 1:
             return ""
-        return "shared memory" if self.peers is not None else dist.get_backend(self.group)
+        return "shared memory" if self.symmetric_memory is not None else dist.get_backend(self.group)
 
     def shard(self, total: int, what: str) -> int:
         """`total` divided by the ranks. ValueError, which calls it `what`, where they do not divide it."""
@@ -99,8 +99,8 @@ class ParallelGroup:
         """Sum in the forward pass, perhaps in place, and identity in the backward pass: after a row-parallel layer."""
         if self.size == 1:
             return x
-        if self.peers is not None and not torch.is_grad_enabled() and self.peers.takes(x):
-            return self.peers.sum(x)
+        if self.symmetric_memory is not None and not torch.is_grad_enabled() and self.symmetric_memory.takes(x):
+            return self.symmetric_memory.sum(x)
         return _ReduceOut.apply(x, self)  # type: ignore[return-value]
 
     # Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198): between the products of a layer each rank has a
@@ -152,8 +152,8 @@ class ParallelGroup:
 
     def every(self, x: Tensor) -> Tensor:
         """(size, *x.shape): x of each rank, outside autograd."""
-        if self.size > 1 and self.peers is not None and self.peers.takes_all(x):
-            return self.peers.gather(x)
+        if self.size > 1 and self.symmetric_memory is not None and self.symmetric_memory.takes_all(x):
+            return self.symmetric_memory.gather(x)
         return torch.stack(self._pieces(x)) if self.size > 1 else x.unsqueeze(0)
 
     def _pieces(self, x: Tensor) -> list[Tensor]:

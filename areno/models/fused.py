@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.kernels.elementwise.triton_heads import qk_norm_rope, qk_norm_rope_backward
-from areno.kernels.peers import PeerMemory
+from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.attention import Attend, PackedAttend
 from areno.layers.delta import GatedDelta
 from areno.layers.norm import RMSNorm
@@ -157,24 +157,24 @@ def fused_layer(
     attend: Attend,
     keep: bool,
     split: bool = False,
-    peers: PeerMemory | None = None,
+    memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the layer on the residual stream + delta. Returns the stream that the MLP saw, and what the MLP adds to it.
 
     Their sum is left to the next norm, which adds and normalises in one pass.
     keep: hold the large intermediate results of attention and MLP for the backward pass instead of recomputing them.
     split: of Layer.
-    peers: delta, and what the MLP adds, are this rank's parts of a sum, which the next norm takes through this memory.
+    memory: delta, and what the MLP adds, are this rank's parts of a sum, which the next norm takes through this memory.
     Without gradients only, and not if split.
     """
     stream_ND = _tracked(stream_ND, layer)
-    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, peers)  # type: ignore[return-value]
+    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
-def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, peers: PeerMemory | None = None) -> Tensor:
+def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None = None) -> Tensor:
     """The norm of stream + delta: the end of a model of fused layers."""
-    if peers is not None:
-        return norm.add_parts_and_norm(stream_ND, delta_ND, peers)[1]
+    if memory is not None:
+        return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
     return _FusedNorm.apply(_tracked(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
 
 
@@ -194,12 +194,12 @@ def _add(
     stream_ND: Tensor,
     delta_ND: Tensor | None,
     dtype: torch.dtype,
-    peers: PeerMemory | None = None,
+    memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """stream + delta, and its norm in the dtype of the weights; without a norm, the sum in this dtype."""
-    if peers is not None and delta_ND is not None:
+    if memory is not None and delta_ND is not None:
         assert norm is not None
-        return norm.add_parts_and_norm(stream_ND, delta_ND, peers)
+        return norm.add_parts_and_norm(stream_ND, delta_ND, memory)
     if norm is not None:
         return norm.add_and_norm(stream_ND, delta_ND)
     sum_ND = stream_ND if delta_ND is None else stream_ND + delta_ND
@@ -237,19 +237,24 @@ class _FusedLayer(torch.autograd.Function):
         attend: Any,
         keep: bool,
         split: bool,
-        peers: PeerMemory | None,
+        memory: SymmetricMemory | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype, whole = layer.dtype, peers is None
-        stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype, peers)
+        dtype, whole = layer.dtype, memory is None
+        stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype, memory)
         added_ND, given_NX, mixer = mixed(layer, normed_ND, (cos, sin), attend, split, whole)
-        middle_ND, normed_ND = _add(layer.post_norm, stream_ND, _normed(layer.attention_norm, added_ND), dtype, peers)
+        middle_ND, normed_ND = _add(
+            layer.pre_mlp_norm, stream_ND, _normed(layer.post_attention_norm, added_ND), dtype, memory
+        )
         down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole)
         kept = (given_NX, inner) if keep else (None, None)
-        behind = (None if layer.attention_norm is None else added_ND, None if layer.mlp_norm is None else down_ND)
+        behind = (
+            None if layer.post_attention_norm is None else added_ND,
+            None if layer.post_mlp_norm is None else down_ND,
+        )
         ctx.save_for_backward(stream_ND, middle_ND, cos, sin, *kept, *behind, *needed, *mixer)
         ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
         ctx.n_needed = len(needed)
-        return middle_ND, _normed(layer.mlp_norm, down_ND)
+        return middle_ND, _normed(layer.post_mlp_norm, down_ND)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -259,11 +264,11 @@ class _FusedLayer(torch.autograd.Function):
         split, dtype = ctx.split, layer.dtype
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
 
-        grad_down_ND = _normed_backward(layer.mlp_norm, grad_down_ND, down_ND)
-        _, normed_ND = _add(layer.post_norm, middle_ND, None, dtype)
+        grad_down_ND = _normed_backward(layer.post_mlp_norm, grad_down_ND, down_ND)
+        _, normed_ND = _add(layer.pre_mlp_norm, middle_ND, None, dtype)
         grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed, split)
-        grad_ND, grad_added_ND = _add_backward(layer.post_norm, grad_normed_ND, grad_middle_ND, middle_ND)
-        grad_added_ND = _normed_backward(layer.attention_norm, grad_added_ND, added_ND)
+        grad_ND, grad_added_ND = _add_backward(layer.pre_mlp_norm, grad_normed_ND, grad_middle_ND, middle_ND)
+        grad_added_ND = _normed_backward(layer.post_attention_norm, grad_added_ND, added_ND)
 
         _, normed_ND = _add(layer.input_norm, stream_ND, None, dtype)
         angles, attend = (cos, sin), ctx.attend

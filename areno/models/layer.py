@@ -124,16 +124,16 @@ class Layer(nn.Module):
             self.delta = GatedDelta(config.hidden_size, config.delta, place, config.rms_norm_eps, spec)
         else:
             self.attention = Attention(config, index, spec)
-        self.attention_norm = norm("after", "both")
-        self.post_norm = norm("before", "both")
+        self.post_attention_norm = norm("after", "both")
+        self.pre_mlp_norm = norm("before", "both")
         self.mlp = make_mlp(config, index, spec, routing)
-        self.mlp_norm = norm("after", "both")
+        self.post_mlp_norm = norm("after", "both")
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
         y_ND = self._mixed(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
-        x_ND = x_ND + (y_ND if self.attention_norm is None else self.attention_norm(y_ND))
-        y_ND = self.mlp(x_ND if self.post_norm is None else self.post_norm(x_ND), split)
-        return x_ND + (y_ND if self.mlp_norm is None else self.mlp_norm(y_ND))
+        x_ND = x_ND + (y_ND if self.post_attention_norm is None else self.post_attention_norm(y_ND))
+        y_ND = self.mlp(x_ND if self.pre_mlp_norm is None else self.pre_mlp_norm(x_ND), split)
+        return x_ND + (y_ND if self.post_mlp_norm is None else self.post_mlp_norm(y_ND))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from areno.kernels.backend import use_triton
-from areno.kernels.peers import PeerMemory
-from areno.kernels.products import fill_rows
+from areno.kernels.matmul import fill_rows
+from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.delta import GatedDelta
 from areno.layers.embedding import ValueHead, VocabParallelEmbedding
@@ -88,15 +88,15 @@ class Transformer(nn.Module):
             # Imported here, since it needs Triton.
             from areno.models.fused import fused_layer, fused_norm
 
-            x_ND, delta_ND, peers = x_ND.float(), None, None if split else self._summing_peers(x_ND)
+            x_ND, delta_ND, memory = x_ND.float(), None, None if split else self._memory_for_norms(x_ND)
             for index, layer in enumerate(self.layers):
                 self._mark(x_ND, index)
                 keep = index >= n_recomputed
                 cos, sin = angles[self.rotary_of[index]]
-                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split, peers)  # type: ignore[arg-type]
+                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
             self._mark(x_ND, len(self.layers))
-            hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND, peers)
+            hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND, memory)
             return self.tp.join_equal(hidden_ND) if split else hidden_ND
         for index, layer in enumerate(self.layers):
             self._mark(x_ND, index)
@@ -109,14 +109,14 @@ class Transformer(nn.Module):
         hidden_ND = self.final_norm(x_ND)[:n_tokens]
         return self.tp.join_equal(hidden_ND) if split else hidden_ND
 
-    def _summing_peers(self, x_ND: Tensor) -> PeerMemory | None:
+    def _memory_for_norms(self, x_ND: Tensor) -> SymmetricMemory | None:
         """The memory through which norms sum what ranks add to these tokens, where they can: few, and no gradient."""
-        peers, config, (n, size) = self.tp.peers, self.config, x_ND.shape
-        if peers is None or torch.is_grad_enabled() or not peers.takes_rows(n, size, self.embed.weight.dtype):
+        memory, config, (n, size) = self.tp.symmetric_memory, self.config, x_ND.shape
+        if memory is None or torch.is_grad_enabled() or not memory.takes_rows(n, size, self.embed.weight.dtype):
             return None
         if self.tp.in_order:  # the norm of training adds the squares of a row in another order
             return None
-        return peers if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
+        return memory if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 
     def _mark(self, x_ND: Tensor, stage: int) -> None:
         """Report in the backward pass that it has come to x, the input of a stage. Autograd runs later nodes first."""

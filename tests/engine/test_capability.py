@@ -23,7 +23,7 @@ from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.worker import Worker
 from areno.errors import ConfigError
 from areno.kernels import backend
-from areno.kernels.attention import _flash_goes_back, choose_backend, varlen_attention
+from areno.kernels.attention import _has_flash_backward, choose_backend, varlen_attention
 from areno.layers.parallel import ParallelGroup
 from areno.plan.facts import tell_model
 from areno.plan.plan import open_actor
@@ -48,10 +48,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
         forget()
 
     def forget() -> None:
-        from areno.kernels.jit import is_possible
+        from areno.kernels.jit import supports_pdl
 
         backend._compiles_for.cache_clear()
-        is_possible.cache_clear()
+        supports_pdl.cache_clear()
 
     yield of
     forget()
@@ -75,7 +75,7 @@ def test_what_runs_where(
     gpus: Gpus, capability: tuple[int, int], dtype: torch.dtype, attention: str, triton: bool, early: bool
 ) -> None:
     from areno.kernels.delta.triton_chunks import products_of
-    from areno.kernels.jit import is_possible
+    from areno.kernels.jit import supports_pdl
 
     gpus(capability)
     device = torch.device("cuda:0")
@@ -83,13 +83,13 @@ def test_what_runs_where(
     assert choose_backend("auto", device, dtype) == attention
     assert choose_backend("native", device, torch.float16) == attention
     assert choose_backend("native", device, torch.float32) == "sdpa"
-    assert choose_backend("auto", device, dtype, exact=True) == "spans"
+    assert choose_backend("auto", device, dtype, exact=True) == "fixed_order"
     assert backend.runs_triton(device) is triton
-    assert is_possible(device) is early
+    assert supports_pdl(device) is early
     on_cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
     assert products_of(on_cuda, "tf32") == ("tf32x3" if attention == "varlen" else "ieee")
     on_cuda.dtype = torch.float16
-    assert _flash_goes_back(on_cuda) is (attention == "varlen")
+    assert _has_flash_backward(on_cuda) is (attention == "varlen")
 
 
 def test_gpus_of_other_machines_are_taken_for_new_ones() -> None:

@@ -23,8 +23,8 @@ from areno.engine.exact import make_exact
 from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.errors import EngineError
 from areno.kernels.attention import varlen_attention
+from areno.kernels.fixed_order import SPAN, reference
 from areno.kernels.paged import PagedBatch, decode_attention
-from areno.kernels.spans import SPAN, reference
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -293,7 +293,7 @@ def decoded(
     batch = PagedBatch(
         table_TW=table, slots_B=torch.arange(len(lengths)), lengths_B=lengths.long(),
         shared_lens_B=torch.tensor([n_shared if row < shared else 0 for row in range(len(lengths))]),
-        spans=torch.tensor([SPAN, SPAN]), splits=(4, 2 if shared else 0), by_spans=True,
+        spans=torch.tensor([SPAN, SPAN]), splits=(4, 2 if shared else 0), fixed_order=True,
         prefix_groups_GR=torch.tensor([[*range(shared)] + [-1] * (8 - shared), [-1] * 8]) if shared else None,
     )  # fmt: skip
     return decode_attention(q[last], k[last], v[last], blocks, batch, window)
@@ -304,7 +304,7 @@ def test_attention_is_that_of_torch() -> None:
     for x in (q, k, v):
         x.requires_grad_()
     results = []
-    for backend in ("sdpa", "spans"):
+    for backend in ("sdpa", "fixed_order"):
         out = varlen_attention(q, k, v, starts, starts, max(ROWS), max(ROWS), backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for plain, exact in zip(*results, strict=True):
@@ -317,7 +317,7 @@ def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int, window:
     torch.set_num_threads(threads)
     try:
         q, k, v, starts = packed(ROWS)
-        attend = partial(varlen_attention, backend="spans", window=window)
+        attend = partial(varlen_attention, backend="fixed_order", window=window)
         whole = attend(q, k, v, starts, starts, max(ROWS), max(ROWS))
         tails = [1, 2, 40, SPAN + 7, 66, 7]
         places = torch.cat([torch.arange(end - n, end) for n, end in zip(tails, starts[1:].tolist(), strict=True)])
@@ -334,7 +334,7 @@ def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int, window:
 
 def compare_interpreted() -> None:
     """The Triton kernels against the torch form: whole rows, ends of rows, decode steps without and with a team."""
-    from areno.kernels.spans import triton
+    from areno.kernels.fixed_order import triton
 
     for rows, heads, kv_heads, dim in ((ROWS, 4, 2, 24), ([5, SPAN + 2, 64], 3, 1, 16)):
         q, k, v, starts = packed(rows, heads, kv_heads, dim)
@@ -361,7 +361,7 @@ def compare_interpreted() -> None:
             expected, _ = reference.packed_attention(q, k, v, starts, starts, n_tokens, window)
             out = decoded(q, k, v, starts, 3, n_shared, window)
             torch.testing.assert_close(out, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
-    from areno.kernels.products import unsplit_product
+    from areno.kernels.matmul import unsplit_product
 
     x, weight = torch.randn(37, 50), torch.randn(70, 50)
     torch.testing.assert_close(unsplit_product(x, weight, torch.float32), x @ weight.T, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,7 @@ def test_sdpa_is_the_definition(case: str, heads: tuple[int, int]) -> None:
     run_and_compare(case, heads, 8, "sdpa", torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "spans"])
+@pytest.mark.parametrize("backend", ["sdpa", "fixed_order"])
 @pytest.mark.parametrize("window", [1, 4, 30, 80])
 @pytest.mark.parametrize("case", ROWS)
 def test_a_window_is_the_definition(case: str, window: int, backend: str) -> None:

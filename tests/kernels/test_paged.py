@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from areno.kernels.fixed_order import SPAN
 from areno.kernels.paged import PagedBatch, decode_attention, reference
-from areno.kernels.spans import SPAN
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.paged_rows import LENGTHS, SHAPES, cut_into, make_case
 
@@ -122,8 +122,8 @@ def skip_what_is_behind(device: str) -> None:
     q, k, v, pages, teamed = make_case(*shape, device=device)
     alone = without_teams(teamed)
     expected = reference.decode_attention(q, k, v, pages.clone(), alone, window)
-    by_spans = replace(cut_into(alone, SPAN, SPAN), by_spans=True)
-    for batch, tile in ((cut_into(alone, 64, 32), 32), (by_spans, 64)):
+    fixed_order = replace(cut_into(alone, SPAN, SPAN), fixed_order=True)
+    for batch, tile in ((cut_into(alone, 64, 32), 32), (fixed_order, 64)):
         places: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}  # whether a row reads them
         for row, length in enumerate(LENGTHS):
             for position in range(length):

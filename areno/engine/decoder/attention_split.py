@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.spans import SPAN, border, n_spans
+from areno.kernels.fixed_order import SPAN, border, n_spans
 
 _MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
 _MIN_SPAN, _MAX_SPLITS = 64, 16
@@ -46,17 +46,17 @@ def split_attention(
     max_groups: int,
     n_heads: int,
     n_processors: int,
-    by_spans: bool = False,
+    fixed_order: bool = False,
     has_windows: bool = False,
 ) -> AttentionSplit:
     """The split for one new token of each sequence.
 
     group_size: most rows of a shared-prefix group. max_groups: most groups, 0 for none. n_heads: key heads, of which
-    each makes its own pieces. n_processors: multiprocessors of the device. by_spans: the pieces are the spans of
-    `kernels.spans`, of which those that a group shares from the first on may be one; else they are chosen.
+    each makes its own pieces. n_processors: multiprocessors of the device. fixed_order: the pieces are the spans of
+    `kernels.fixed_order`, of which those that a group shares from the first on may be one; else they are chosen.
     has_windows: sequences may have released blocks of some layers.
     """
-    shareable = partial(_whole_spans if by_spans else _whole_blocks, block_size)
+    shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
     prefix_groups_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
     shared_lens: list[int] = []
@@ -79,7 +79,7 @@ def split_attention(
     longest_shared = max(shared_lens) if uses_groups else 0
     own_lens_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_lens_B
     per_piece = n_heads / (_PIECES_PER_PROCESSOR * n_processors)
-    if by_spans:
+    if fixed_order:
         lead = max(SPAN, int(sum(shared_lens) * per_piece) // SPAN * SPAN)
         lengths_B = own_lens_B + shared_lens_B
         # Of a row that shares none, the positions up to SPAN are one part.

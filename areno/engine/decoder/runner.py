@@ -126,7 +126,7 @@ class Runner:
         keeps_routes: bool = False,
     ):
         self.model, self.attn_backend, self.is_exact = model, attn_backend, exact
-        self.by_spans = attn_backend == "spans"
+        self.fixed_order = attn_backend == "fixed_order"
         self.device = model.device
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.n_slots, self.blocks = n_slots, blocks
@@ -139,7 +139,7 @@ class Runner:
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.cache.tables)
-        self.group_size = most_rows(model.config.num_heads // model.tp.size // self.cache.n_heads, self.by_spans)
+        self.group_size = most_rows(model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order)
         self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
@@ -249,7 +249,7 @@ class Runner:
         cu_q = np.cumsum([0, *lengths_q], dtype=np.int32)
         cu_q_R1, max_q = self._upload(cu_q), max(lengths_q)
         # Spans of the exact attention are counted from the first token on.
-        places = prefill_places(chunks, self.blocks, from_the_first=self.by_spans)
+        places = prefill_places(chunks, self.blocks, from_the_first=self.fixed_order)
         stored: list[Tensor] = []  # by block table, as the two others
         keys: list[Tensor | None] = []
         borders: list[tuple[Tensor, Tensor, int, int]] = []
@@ -345,7 +345,7 @@ class Runner:
         split = split_attention(
             sequences, self.cache.block_size, group_size=self.group_size, n_processors=self.n_processors,
             max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
-            n_heads=self.cache.n_heads, by_spans=self.by_spans, has_windows=self.blocks.has_windows,
+            n_heads=self.cache.n_heads, fixed_order=self.fixed_order, has_windows=self.blocks.has_windows,
         )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)
@@ -374,7 +374,7 @@ class Runner:
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
             table_TW=self.cache.tables[0], slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B,
-            spans=spans, prefix_groups_GR=prefix_groups_GR, splits=splits, by_spans=self.by_spans, early=True,
+            spans=spans, prefix_groups_GR=prefix_groups_GR, splits=splits, fixed_order=self.fixed_order, pdl=True,
             max_len=max_len,
         )  # fmt: skip
         batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]

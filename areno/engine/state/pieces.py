@@ -136,6 +136,10 @@ def tp_rank(backend: TrainBackend) -> int:
     return backend.model.tp.rank
 
 
+# Names of the norms of a layer in the files of a state, which keep those of the first format.
+_STORED_NORMS = {"post_attention_norm": "attention_norm", "pre_mlp_norm": "post_norm", "post_mlp_norm": "mlp_norm"}
+
+
 def vector(
     role: str, kind: str, name: str, holder: ParallelGroup, stretch: slice, repeated: bool = False
 ) -> Iterator[Piece]:
@@ -150,6 +154,8 @@ def vector(
         repeated: See Piece.
     """
     size = (stretch.stop - stretch.start,)
+    *before, module, leaf = name.split(".")
+    name = ".".join((*before, _STORED_NORMS.get(module, module), leaf))
     stored = f"{role}.{kind}.{name}.{holder.rank}-of-{holder.size}"
     return _boxes(stored, size, (0,), size, f"{role}.{kind}", stretch.start, repeated)
 

@@ -26,11 +26,11 @@ def add_up(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: 
 def add_below(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
     """(N, O), of y and h side by side. tiles: of all columns of y."""
     out_NO = both_NX.new_empty((len(both_NX), n_columns))
-    return _add_up(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, is_early=True)
+    return _add_up(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, pdl=True)
 
 
 def _add_up(
-    y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, is_early: bool = False
+    y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, pdl: bool = False
 ) -> Tensor:
     n_rows, sizes = len(out_NO), _sizes(len(out_NO), b_SR.shape[1])
     if n_rows:
@@ -46,7 +46,7 @@ def _add_up(
             out_NO.stride(0),
             h_NR.stride(0),
             **sizes,
-            **(jit.options(y_NO.device) if is_early else {}),
+            **(jit.pdl_options(y_NO.device) if pdl else {}),
         )
     return out_NO
 
@@ -75,7 +75,7 @@ def swiglu_below(
             UP_H=up[1],
             GELU=gelu,
             **sizes,
-            **jit.options(both_NX.device),
+            **jit.pdl_options(both_NX.device),
         )
     return out_NI
 
@@ -135,7 +135,7 @@ def _add_up_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tiles_ptr + tl.program_id(1) * 4
@@ -146,8 +146,8 @@ def _add_up_kernel(
     row = row.to(tl.int64)
     b_place = b_ptr + (b_row + column).to(tl.int64)[None, :] * RANK
     b = _first_inputs(b_place, column < tl.where(h_column < 0, 0, n_columns), RANK, INPUTS)
-    if EARLY:
-        jit.wait()
+    if PDL:
+        jit.wait_for_previous()
     y = tl.load(y_ptr + row[:, None] * y_stride + (y_column + column)[None, :], mask=inside, other=0.0).to(tl.float32)
     if h_column >= 0:
         h_place = h_ptr + row[:, None] * h_stride + h_column
@@ -175,7 +175,7 @@ def _swiglu_below_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real_row, real_column = row < n_rows, column < n_inner
@@ -187,8 +187,8 @@ def _swiglu_below_kernel(
     b_of_gate, b_of_up = b_place + gate_row.to(tl.int64) * RANK, b_place + up_row.to(tl.int64) * RANK
     first_of_gate = _first_inputs(b_of_gate, real_column, RANK, INPUTS)
     first_of_up = _first_inputs(b_of_up, real_column, RANK, INPUTS)
-    if EARLY:
-        jit.wait()
+    if PDL:
+        jit.wait_for_previous()
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + n_inner, mask=inside, other=0.0).to(tl.float32)
     if GATE_H >= 0:

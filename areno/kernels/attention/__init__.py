@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from areno.errors import ConfigError, Problem
 from areno.kernels.backend import is_before_ampere
+from areno.kernels.fixed_order import packed_attention
 from areno.kernels.padding import by_padding
-from areno.kernels.spans import packed_attention
 
 
 def sdpa_attention(
@@ -69,7 +69,7 @@ BACKENDS = {
     "flash": "flash-attn",
     "varlen": "torch varlen_attn",
     "sdpa": "torch scaled_dot_product_attention",
-    "spans": "spans in one order",
+    "fixed_order": "fixed-order attention",
 }
 
 
@@ -87,7 +87,7 @@ def choose_backend(
     Raises ConfigError if engine.attn_backend asks for flash-attn where it is not installed or has no such dtype.
     """
     if exact:
-        return "spans"
+        return "fixed_order"
     device = torch.device(device)
     if is_before_ampere(device):
         return "sdpa"
@@ -121,8 +121,8 @@ def varlen_attention(
     """
     if backend == "sdpa":
         return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
-    if backend == "spans":
-        return _BySpans.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, window)  # type: ignore[return-value]
+    if backend == "fixed_order":
+        return _FixedOrderAttention.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, window)  # type: ignore[return-value]
     if backend == "varlen" and window is not None:
         borders = cu_seqlens_q, cu_seqlens_k, max_q, max_k
         return _Windowed.apply(q_NHD, k_MKD, v_MKD, *borders, window)  # type: ignore[return-value]
@@ -164,7 +164,7 @@ def varlen_forward(
             window_size_left=_left(window),
         )  # fmt: skip
         return out_NHD, (log_sum, state)
-    if backend == "spans":
+    if backend == "fixed_order":
         out_NHD, log_sum = packed_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, window)
         return out_NHD, () if log_sum is None else (log_sum,)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
     rows = cu_seqlens, cu_seqlens, max_len, max_len
-    if backend == "varlen" or (backend == "spans" and _flash_goes_back(q_NHD)):
+    if backend == "varlen" or (backend == "fixed_order" and _has_flash_backward(q_NHD)):
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
@@ -205,7 +205,7 @@ def varlen_backward(
     return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
 
 
-def _flash_goes_back(q_NHD: Tensor) -> bool:
+def _has_flash_backward(q_NHD: Tensor) -> bool:
     """Return whether torch's flash kernel, which knows half precision alone, gives the gradient of spans."""
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
@@ -242,7 +242,7 @@ def _no_dropout(device: torch.device) -> list[Tensor]:
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
-class _BySpans(torch.autograd.Function):
+class _FixedOrderAttention(torch.autograd.Function):
     """The gradient is that of attention by `sdpa_attention`, which computes the same but for rounding."""
 
     @staticmethod

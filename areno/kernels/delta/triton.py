@@ -40,7 +40,7 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
     mixed_BX = torch.empty(n_rows, n_channels, dtype=torch.float32, device=given_BP.device)
     _convolve_kernel[(n_rows, triton.cdiv(n_channels, _CHANNELS))](
         given_BP, weights.conv_XW, states.inputs_SXw, slots_B, mixed_BX, n_given, n_channels,
-        WIDTH=weights.conv_XW.shape[1], BLOCK=_CHANNELS, BEFORE_EARLY=jit.is_possible(given_BP.device),
+        WIDTH=weights.conv_XW.shape[1], BLOCK=_CHANNELS, NEXT_USES_PDL=jit.supports_pdl(given_BP.device),
     )  # fmt: skip
     columns = min(COLUMNS, triton.next_power_of_2(value_dim))
     _head_kernel[(n_rows * triton.cdiv(value_dim, columns), n_heads)](
@@ -49,10 +49,10 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
         key_dim**-0.5,
         KEY=key_dim, VALUE=value_dim,
         KEY_BLOCK=triton.next_power_of_2(key_dim), COLUMNS=columns,
-        num_warps=WARPS, **jit.options(given_BP.device),
+        num_warps=WARPS, **jit.pdl_options(given_BP.device),
     )  # fmt: skip
     if columns < value_dim:
-        return gated_norm(out_BI.view(n_rows, n_heads, value_dim), given_BP, weights, is_early=True)
+        return gated_norm(out_BI.view(n_rows, n_heads, value_dim), given_BP, weights, pdl=True)
     return out_BI
 
 
@@ -67,11 +67,11 @@ def _convolve_kernel(
     n_channels,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    BEFORE_EARLY: tl.constexpr,
+    NEXT_USES_PDL: tl.constexpr,
 ):
     """silu of the convolution of some channels of a row, whose last inputs move on by one."""
-    if BEFORE_EARLY:
-        jit.let_next_begin()
+    if NEXT_USES_PDL:
+        jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < n_channels
@@ -112,14 +112,14 @@ def _head_kernel(
     VALUE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
     """Gates and the step of the state of one head of a row; and its gated norm, unless other programs have a part.
 
-    EARLY: see `kernels/jit.py`. All but q, k and v was there before the convolution.
+    PDL: see `kernels/jit.py`. All but q, k and v was there before the convolution.
     """
-    if EARLY:
-        jit.let_next_begin()
+    if PDL:
+        jit.launch_dependents()
     PARTS: tl.constexpr = (VALUE + COLUMNS - 1) // COLUMNS
     row, head = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -135,8 +135,8 @@ def _head_kernel(
     place = matrices_ptr + (slot * n_heads + head) * (KEY * VALUE) + key[:, None] * VALUE + value[None, :]
     inside = has_key[:, None] & has_value[None, :]
     state = tl.load(place, mask=inside, other=0.0) * decay
-    if EARLY:
-        jit.wait()
+    if PDL:
+        jit.wait_for_previous()
     q = tl.load(mixed + head // shared * KEY + key, mask=has_key, other=0.0)
     k = tl.load(mixed + n_key + head // shared * KEY + key, mask=has_key, other=0.0)
     v = tl.load(mixed + 2 * n_key + head * VALUE + value, mask=has_value, other=0.0)

@@ -20,10 +20,10 @@ LINES, WARPS = 32, 8  # of a program, at once
 PROGRAMS = 8  # of the backward kernel, for each processor of the device; see `triton_norm.py`
 
 
-def gated_norm(out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights, is_early: bool = False) -> Tensor:
+def gated_norm(out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights, pdl: bool = False) -> Tensor:
     """(N, H V) in the dtype given. given_NP: contiguous, for its part z.
 
-    is_early: it ends a chain of kernels (`kernels/jit.py`) that have made out, and none of what is given.
+    pdl: it ends a chain of kernels (`kernels/jit.py`) that have made out, and none of what is given.
     """
     n, n_heads, value_dim = out_NHV.shape
     normed_NI = given_NP.new_empty(n, n_heads * value_dim)
@@ -31,7 +31,7 @@ def gated_norm(out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights, is_earl
         _gated_norm_kernel[(triton.cdiv(n * n_heads, LINES),)](
             out_NHV.contiguous(), given_NP, weights.norm_V, normed_NI, n * n_heads, weights.eps,
             CHANNELS=weights.sizes[0], HEADS=n_heads, VALUE=value_dim, BLOCK=triton.next_power_of_2(value_dim),
-            LINES=LINES, num_warps=WARPS, **(jit.options(given_NP.device) if is_early else {}),
+            LINES=LINES, num_warps=WARPS, **(jit.pdl_options(given_NP.device) if pdl else {}),
         )  # fmt: skip
     return normed_NI
 
@@ -75,7 +75,7 @@ def _gated_norm_kernel(
     VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
     GIVEN: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -85,8 +85,8 @@ def _gated_norm_kernel(
     given = (line // HEADS * GIVEN + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
     z = tl.load(given_ptr + given, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
-    if EARLY:
-        jit.wait()
+    if PDL:
+        jit.wait_for_previous()
     out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
     out = out * tl.rsqrt(tl.sum(out * out, axis=1) / VALUE + eps)[:, None] * weight * z * tl.sigmoid(z)
     tl.store(normed_ptr + place, out.to(normed_ptr.dtype.element_ty), mask=inside)

@@ -29,12 +29,12 @@ def qk_norm_rope(
     n_kv_heads: int,
     head_dim: int,
     plus_one: bool = False,
-    before_early: bool = False,
+    next_uses_pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q_NHC and k_NKC, each head normalised (where there are weights) and rotated, and v_NKC, a view of qkv.
 
     plus_one: the factors of the norms are 1 + weight.
-    before_early: the next kernel may be an early one (`kernels/jit.py`).
+    next_uses_pdl: the next kernel may be an early one (`kernels/jit.py`).
     qkv_NX: the heads of q, k and v side by side, X = (H + 2 K) C.
     """
     n = qkv_NX.shape[0]
@@ -58,7 +58,7 @@ def qk_norm_rope(
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             PLUS_ONE=plus_one,
-            BEFORE_EARLY=before_early and jit.is_possible(qkv_NX.device),
+            NEXT_USES_PDL=next_uses_pdl and jit.supports_pdl(qkv_NX.device),
             num_warps=4,
         )
     return q_NHC, k_NKC, v_NKC
@@ -132,10 +132,10 @@ def _qk_norm_rope_kernel(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-    BEFORE_EARLY: tl.constexpr,
+    NEXT_USES_PDL: tl.constexpr,
 ):
-    if BEFORE_EARLY:
-        jit.let_next_begin()
+    if NEXT_USES_PDL:
+        jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.products import add_product, fill_rows
+from areno.kernels.matmul import add_product, fill_rows
 
 
 def _groups(ends_E: Tensor) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.kernels.backend import form
 from areno.kernels.logprobs import reference
-from areno.kernels.products import add_product, float_product
+from areno.kernels.matmul import add_product, float_product
 
 CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB in plain torch
 FUSED_CHUNK = 2048  # with fused kernels, 1.2 GiB

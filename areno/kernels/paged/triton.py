@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
+from areno.kernels.fixed_order.triton import heads_together
 from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
-from areno.kernels.paged.triton_spans import paged_attention
-from areno.kernels.spans.triton import heads_together
+from areno.kernels.paged.triton_fixed_order import paged_attention
 
 _TILE = tl.constexpr(32)  # positions read together, a power of two that divides the spans of a batch
 _ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]  # their alignment depends on the number of rows
@@ -33,7 +33,7 @@ def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
     """As `areno.kernels.paged.decode_attention`."""
-    if batch.by_spans:
+    if batch.fixed_order:
         return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
@@ -53,7 +53,7 @@ def decode_attention(
     partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
     log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    options = jit.options(q_BHC.device) if batch.early else {}
+    options = jit.pdl_options(q_BHC.device) if batch.pdl else {}
     _piece_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
         q_BHC,
         k_BKC,
@@ -197,14 +197,14 @@ def _piece_kernel(
     HAS_TEAMS: tl.constexpr,
     ONE_PART: tl.constexpr,
     WINDOW: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
     """One program for each piece and key head. A piece without positions leaves nothing; the join knows which.
 
-    EARLY: see `kernels/jit.py`. A row's first piece always waits.
+    PDL: see `kernels/jit.py`. A row's first piece always waits.
     """
-    if EARLY:
-        jit.let_next_begin()
+    if PDL:
+        jit.launch_dependents()
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     n_heads = tl.num_programs(0) * GROUP
@@ -240,8 +240,8 @@ def _piece_kernel(
                         least = row_length - WINDOW
                         start = tl.maximum(start, tl.min(least, axis=0) // _TILE * _TILE)
                     place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
-                    if EARLY:
-                        jit.wait()
+                    if PDL:
+                        jit.wait_for_previous()
                     q = tl.load(place, mask=real, other=0.0)
                     best, total, acc = _attend(
                         q,
@@ -279,8 +279,8 @@ def _piece_kernel(
             cell = tl.arange(0, OWN_ROWS)
             real = (cell < GROUP)[:, None] & real_dim[None, :]
             head = kv_head * GROUP + cell
-            if EARLY:
-                jit.wait()
+            if PDL:
+                jit.wait_for_previous()
             q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
             total = tl.zeros([OWN_ROWS], tl.float32)
@@ -342,7 +342,7 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MOST_PARTS: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):
     """Average a row's partial results by their sums. Only the parts that had positions are looked at."""
     row = tl.program_id(0).to(tl.int64)
@@ -357,8 +357,8 @@ def _join_kernel(
     best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([_JOIN_HEADS], tl.float32)
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
-    if EARLY:
-        jit.wait()
+    if PDL:
+        jit.wait_for_previous()
     for part in tl.static_range(MOST_PARTS):
         exists = real
         if part > 0:  # the first part holds the new token, so `best` is finite from there on

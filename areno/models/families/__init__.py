@@ -28,7 +28,7 @@ LAYER_NAMES = {
     "attention.q_norm": ("self_attn.q_norm",),
     "attention.k_norm": ("self_attn.k_norm",),
     "attention.out": ("self_attn.o_proj",),
-    "post_norm": ("post_attention_layernorm",),
+    "pre_mlp_norm": ("post_attention_layernorm",),
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }

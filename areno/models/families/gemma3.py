@@ -50,9 +50,9 @@ GEMMA3 = Family(
     value_architecture="Gemma3TextForSequenceClassification",
     read=read,
     names={
-        "attention_norm": ("post_attention_layernorm",),
-        "post_norm": ("pre_feedforward_layernorm",),
-        "mlp_norm": ("post_feedforward_layernorm",),
+        "post_attention_norm": ("post_attention_layernorm",),
+        "pre_mlp_norm": ("pre_feedforward_layernorm",),
+        "post_mlp_norm": ("post_feedforward_layernorm",),
     },
     around="Gemma3ForConditionalGeneration",
     assumed={

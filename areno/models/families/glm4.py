@@ -21,9 +21,9 @@ GLM4 = Family(
     value_architecture="Glm4ForSequenceClassification",
     read=read,
     names={
-        "attention_norm": ("post_self_attn_layernorm",),
-        "post_norm": ("post_attention_layernorm",),
-        "mlp_norm": ("post_mlp_layernorm",),
+        "post_attention_norm": ("post_self_attn_layernorm",),
+        "pre_mlp_norm": ("post_attention_layernorm",),
+        "post_mlp_norm": ("post_mlp_layernorm",),
     },
     stacked={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
 )

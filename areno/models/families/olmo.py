@@ -11,7 +11,7 @@ from areno.models.config import Family, LayerKind, TransformerConfig, read_decod
 from areno.models.folder import RawConfig
 from areno.models.rope import read_two_ropes
 
-_NORMS = {"attention_norm": ("post_attention_layernorm",), "mlp_norm": ("post_feedforward_layernorm",)}
+_NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm": ("post_feedforward_layernorm",)}
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:

@@ -10,8 +10,8 @@ import pytest
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, HeldBlocks
 from areno.engine.decoder.sequence import Sequence
+from areno.kernels.fixed_order import SPAN, border
 from areno.kernels.paged import most_rows
-from areno.kernels.spans import SPAN, border
 from areno.types import GenerationRequest
 
 SIZE = 4
@@ -39,15 +39,21 @@ def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int
     return made
 
 
-def split(sequences: list[Sequence], max_groups: int = 64, n_processors: int = 10, by_spans: bool = False):
+def split(sequences: list[Sequence], max_groups: int = 64, n_processors: int = 10, fixed_order: bool = False):
     return split_attention(
-        sequences, SIZE, group_size=8, max_groups=max_groups, n_heads=2, n_processors=n_processors, by_spans=by_spans
+        sequences,
+        SIZE,
+        group_size=8,
+        max_groups=max_groups,
+        n_heads=2,
+        n_processors=n_processors,
+        fixed_order=fixed_order,
     )
 
 
-def test_by_spans_a_group_has_at_most_16_queries_of_a_key_head_but_two_rows() -> None:
-    assert [most_rows(heads, by_spans=True) for heads in (1, 2, 4, 7, 8, 16)] == [8, 8, 4, 2, 2, 2]
-    assert [most_rows(heads, by_spans=False) for heads in (1, 8)] == [8, 8]
+def test_in_fixed_order_a_group_has_at_most_16_queries_of_a_key_head_but_two_rows() -> None:
+    assert [most_rows(heads, fixed_order=True) for heads in (1, 2, 4, 7, 8, 16)] == [8, 8, 4, 2, 2, 2]
+    assert [most_rows(heads, fixed_order=False) for heads in (1, 8)] == [8, 8]
 
 
 def test_groups_are_the_rows_with_the_same_prompt_blocks() -> None:
@@ -114,7 +120,7 @@ def test_short_shared_spans_are_twice_as_long(n_groups: int, span: int) -> None:
 def test_spans_have_room_for_their_parts(n_processors: int, n_prompt: int) -> None:
     groups = [samples(n_prompt, [1, 70, 900], 0, 9000), samples(n_prompt // 2, [1, 3], 5000, 20_000)]
     rows = [*groups[0], *groups[1], *samples(33, [1500], 8000, 30_000)]
-    made = split(rows, n_processors=n_processors, by_spans=True)
+    made = split(rows, n_processors=n_processors, fixed_order=True)
     shares = {position for span in range(99) if (position := border(span)) % SIZE == 0}
     lead = int(made.spans[1])
     assert lead in shares

@@ -72,8 +72,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "cut prompts": {"max_prefill_tokens": 11},
     "few blocks": {"n_blocks": 28},
-    "exact": {"attn_backend": "spans", "exact": True},
-    "exact, cut prompts": {"attn_backend": "spans", "exact": True, "max_prefill_tokens": 11},
+    "exact": {"attn_backend": "fixed_order", "exact": True},
+    "exact, cut prompts": {"attn_backend": "fixed_order", "exact": True, "max_prefill_tokens": 11},
 }
 
 

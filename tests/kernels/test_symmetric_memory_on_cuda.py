@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from areno.kernels.peers import PeerMemory, open_peer_memory
+from areno.kernels.symmetric_memory import SymmetricMemory, open_symmetric_memory
 from areno.layers.parallel import ParallelGroup
 
 SIZES = [(256, 4096), (64, 2560), (1, 5120), (3, 8), (512, 8192)]
@@ -19,9 +19,9 @@ def compare(rank: int, meeting: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=2, device_id=device)
-    memory = open_peer_memory(dist.group.WORLD, device)
+    memory = open_symmetric_memory(dist.group.WORLD, device)
     assert memory is not None
-    tp = ParallelGroup(rank, 2, dist.group.WORLD, peers=memory)
+    tp = ParallelGroup(rank, 2, dist.group.WORLD, symmetric_memory=memory)
     generator = torch.Generator(device).manual_seed(rank)
     for n, size in SIZES:
         part = torch.empty(n, size, device=device, dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ def given(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.linspace(-2, 2, n * size, device=part.device).view(n, size), torch.ones_like(part[0]) * 1.5
 
 
-def work(memory: PeerMemory, tp: ParallelGroup, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def work(memory: SymmetricMemory, tp: ParallelGroup, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
     stream, weight = given(part)
     return memory.sum(part), tp.every(part), *memory.add_and_norm(stream, part, weight, 1e-6, False)
 

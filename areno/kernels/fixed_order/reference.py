@@ -1,6 +1,7 @@
-"""The torch form, for the CPU.
+"""Fixed-order attention in plain torch, for the CPU, and the borders of its spans.
 
-A row of a matrix product has the same bits beside any others if there are ROWS rows or a multiple of it.
+Products of matrices have a multiple of `row_multiple` rows: a library then computes each row in the same way, whatever
+the other rows are.
 
 Shape letters: B rows of queries, H query heads, K key heads, L queries and M keys of a row, C head dimension; X pairs
 of a row and a key head; P queries of the heads that share a key head, padded.
@@ -20,23 +21,31 @@ from areno.kernels.padding import by_padding
 
 _Ints = TypeVar("_Ints", int, np.ndarray)
 
-SPAN = 256  # positions; the first ones are shorter, so that short prompts, too, have whole spans to share
-_SHORT = 64, 128  # where the spans before the first multiple of SPAN begin, beside 0
-ROWS = 16  # for each thread; with fewer, MKL has other kernels
+SPAN = 256  # positions; the first spans are shorter, so that short prompts have whole spans to share, too
+_SHORT = 64, 128  # where the second and third span begin; the first begins at 0
+ROWS = 16  # of a product, for each thread; MKL has other kernels for fewer
 
 
 def border(span: int) -> int:
-    """The position at which a span begins: 0, 64, 128, 256, 512, 768 and so on."""
+    """Return the position at which a span begins: 0, 64, 128, 256, 512, 768 and so on.
+
+    Args:
+        span: the index of the span, from 0.
+    """
     return (0, *_SHORT)[span] if span <= len(_SHORT) else (span - len(_SHORT)) * SPAN
 
 
 def n_spans(length: _Ints) -> _Ints:
-    """How many spans begin before position `length`, or before each of them."""
+    """Return the number of spans that cover the first `length` positions.
+
+    Args:
+        length: a number of positions, or an array of such numbers.
+    """
     return sum(length > start for start in _SHORT) - (-length // SPAN)
 
 
 def row_multiple() -> int:
-    """What the number of rows of a product must be a multiple of, on the CPU."""
+    """Return the number of rows of which a product on the CPU must have a multiple, to compute each row alike."""
     return ROWS * torch.get_num_threads()
 
 
@@ -49,31 +58,50 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, None]:
-    """As `areno.kernels.spans.packed_attention`."""
+    """Compute causal attention of packed rows; arguments as of `areno.kernels.fixed_order.packed_attention`."""
     attend = partial(causal, window=window)
     return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), attend), None
 
 
 def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, window: int | None = None) -> Tensor:
-    """(B, H, L, C) for queries that are the last L of M positions."""
+    """Compute causal attention of queries at the last L of M positions.
+
+    Args:
+        q_BHLC: queries.
+        k_BKMC: keys.
+        v_BKMC: values.
+        window: the number of last positions that a query attends to. None: all.
+
+    Returns:
+        (B, H, L, C).
+    """
     n_q, n_k = q_BHLC.shape[2], k_BKMC.shape[2]
-    return by_spans(q_BHLC, k_BKMC, v_BKMC, torch.arange(n_k - n_q, n_k).expand(len(q_BHLC), -1), window)
+    return padded_attention(q_BHLC, k_BKMC, v_BKMC, torch.arange(n_k - n_q, n_k).expand(len(q_BHLC), -1), window)
 
 
-def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None = None) -> Tensor:
-    """softmax(q k / sqrt(C)) v over the positions up to that of the query: (B, H, L, C). Keys beyond must be finite.
+def padded_attention(
+    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None = None
+) -> Tensor:
+    """Compute softmax(q k / sqrt(C)) v of padded rows over the positions up to that of each query.
 
-    positions_BL: int64, of the queries; key m of a row is at position m. window: how many positions a query sees, the
-    last ones; keys before them must be finite, too.
+    Args:
+        q_BHLC: queries.
+        k_BKMC: keys; key m of a row is at position m. Keys that no query attends to must be finite.
+        v_BKMC: values; finite as the keys.
+        positions_BL: int64, the positions of the queries.
+        window: the number of last positions that a query attends to. None: all.
+
+    Returns:
+        (B, H, L, C).
     """
     n_rows, n_heads, n_q, dim = q_BHLC.shape
     n_kv_heads = k_BKMC.shape[1]
     shared = n_heads // n_kv_heads
     spans = n_spans(k_BKMC.shape[2])
     more_q, more_k = -(shared * n_q) % row_multiple(), border(spans) - k_BKMC.shape[2]
-    # The query heads that share a key head are rows of one product.
+    # Query heads that share a key head are rows of one product.
     q_XPC = F.pad((q_BHLC * dim**-0.5).reshape(n_rows * n_kv_heads, shared * n_q, dim), (0, 0, 0, more_q))
-    # Whole spans, and no more: to fill up a cache of few positions would take most of the time.
+    # Pad to whole spans, not further: a longer padding would take most of the time of short rows.
     k_XMC, v_XMC = (F.pad(x.flatten(0, 1), (0, 0, 0, more_k)).contiguous() for x in (k_BKMC, v_BKMC))
     positions_XP1 = F.pad(positions_BL.repeat(1, shared), (0, more_q)).repeat_interleave(n_kv_heads, 0).unsqueeze(-1)
     best = q_XPC.new_full((*q_XPC.shape[:2], 1), -torch.inf)
@@ -86,7 +114,7 @@ def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tenso
             hidden |= places <= positions_XP1 - window
         scores = torch.bmm(q_XPC, k_XMC[:, span].transpose(1, 2)).masked_fill_(hidden, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-        # Without a window the first span has a key for every query. Behind one, nothing may have been seen yet.
+        # With a window, a query may attend to no key of the first spans. Its maximum is then still -inf.
         origin = new_best if window is None else new_best.masked_fill(new_best == -torch.inf, 0.0)
         weights = (scores - origin).exp_()
         decay = (best - origin).exp_()

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.kernels import peers
-from areno.kernels.peers import PeerMemory, open_peer_memory
+from areno.kernels import symmetric_memory
+from areno.kernels.symmetric_memory import SymmetricMemory, open_symmetric_memory
 
 CPU = torch.device("cpu")
 SYMMETRIC = "torch.distributed._symmetric_memory"
 
 
-def opened(n_ranks: int, empty: Any = torch.empty) -> PeerMemory:
+def opened(n_ranks: int, empty: Any = torch.empty) -> SymmetricMemory:
     """Of a group of so many, where nobody else is."""
     pytest.importorskip("triton")
     with (
@@ -28,7 +28,7 @@ def opened(n_ranks: int, empty: Any = torch.empty) -> PeerMemory:
         mock.patch.object(dist, "get_world_size", return_value=n_ranks),
         mock.patch.object(dist, "get_rank", return_value=0),
     ):
-        return PeerMemory(SimpleNamespace(group_name="group"), CPU)
+        return SymmetricMemory(SimpleNamespace(group_name="group"), CPU)
 
 
 @pytest.mark.parametrize(("n_ranks", "large"), [(2, True), (3, False), (4, True), (6, False), (8, True), (16, False)])
@@ -43,10 +43,10 @@ def test_large_sums_are_for_groups_that_torch_can_add_in_two_steps(n_ranks: int,
 def test_an_error_without_a_first_line_is_one_as_well(
     text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "PeerMemory", mock.Mock(side_effect=RuntimeError(text)))
-    monkeypatch.setattr(peers, "_is_any", lambda here, *_: here)
+    monkeypatch.setattr(symmetric_memory, "SymmetricMemory", mock.Mock(side_effect=RuntimeError(text)))
+    monkeypatch.setattr(symmetric_memory, "_is_any", lambda here, *_: here)
     with caplog.at_level("INFO", "areno"):
-        assert open_peer_memory(None, CPU) is None
+        assert open_symmetric_memory(None, CPU) is None
     assert (text.strip() or "RuntimeError") in caplog.text
 
 
@@ -74,14 +74,14 @@ def test_each_rank_tries_the_memory_with_numbers_of_its_own(monkeypatch: pytest.
     memory: Any = SimpleNamespace(device=CPU, most_bytes=2**20, takes=lambda _: True, sum=total)
     memory.gather = lambda x: x[None]
     memory.connect = lambda: None
-    monkeypatch.setattr(peers, "PeerMemory", lambda *_: memory)
-    monkeypatch.setattr(peers, "_is_any", lambda here, *_: here)
+    monkeypatch.setattr(symmetric_memory, "SymmetricMemory", lambda *_: memory)
+    monkeypatch.setattr(symmetric_memory, "_is_any", lambda here, *_: here)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     for rank in range(2):
         torch.manual_seed(1)  # processes begin with the same state
         before = torch.get_rng_state()
         monkeypatch.setattr(dist, "get_rank", lambda _, rank=rank: rank)
-        assert open_peer_memory(None, CPU) is memory
+        assert open_symmetric_memory(None, CPU) is memory
         assert torch.equal(torch.get_rng_state(), before)
     large = [x for x in tried if len(x) > 8]
     assert not any(torch.equal(x, y) for i, x in enumerate(large) for y in large[:i] if len(x) == len(y))
@@ -91,7 +91,7 @@ def test_no_warp_takes_a_turn_from_one_that_has_not_read_it() -> None:
     """A late one would wait for the numbers of the next call. In rows of 32 numbers nothing else makes warps meet."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.backends.compiler")
-    from areno.kernels.peers.triton import _meet_add_norm_kernel as kernel
+    from areno.kernels.symmetric_memory.triton import _meet_add_norm_kernel as kernel
 
     types = {
         "x_ptr": "*fp32", "part_ptr": "*bf16", "sum_ptr": "*fp32", "weight_ptr": "*bf16", "normed_ptr": "*bf16",

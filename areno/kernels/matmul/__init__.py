@@ -39,7 +39,7 @@ def fill_rows(x_ND: Tensor, multiple: int) -> Tensor:
 
 def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
     """x W^T in `dtype`, (N, O): the sum over I in order, whatever N, outside autograd. Needs Triton."""
-    from areno.kernels.products.triton import unsplit_product as product
+    from areno.kernels.matmul.triton import unsplit_product as product
 
     return product(x_NI, weight_OI, dtype)
 

@@ -20,7 +20,7 @@ _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (6
 
 
 def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `areno.kernels.products.unsplit_product`. One program walks all of I for a tile of rows and columns."""
+    """As `areno.kernels.matmul.unsplit_product`. One program walks all of I for a tile of rows and columns."""
     x_NI = x_NI.contiguous()
     (n_rows, n_inputs), n_columns = x_NI.shape, len(weight_OI)
     out_NO = x_NI.new_empty((n_rows, n_columns), dtype=dtype)

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from areno.kernels.peers import PeerMemory
-from areno.kernels.peers.triton import EMPTY
+from areno.kernels.symmetric_memory import SymmetricMemory
+from areno.kernels.symmetric_memory.triton import EMPTY
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.interpreted import run_interpreted
 
 
-def open_shared(folder: Path, rank: int, n_ranks: int) -> PeerMemory:
-    """PeerMemory whose tensors lie in files that all ranks have mapped."""
+def open_shared(folder: Path, rank: int, n_ranks: int) -> SymmetricMemory:
+    """SymmetricMemory whose tensors lie in files that all ranks have mapped."""
     kept: list[Tensor] = []
     held: list[Any] = []
 
@@ -45,7 +45,7 @@ def open_shared(folder: Path, rank: int, n_ranks: int) -> PeerMemory:
 
     memory_of = "torch.distributed._symmetric_memory"
     with mock.patch(f"{memory_of}.empty", empty), mock.patch(f"{memory_of}.rendezvous", rendezvous):
-        memory = PeerMemory(dist.group.WORLD, torch.device("cpu"))
+        memory = SymmetricMemory(dist.group.WORLD, torch.device("cpu"))
         memory.connect()
     memory.held_by_test = held  # type: ignore[attr-defined]
     # As after so many calls that the counts soon wrap around.
@@ -64,9 +64,9 @@ def compare_rank(rank: int, folder: str, n_ranks: int) -> None:
     dist.destroy_process_group()
 
 
-def compare_calls(memory: PeerMemory, rank: int, n_ranks: int) -> None:
+def compare_calls(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
     """Calls of several kinds and sizes take turns, over the wrap-around of the counts."""
-    tp = ParallelGroup(rank, n_ranks, dist.group.WORLD, peers=memory)
+    tp = ParallelGroup(rank, n_ranks, dist.group.WORLD, symmetric_memory=memory)
     generator = torch.Generator().manual_seed(rank)
     for n, size in [(1, 24), (3, 4096), (2, 8), (1, 8), (3, 4096), (2, 24)]:
         part = torch.randint(-9, 10, (n, size), generator=generator).bfloat16()
@@ -94,12 +94,12 @@ def compare_calls(memory: PeerMemory, rank: int, n_ranks: int) -> None:
     assert -(2**31) <= int(memory._shared.counts[0]) < 0  # they have wrapped
 
 
-def compare_models(memory: PeerMemory, rank: int, n_ranks: int) -> None:
+def compare_models(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
     """Hidden states without gradients: with tokens that ranks share, too."""
     from tests.helpers.fused_layers import BARE, build
 
     changes: dict[str, Any] = {**BARE, "intermediate_size": 42, "num_layers": 1}
-    plain, peers = (ParallelGroup(rank, n_ranks, dist.group.WORLD, peers=each) for each in (None, memory))
+    plain, peers = (ParallelGroup(rank, n_ranks, dist.group.WORLD, symmetric_memory=each) for each in (None, memory))
     tokens, positions = torch.arange(6) * 7 % 50, torch.arange(6)
     attend = PackedAttend(torch.tensor([0, 6]).int(), 6, "sdpa")
     met = mock.Mock(wraps=memory.add_and_norm)
@@ -117,4 +117,4 @@ def compare(n_ranks: int) -> None:
 
 
 def test_ranks_that_read_each_others_memory_do_what_collectives_do() -> None:
-    run_interpreted("from tests.kernels.test_peers_interpreted import compare; compare(3)", timeout=100)
+    run_interpreted("from tests.kernels.test_symmetric_memory_interpreted import compare; compare(3)", timeout=100)

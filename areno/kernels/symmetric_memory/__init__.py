@@ -22,15 +22,15 @@ _TWO_STEPS = (4, 8)  # sizes of a group, above two, that torch has them for
 _ALIGNMENT = 16  # bytes
 
 
-class PeerMemory:
+class SymmetricMemory:
     """A buffer on each GPU of a group, which the others have mapped."""
 
     def __init__(self, group: Any, device: torch.device):
         """Only takes the memory. RuntimeError where there is none, ImportError without Triton."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        from areno.kernels.peers import triton as kernels
-        from areno.kernels.peers.triton import EMPTY, PROGRAMS, REGION
+        from areno.kernels.symmetric_memory import triton as kernels
+        from areno.kernels.symmetric_memory.triton import EMPTY, PROGRAMS, REGION
 
         self.device, self._kernels, self._most_rows, self._row_bytes = device, kernels, PROGRAMS, REGION
         self._group, self._size = group, dist.get_world_size(group)
@@ -106,11 +106,11 @@ class PeerMemory:
         return 0 < x.nbytes <= self.most_bytes and x.is_contiguous()
 
 
-def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
+def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory | None:
     """A collective call: memory that has been tried, or None where some GPU of the group has none that works."""
-    found: list[PeerMemory] = []
+    found: list[SymmetricMemory] = []
     # A rank that has no memory must not leave the others waiting for it to connect.
-    for step in (lambda: found.append(PeerMemory(group, device)), lambda: found[0].connect()):
+    for step in (lambda: found.append(SymmetricMemory(group, device)), lambda: found[0].connect()):
         has_failed, problem = False, "on another rank"
         try:
             step()
@@ -131,7 +131,7 @@ def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
     return memory
 
 
-def _is_right(memory: PeerMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
+def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
     """A collective call."""
     x = torch.randint(-4, 5, (n_bytes // 2,), generator=generator, device=memory.device).bfloat16()  # sums are exact
     expected = x.clone()

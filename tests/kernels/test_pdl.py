@@ -36,12 +36,12 @@ def test_which_devices_can_do_it(device: str, capability: tuple[int, int], expec
     from areno.kernels import jit
 
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        jit.is_possible.cache_clear()
+        jit.supports_pdl.cache_clear()
         try:
-            assert jit.is_possible(torch.device(device)) is expected
-            assert bool(jit.options(torch.device(device))) is expected
+            assert jit.supports_pdl(torch.device(device)) is expected
+            assert bool(jit.pdl_options(torch.device(device))) is expected
         finally:
-            jit.is_possible.cache_clear()
+            jit.supports_pdl.cache_clear()
 
 
 def _compiled(
@@ -90,7 +90,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         triton_heads._qk_norm_rope_kernel,
         {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"}, ("qkv_stride",),
         {"q_weight_ptr": None, "k_weight_ptr": None, "eps": 0.0, "HEADS": 2, "KV_HEADS": 1, "HALF": 8, "HEADS_BLOCK": 4,
-         "HALF_BLOCK": 8, "PLUS_ONE": False, "BEFORE_EARLY": True},
+         "HALF_BLOCK": 8, "PLUS_ONE": False, "NEXT_USES_PDL": True},
     )  # fmt: skip
     assert re.fullmatch(r"let( read)+( write)+", heads)  # the first of the chain
 
@@ -103,7 +103,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
     )  # fmt: skip
     constants = {
         "scale": 1.0, "GROUP": 1, "OWN_ROWS": 16, "TEAM_ROWS": 16, "HEAD_DIM": 16, "PADDED_DIM": 16, "PAGE_SIZE": 32,
-        "ONE_PART": False, "EARLY": True,
+        "ONE_PART": False, "PDL": True,
     }  # fmt: skip
     pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
     for window in (None, 40):
@@ -123,7 +123,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
 
     before, join = _compiled(
         paged._join_kernel, {**ints, **partial, "out_ptr": "bf16"}, ("n_heads", "n_parts", "own_splits"),
-        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MOST_PARTS": 2, "EARLY": True},
+        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MOST_PARTS": 2, "PDL": True},
     )  # fmt: skip
     assert before == set(ints)
     assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)
@@ -138,7 +138,7 @@ def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_
     before, head = _compiled(
         triton_step._head_kernel, {**gates, **states, "norm_ptr": "bf16", "mixed_ptr": "fp32", "out_ptr": "bf16"},
         ("n_given", "n_channels", "n_heads", "shared", "n_key"),
-        {"eps": 1e-6, "scale": 0.25, "KEY": 16, "VALUE": 32, "KEY_BLOCK": 16, "COLUMNS": 16, "EARLY": True},
+        {"eps": 1e-6, "scale": 0.25, "KEY": 16, "VALUE": 32, "KEY_BLOCK": 16, "COLUMNS": 16, "PDL": True},
     )  # fmt: skip
     assert before == {*gates, *states}
     assert re.fullmatch(r"let( read)+ wait( read)+( write)+", head)
@@ -146,7 +146,7 @@ def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_
     before, norm = _compiled(
         triton_gated_norm._gated_norm_kernel,
         dict.fromkeys(["out_ptr", "given_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
-        {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "EARLY": True},
+        {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "PDL": True},
     )  # fmt: skip
     assert before == {"given_ptr", "norm_ptr"}
     assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
@@ -156,7 +156,7 @@ def test_adapters_wait_behind_the_loads_that_need_nothing_and_before_all_others(
     from areno.kernels.adapters import triton as adapters
 
     halves = dict.fromkeys(["out_ptr", "h_ptr", "b_ptr"], "bf16")
-    sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "EARLY": True}
+    sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "PDL": True}
     before, add = _compiled(
         adapters._add_up_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
         ("n_rows", "y_stride", "out_stride", "h_stride"), sizes,
@@ -198,7 +198,7 @@ def _replayed(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Cal
 def _compare(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Callable[[], object]]) -> None:
     from areno.kernels import jit
 
-    assert jit.is_possible(changed[0].device) or torch.cuda.get_device_capability() < (9, 0)
+    assert jit.supports_pdl(changed[0].device) or torch.cuda.get_device_capability() < (9, 0)
     found = _replayed(body, changed, steps)
     with mock.patch.object(jit, "is_possible", return_value=False):
         expected = _replayed(body, changed, steps)
@@ -215,7 +215,7 @@ def test_attention_that_begins_early_gives_the_same_bits(span: int) -> None:
     heads, kv_heads, dim, hidden, n_layers = 16, 4, 128, 512, 6
     cases = [make_case(heads, kv_heads, dim, 32, torch.bfloat16, "cuda")[3:] for _ in range(n_layers)]
     batch = cut_into(cases[0][1], span, span)
-    batch.early = True
+    batch.pdl = True
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -230,7 +230,7 @@ def test_attention_that_begins_early_gives_the_same_bits(span: int) -> None:
         hidden_BD = x_BD
         for (pages, _), qkv_XD, out_DQ in zip(cases, qkv, out, strict=True):
             given = hidden_BD @ qkv_XD.T, cos, sin, weight_C, weight_C, 1e-6, heads, kv_heads, dim
-            attended = decode_attention(*qk_norm_rope(*given, before_early=True), pages, batch)
+            attended = decode_attention(*qk_norm_rope(*given, next_uses_pdl=True), pages, batch)
             hidden_BD = attended.flatten(1) @ out_DQ.T
         return hidden_BD
 

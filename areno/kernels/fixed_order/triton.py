@@ -1,14 +1,16 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The Triton form for packed rows, and what it shares with that for decode steps (kernels/paged/triton_spans.py).
+"""Fixed-order attention of packed rows as a Triton kernel, and the functions that it shares with decode steps.
 
-What fixes the bits of a result: the tiles of TILE keys are taken in order within a span, each span from scratch, and
-the spans are joined in order. How many queries share a program is free, and so is whether they are the rows or the
-columns of its products, since a matrix unit computes each number alone. So is whether one program joins the first spans
-itself, or each span has its own program and a second kernel joins them.
-Sums over keys are matrix products, too, as the order of `tl.sum` depends on the layout of a tile. Multiply-adds are
-written out, because a compiler may fuse them in one kernel and not in another.
+`kernels/paged/triton_fixed_order.py` has the kernels of decode steps. Both give exactly the same result, because they
+fix these things: tiles of TILE keys are taken in order within a span, each span begins with an empty softmax, and spans
+are joined in order. Sums over keys are matrix products, as the order of `tl.sum` depends on the layout of a tile.
+Multiply-adds are written out, as a compiler may fuse them in one kernel and not in another.
 
-Shape letters as in `areno/kernels/attention` and `areno/kernels/paged`.
+Three things may differ, because a matrix unit computes each number by itself: how many queries share a program, whether
+they are the rows or the columns of its products, and whether one program joins the first spans itself or a second
+kernel joins spans of several programs.
+
+Shape letters as in `areno/kernels/fixed_order`.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.fixed_order.reference import SPAN
 from areno.kernels.jit import kernel
-from areno.kernels.spans.reference import SPAN
 
 LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
 _SPAN = tl.constexpr(SPAN)
-TILE = tl.constexpr(64)  # keys taken together, a power of two that divides all spans
-_ONES = tl.constexpr(16)  # columns of a product that sums
-_QUERIES, _QUERY_WARPS = 64, 4  # of a program for packed rows; the fastest on an H200
+TILE = tl.constexpr(64)  # keys loaded together, a power of two that divides all spans
+_ONES = tl.constexpr(16)  # columns of ones: a product with them sums the rows of a tile
+_QUERIES, _QUERY_WARPS = 64, 4  # of a program; the fastest on an H200
 
 
 def packed_attention(
@@ -38,7 +40,7 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `areno.kernels.spans.packed_attention`."""
+    """Compute causal attention of packed rows; arguments as of `areno.kernels.fixed_order.packed_attention`."""
     q_NHC, k_MKC, v_MKC = (heads_together(x) for x in (q_NHC, k_MKC, v_MKC))
     n_tokens, n_heads, dim = q_NHC.shape
     out_NHC = q_NHC.new_empty((n_tokens, n_heads, dim))
@@ -69,27 +71,45 @@ def packed_attention(
 
 
 def heads_together(x: Tensor) -> Tensor:
-    """x itself where each row's heads lie side by side, else a copy."""
+    """Return a tensor in which the heads of each row lie side by side in memory.
+
+    Args:
+        x: (N, heads, C), with any stride between rows.
+
+    Returns:
+        x itself if its heads lie side by side, else a contiguous copy.
+    """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 @triton.jit
 def border(span):
-    """As `reference.border`."""
+    """Return the position at which a span begins, as `reference.border` does."""
     return tl.where(span < 3, span * 64, (span - 2) * _SPAN)
 
 
 @triton.jit
 def n_spans(length):
-    """As `reference.n_spans`."""
+    """Return the number of spans that cover the first `length` positions, as `reference.n_spans` does."""
     return tl.where(length <= 128, (length + 63) // 64, 2 + (length + _SPAN - 1) // _SPAN)
 
 
 @triton.jit
 def take(q, k, v, visible, best, total, acc, rate):
-    """Take a tile of keys into a running softmax. visible: which keys each query sees, (queries, TILE).
+    """Add a tile of keys to a running softmax.
 
-    best: the largest score so far, -inf before any. total: the sum of weights, once in each of its columns.
+    Args:
+        q: queries (queries, C).
+        k: keys, transposed (C, TILE).
+        v: values (TILE, C).
+        visible: which keys each query attends to, (queries, TILE).
+        best: the largest score so far (queries,), -inf at first.
+        total: the sum of weights so far, repeated in each of its columns (queries, _ONES).
+        acc: the weighted sum of values so far (queries, C).
+        rate: log2(e) / sqrt(C), the factor of scores.
+
+    Returns:
+        The new `best`, `total` and `acc`.
     """
     scores = tl.dot(q, k, input_precision="ieee")
     scores = tl.where(visible, scores, float("-inf"))
@@ -104,15 +124,25 @@ def take(q, k, v, visible, best, total, acc, rate):
 
 @triton.jit
 def rescale(best, new_best, rate):
-    """For a larger `best`: what to add to scores times the rate, and what to multiply sums so far with."""
+    """Return the summand of scaled scores and the factor of earlier sums when the largest score becomes `new_best`."""
     origin = tl.where(new_best == float("-inf"), 0.0, new_best)
     return 0.0 - origin * rate, tl.exp2((best - origin) * rate)
 
 
 @triton.jit
 def join(best, total, span_best, span_total, rate):
-    """Join the next span to those before it: the largest score and the sum of weights of all, and the factors for what
-    both have summed. All are (queries,).
+    """Join a span to the earlier spans of a running softmax.
+
+    Args:
+        best: the largest score of the earlier spans, (queries,).
+        total: their sum of weights, relative to `best`, (queries,).
+        span_best: the largest score of the span, (queries,).
+        span_total: its sum of weights, relative to `span_best`, (queries,).
+        rate: log2(e) / sqrt(C), the factor of scores.
+
+    Returns:
+        The largest score and the sum of weights of all, and the factors for the weighted values of the earlier spans
+        and of the span; (queries,) each.
     """
     new_best = tl.maximum(best, span_best)
     decay, weight = rescale(best, new_best, rate)[1], rescale(span_best, new_best, rate)[1]
@@ -139,7 +169,7 @@ def _packed_kernel(
     PADDED_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """One program for QUERIES queries of a row and one head. Those with the most keys come first."""
+    """Compute QUERIES queries of a row and a head in each program. Programs with the most keys begin first."""
     head, row = tl.program_id(1), tl.program_id(2)
     start_q, start_k = tl.load(starts_q_ptr + row).to(tl.int64), tl.load(starts_k_ptr + row).to(tl.int64)
     n_q = (tl.load(starts_q_ptr + row + 1) - start_q).to(tl.int32)
@@ -160,7 +190,7 @@ def _packed_kernel(
         acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
         end = tl.minimum(n_k, n_k - n_q + first + QUERIES)
         begin = 0
-        if WINDOW is not None:  # the spans that its first query sees something of
+        if WINDOW is not None:  # begin at the first span in the window of the first query
             begin = n_spans(tl.maximum(n_k - n_q + first + 2 - WINDOW, 1)) - 1
         for span in range(begin, n_spans(end)):
             span_best = tl.full([QUERIES], float("-inf"), tl.float32)

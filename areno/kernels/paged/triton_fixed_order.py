@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.fixed_order.reference import SPAN
+from areno.kernels.fixed_order.triton import LOG2_E, TILE, border, heads_together, join, n_spans, rescale
 from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
-from areno.kernels.spans.reference import SPAN
-from areno.kernels.spans.triton import LOG2_E, TILE, border, heads_together, join, n_spans, rescale
 
 _OWN_LEAD = tl.constexpr(SPAN)  # positions that one program joins, of a row that shares none
 _ONES = tl.constexpr(64)  # rows of a product that sums
