@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from areno.errors import EngineError, Key
-from areno.kernels.adapters import add_up
+from areno.kernels.adapters import add_lora
 from areno.kernels.backend import use_triton
 from areno.kernels.fixed_order import row_multiple
-from areno.kernels.matmul import UnsplitProduct
+from areno.kernels.matmul import FixedOrderProduct
 from areno.layers.adapter import Adapter
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear
@@ -93,7 +93,7 @@ def _try_adapter(adapter: Adapter, multiple: int) -> None:
 
     def added(n_rows: int) -> Tensor:
         h_NR, y_NO = adapter.first_product(x_NI[:n_rows]), x_NI.new_zeros(n_rows, n_columns)
-        return add_up(y_NO, h_NR, b_SR, adapter.places, adapter.tiles, adapter.scaling)
+        return add_lora(y_NO, h_NR, b_SR, adapter.places, adapter.tiles, adapter.scaling)
 
     all_NO = added(len(x_NI))
     for n_rows in (size * multiple for size in _CPU_SIZES):
@@ -121,22 +121,22 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
             )  # fmt: skip
 
 
-def _unsplit(module: Linear | VocabParallelEmbedding, timed: bool) -> UnsplitProduct:
+def _unsplit(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderProduct:
     """How products with these weights are computed in one order: by the library where it can, or where it is faster."""
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype
-    as_ever = UnsplitProduct()
+    as_ever = FixedOrderProduct()
     all_NO = as_ever(x_NI, weight_OI, dtype)
 
-    def differ(product: UnsplitProduct) -> list[int]:
+    def differ(product: FixedOrderProduct) -> list[int]:
         return [n for n in _CUDA_SIZES if not torch.equal(product(x_NI[:n], weight_OI, dtype), all_NO[:n])]
 
-    def seconds(product: UnsplitProduct, n_rows: int) -> float:
+    def seconds(product: FixedOrderProduct, n_rows: int) -> float:
         return _seconds(lambda: product(x_NI[:n_rows], weight_OI, dtype))
 
     if not (split := differ(as_ever)):
         return as_ever
-    by_library, by_triton = UnsplitProduct(library_rows=split[-1]), UnsplitProduct(triton_rows=split[-1])
+    by_library, by_triton = FixedOrderProduct(library_rows=split[-1]), FixedOrderProduct(triton_rows=split[-1])
     library_can = not differ(by_library)
     if not use_triton(x_NI):
         if library_can:
@@ -147,13 +147,13 @@ def _unsplit(module: Linear | VocabParallelEmbedding, timed: bool) -> UnsplitPro
             Key("engine.exact"), split[-1],
         )  # fmt: skip
     if differ(by_triton):  # its own bits for all, where they are not the library's
-        return by_library if library_can else UnsplitProduct(triton_rows=sys.maxsize)
+        return by_library if library_can else FixedOrderProduct(triton_rows=sys.maxsize)
     if not library_can:
         return by_triton
     if not timed:
-        return UnsplitProduct(min(_UNTIMED, split[-1]), split[-1])
+        return FixedOrderProduct(min(_UNTIMED, split[-1]), split[-1])
     slower = (n for n in _TIMED if n <= split[-1] and seconds(by_library, n) < seconds(by_triton, n))
-    return UnsplitProduct(next(slower, split[-1] + 1) - 1, split[-1])
+    return FixedOrderProduct(next(slower, split[-1] + 1) - 1, split[-1])
 
 
 def _seconds(run: Callable[[], object]) -> float:

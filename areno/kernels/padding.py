@@ -1,4 +1,6 @@
-"""Packed rows of tokens as padded batches, and back: for attention by functions that take no packed rows.
+"""Attention of packed rows by functions that take padded batches.
+
+`by_padding` pads rows of similar length to batches, calls the function, and packs the results again.
 
 Shape letters: N query tokens, M key tokens, H query heads, K key heads, D head dimension; T tokens of the B rows of one
 padded batch of length L.
@@ -22,9 +24,20 @@ def by_padding(
     starts_k: list[int],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Attention by a function of padded batches (B, heads, L, D) whose queries are the last tokens of their rows.
+    """Compute attention of packed rows by a function of padded batches.
 
     Rows of similar length share a call, since many short calls cost more than some padding.
+
+    Args:
+        q_NHD: queries of all rows.
+        k_MKD: keys of all rows. A row with more keys than queries has its queries at the end.
+        v_MKD: values of all rows.
+        starts_q: where the queries of each row begin, and N.
+        starts_k: where the keys of each row begin, and M.
+        attend: causal attention of padded q, k, v (B, heads, L, D) whose queries are the last positions.
+
+    Returns:
+        (N, H, D).
     """
     outs: list[Tensor] = []
     order: list[Tensor] = []  # token indices of `outs`
@@ -35,7 +48,7 @@ def by_padding(
         place_k = place_q
         if starts_q != starts_k:
             place_k = _Padding([starts_k[row] for row in rows], lengths_k, q_NHD.device)
-        if len(rows) == len(starts_q) - 1:  # every token, in order: nothing to pick out
+        if len(rows) == len(starts_q) - 1:  # all tokens in their order
             q_THD, k_THD, v_THD = q_NHD, k_MKD, v_MKD
         else:
             q_THD = q_NHD.index_select(0, place_q.tokens_T)
@@ -50,11 +63,10 @@ def by_padding(
 
 
 def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
-    """Rows that are computed together, each list in packed order.
+    """Return the rows of each padded batch, in packed order.
 
-    Rows whose queries and keys are the same tokens may differ in length: a padded key comes after every real query of
-    its row, so the causal mask hides it. Rows with more keys than queries need a mask of their own and are batched at
-    equal lengths only.
+    Rows with equal queries and keys may differ in length, as the causal mask hides the padding after them. Rows with
+    more keys than queries have a mask that depends on both lengths, so only rows of equal lengths share a batch.
     """
     whole: list[tuple[int, int]] = []  # (length, row)
     tails: dict[tuple[int, int], list[int]] = {}
@@ -76,7 +88,7 @@ def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
 
 
 class _Padding:
-    """Packed tokens of B rows (T, heads, D) to and from a padded batch (B, heads, L, D)."""
+    """Moves tokens of B rows between packed (T, heads, D) and padded (B, heads, L, D) tensors."""
 
     def __init__(self, starts: list[int], lengths: list[int], device: torch.device):
         n_rows, longest = len(starts), max(lengths)
@@ -90,11 +102,13 @@ class _Padding:
         self.slots_T = real_BL.flatten().nonzero().squeeze(1).to(device)
 
     def pad(self, x_THD: Tensor) -> Tensor:
+        """Return the padded batch (B, heads, L, D) of packed tokens, with zeros as padding."""
         if self.ragged:
             n_rows, longest = self.shape
             x_THD = x_THD.new_zeros(n_rows * longest, *x_THD.shape[1:]).index_copy(0, self.slots_T, x_THD)
         return x_THD.reshape(*self.shape, *x_THD.shape[1:]).transpose(1, 2)
 
     def unpad(self, x_BHLD: Tensor) -> Tensor:
+        """Return the packed tokens (T, heads, D) of a padded batch."""
         x_THD = x_BHLD.transpose(1, 2).flatten(0, 1)
         return x_THD.index_select(0, self.slots_T) if self.ragged else x_THD

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.adapters import Place, add_below, add_up, swiglu_below, tiles
+from areno.kernels.adapters import Place, add_lora, add_lora_stacked, swiglu_stacked, tiles
 from areno.kernels.backend import use_triton
-from areno.kernels.matmul import add_product, unsplit_product
+from areno.kernels.matmul import add_product, fixed_order_product
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 
@@ -88,13 +88,13 @@ class Adapter(nn.Module):
             b = self.tp.copy_in(b)
         else:
             a = self.tp.copy_in(a)
-        return add_up(y_NO, self.first_product(x_NI, a), b, self.places, self.tiles, self.scaling)
+        return add_lora(y_NO, self.first_product(x_NI, a), b, self.places, self.tiles, self.scaling)
 
     def first_product(self, x_NI: Tensor, a_RI: Tensor | None = None) -> Tensor:
         """x A^T, (N, R). a: A where autograd is to go through what the ranks share."""
         a_RI = self.a if a_RI is None else a_RI
         if self.in_order and not torch.is_grad_enabled():
-            return unsplit_product(x_NI, a_RI, x_NI.dtype)
+            return fixed_order_product(x_NI, a_RI, x_NI.dtype)
         return F.linear(x_NI, a_RI)
 
     # What sampling calls.
@@ -126,11 +126,11 @@ class Adapter(nn.Module):
             self.below[0][self._n_out : self._n_out + len(self.a)] = self.a
 
     @property
-    def is_below(self) -> bool:
-        """Whether the layer's own product is left to `output`, or `with_first_product`."""
+    def is_stacked(self) -> bool:
+        """Whether the layer's own product is left to `output`, or `stacked_product`."""
         return self.below is not None and _is_sampling and self.on
 
-    def with_first_product(self, x_NI: Tensor) -> Tensor:
+    def stacked_product(self, x_NI: Tensor) -> Tensor:
         """x W^T (with the bias where outputs are divided) and x A^T side by side, (N, O + R or more)."""
         assert self.below is not None
         return F.linear(x_NI, *self.below)
@@ -138,11 +138,11 @@ class Adapter(nn.Module):
     def output(self, x_NI: Tensor) -> Tensor:
         """What the layer and the adapter give together, (N, O)."""
         assert self._tiles_of_all is not None
-        return add_below(self.with_first_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
+        return add_lora_stacked(self.stacked_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
 
-    def swiglu_below(self, both_NX: Tensor, gelu: bool) -> Tensor:
-        """silu(gate) * up, (N, O / 2), of `with_first_product` where the layer gives gate and up side by side."""
-        return swiglu_below(both_NX, self.b, self.places, self.scaling, self._n_out, gelu)
+    def swiglu_stacked(self, both_NX: Tensor, gelu: bool) -> Tensor:
+        """silu(gate) * up, (N, O / 2), of `stacked_product` where the layer gives gate and up side by side."""
+        return swiglu_stacked(both_NX, self.b, self.places, self.scaling, self._n_out, gelu)
 
     # What the fused layers call, outside autograd.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.matmul import UnsplitProduct, float_product
+from areno.kernels.matmul import FixedOrderProduct, float_product
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
@@ -33,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = spec.empty(rows, hidden_size)
         part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
-        self.unsplit: UnsplitProduct | None = None  # as of Linear
+        self.unsplit: FixedOrderProduct | None = None  # as of Linear
 
     def clear_padding(self) -> None:
         """Zero the rows below the vocabulary. Loading calls this, since no checkpoint tensor fills them."""

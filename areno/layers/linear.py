@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.matmul import UnsplitProduct, add_product
+from areno.kernels.matmul import FixedOrderProduct, add_product
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
@@ -32,7 +32,7 @@ class Linear(nn.Module):
         self.tp = spec.tp
         self.weight = spec.empty(out_size, in_size)
         self.bias = spec.empty(out_size) if bias else None
-        self.unsplit: UnsplitProduct | None = None
+        self.unsplit: FixedOrderProduct | None = None
         self.layout: Layout = {}
         self.adapter: Adapter | None = None
 
@@ -48,7 +48,7 @@ class Linear(nn.Module):
 
     def adapter_below(self) -> Adapter | None:
         """The adapter whose first product is computed along with the layer's; see there."""
-        return self.adapter if self.adapter is not None and self.adapter.is_below else None
+        return self.adapter if self.adapter is not None and self.adapter.is_stacked else None
 
     def merged_weight(self) -> Tensor:
         """The weight with what the adapter adds: itself, or a copy."""

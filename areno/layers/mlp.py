@@ -68,8 +68,8 @@ class GatedMLP(nn.Module):
 
         if (adapter := self.gate_up.adapter_below()) is not None:
             assert not split, "sampling divides no tokens"
-            both_NX = adapter.with_first_product(x_ND)
-            return self.down(adapter.swiglu_below(both_NX, self.gelu), split, whole), both_NX, ()
+            both_NX = adapter.stacked_product(x_ND)
+            return self.down(adapter.swiglu_stacked(both_NX, self.gelu), split, whole), both_NX, ()
         gate_up_N2I = self.gate_up(x_ND, split)
         return self.down(swiglu(gate_up_N2I, self.gelu), split, whole), gate_up_N2I, ()
 

@@ -98,27 +98,27 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
     partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
     halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
     numbers = (
-        "q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_team_pieces", "own_splits",
+        "q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_group_pieces", "own_splits",
         "shared_splits",
     )  # fmt: skip
     constants = {
-        "scale": 1.0, "GROUP": 1, "OWN_ROWS": 16, "TEAM_ROWS": 16, "HEAD_DIM": 16, "PADDED_DIM": 16, "PAGE_SIZE": 32,
-        "ONE_PART": False, "PDL": True,
+        "scale": 1.0, "HEADS_PER_KEY": 1, "OWN_ROWS": 16, "GROUP_ROWS": 16, "HEAD_DIM": 16, "PADDED_DIM": 16,
+        "BLOCK_SIZE": 32, "ONE_PART": False, "PDL": True,
     }  # fmt: skip
     pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
     for window in (None, 40):
         before, piece = _compiled(
             paged._piece_kernel, pieces, numbers,
-            {**constants, "WINDOW": window, "teams_ptr": None, "TEAM": 1, "HAS_TEAMS": False},
+            {**constants, "WINDOW": window, "groups_ptr": None, "GROUP_SIZE": 1, "HAS_GROUPS": False},
         )  # fmt: skip
         assert before == {*ints, "slots_ptr"}
         assert re.match(r"let (read ){4}wait read", piece)
         assert piece.count("wait") == 1
         before, piece = _compiled(
-            paged._piece_kernel, {**pieces, "teams_ptr": "i64"}, numbers,
-            {**constants, "WINDOW": window, "TEAM": 2, "HAS_TEAMS": True},
+            paged._piece_kernel, {**pieces, "groups_ptr": "i64"}, numbers,
+            {**constants, "WINDOW": window, "GROUP_SIZE": 2, "HAS_GROUPS": True},
         )  # fmt: skip
-        assert before == {*ints, "slots_ptr", "teams_ptr"}
+        assert before == {*ints, "slots_ptr", "groups_ptr"}
         assert piece.count("wait") == 2  # of a group's piece, and of a row's
 
     before, join = _compiled(
@@ -158,13 +158,13 @@ def test_adapters_wait_behind_the_loads_that_need_nothing_and_before_all_others(
     halves = dict.fromkeys(["out_ptr", "h_ptr", "b_ptr"], "bf16")
     sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "PDL": True}
     before, add = _compiled(
-        adapters._add_up_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
+        adapters._add_lora_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
         ("n_rows", "y_stride", "out_stride", "h_stride"), sizes,
     )  # fmt: skip
     assert before == {"b_ptr", "tiles_ptr"}
     assert re.match(r"(read ){5,}wait read", add)
     before, swiglu = _compiled(
-        adapters._swiglu_below_kernel, {**halves, "both_ptr": "bf16"},
+        adapters._swiglu_stacked_kernel, {**halves, "both_ptr": "bf16"},
         ("n_rows", "both_stride", "n_inner", "gate_row", "up_row"), {**sizes, "GATE_H": 0, "UP_H": 70, "GELU": False},
     )  # fmt: skip
     assert before == {"b_ptr"}

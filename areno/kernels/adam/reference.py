@@ -1,8 +1,8 @@
-"""The AdamW update in plain torch, computed in fp32, and what the Triton kernels share: its numbers and the codes.
+"""AdamW in plain torch, in fp32, and the constants and codes that the Triton kernels share with it.
 
-Codes of 8-bit moments (arXiv 2110.02861, section 2.1): moments are quantised in blocks of BLOCK elements. A block
-stores the largest absolute value of its elements as its scale. Each element stores the number of the code nearest to
-its share of that scale. The spacing of the codes grows with their size, so small moments keep a relative precision.
+8-bit moments (arXiv 2110.02861, section 2.1) are quantised in blocks of BLOCK elements. A block stores the largest
+absolute value of its elements as its scale. An element is divided by the scale and stored as the index of the nearest
+of 256 codes. Codes lie closer together near 0, so small moments keep their relative precision.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 256  # elements quantised together
-_ROW = 1024  # elements whose squares are added in float32
-TINY = 1e-37  # the least scale that is divided by, so that its reciprocal is finite
-Pair = tuple[Tensor, Tensor]  # of the first moment and of the second
+_ROW = 1024  # elements whose squares are summed in float32; the sums of rows are summed in float64
+TINY = 1e-37  # the smallest divisor of a block, so that its reciprocal is finite
+Pair = tuple[Tensor, Tensor]  # for the first and for the second moment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The numbers of one update, the same for all parameters of a stretch.
+    """The numbers of one AdamW step, the same for all parameters of a slice.
 
-    scale: of the gradient (clipping). correction_1, correction_2: 1 - beta1^t and the root of 1 - beta2^t.
-    decay: 1 - lr * weight_decay, 1 where there is none.
+    Attributes:
+        lr: the learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        decay: 1 - lr * weight_decay, by which parameters are multiplied.
+        scale: factor of the gradient, from clipping.
+        correction_1: bias correction of the first moment, 1 - beta1^t.
+        correction_2: bias correction of the root of the second moment, sqrt(1 - beta2^t).
     """
 
     lr: float
@@ -39,26 +46,26 @@ class Update:
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    """As `areno.kernels.adam.adam`."""
+    """Do one AdamW step in plain torch; arguments as of `areno.kernels.adam.adam`."""
     _moments(grad, *moments, update)
     _apply(master, param, *moments, update)
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    """As `areno.kernels.adam.adam_8bit`."""
+    """Do one AdamW step with 8-bit moments in plain torch; arguments as of `areno.kernels.adam.adam_8bit`."""
     (first, second), (first_scale, second_scale) = moments, scales
     first_32 = dequantise(first, first_scale, signed=True)
     second_32 = dequantise(second, second_scale, signed=False)
     _moments(grad, first_32, second_32, update)
-    # The update uses the moments before they are rounded, as the paper's does.
+    # As in the paper, the step uses the moments before they are quantised.
     quantise(first_32, first, first_scale, signed=True)
     quantise(second_32, second, second_scale, signed=False)
     _apply(master, param, first_32, second_32, update)
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """As `areno.kernels.adam.squares_and_nonzeros`."""
-    # On a CPU torch adds the squares of a vector one after another: of 16 million it loses a thousandth in float32.
+    """Return the sum of squares and the number of nonzero entries of grad (n,), as (2,) float64."""
+    # torch sums a whole vector on a CPU in one float32, which is off by 0.1 % for 16 million elements.
     whole = grad[: grad.numel() // _ROW * _ROW].view(-1, _ROW)
     rest = grad[whole.numel() :]
     norms = [torch.linalg.vector_norm(whole, dim=1), torch.linalg.vector_norm(rest).view(1)]
@@ -74,7 +81,7 @@ def _moments(grad: Tensor, first: Tensor, second: Tensor, update: Update) -> Non
 def _apply(master: Tensor, param: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
     if update.decay != 1.0:
         master.mul_(update.decay)
-    # The bias corrections are folded into the step size and eps: one pass over memory less.
+    # Bias corrections go into the step size and eps, which saves a pass over memory.
     root = second.sqrt().add_(update.eps * update.correction_2)
     master.addcdiv_(first, root, value=-update.lr * update.correction_2 / update.correction_1)
     if param.data_ptr() != master.data_ptr():
@@ -82,14 +89,31 @@ def _apply(master: Tensor, param: Tensor, first: Tensor, second: Tensor, update:
 
 
 def dequantise(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """(n,) float32."""
+    """Return the values of 8-bit codes.
+
+    Args:
+        code: (n,) uint8.
+        scale: (ceil(n / BLOCK),) float32.
+        signed: whether the codes have a sign (first moment) or not (second moment).
+
+    Returns:
+        (n,) float32.
+    """
     values = codes(signed, code.device)[code.long()]
     return values * scale.repeat_interleave(BLOCK)[: values.numel()]
 
 
 def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> None:
-    """Write the nearest codes of values (n,) and the scales of their blocks. Unsigned values above 0 stay above it: a
-    second moment that vanished beside a first one that did not would make a step of any size.
+    """Write values as 8-bit codes and the scales of their blocks.
+
+    An unsigned value above 0 never becomes 0: a second moment of 0 beside a first moment above 0 would make a step of
+    any size.
+
+    Args:
+        values: (n,) float32.
+        code: (n,) uint8, overwritten.
+        scale: (ceil(n / BLOCK),) float32, overwritten.
+        signed: whether the codes have a sign (first moment) or not (second moment).
     """
     n = values.numel()
     padded = F.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
@@ -101,10 +125,14 @@ def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> No
 
 @functools.cache
 def codes(signed: bool, device: torch.device) -> Tensor:
-    """The 256 codes in ascending order, (256,) float32, from -1 (or 0) to 1.
+    """Return the values of the 256 codes in ascending order, (256,) float32, from -1 (or 0) to 1.
 
-    A code has a sign (if any), a decimal exponent 0 .. 6, told by leading zero bits, and a fraction in what bits are
-    left: linearly spaced between 0.1 and 1, at the middle of its interval. 0 and 1 are codes of their own.
+    The 8 bits of a code are a sign (if signed), leading zeros that give a decimal exponent of 0 .. 6, and a fraction in
+    the remaining bits. Fractions are the midpoints of equal intervals between 0.1 and 1. 0 and 1 are extra codes.
+
+    Args:
+        signed: whether the codes have a sign.
+        device: the device of the result.
     """
     n_bits = 7 if signed else 8
     values: list[float] = []
@@ -119,6 +147,11 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 
 @functools.cache
 def borders(signed: bool, device: torch.device) -> Tensor:
-    """(255,) float32, midway between adjacent codes."""
+    """Return the midpoints of neighbouring codes, (255,) float32.
+
+    Args:
+        signed: whether the codes have a sign.
+        device: the device of the result.
+    """
     table = codes(signed, device)
     return (table[1:] + table[:-1]) / 2

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The AdamW update as Triton kernels: every number is read once and written once."""
+"""AdamW as Triton kernels, which read and write every number once. `areno.kernels.adam` describes the functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, borders, cod
 from areno.kernels.jit import kernel
 
 _BLOCK = 1024
-_ROWS = 8  # quantised blocks of one program
-_MAX_PROGRAMS = 2048  # of a reduction; each sums so much that its count stays exact in fp32
+_ROWS = 8  # blocks of 8-bit codes of one program
+_MAX_PROGRAMS = 2048  # of a reduction; each counts few enough entries to be exact in fp32
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    """As `areno.kernels.adam.adam`."""
+    """Do one AdamW step; arguments as of `areno.kernels.adam.adam`."""
     n = grad.numel()
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
@@ -24,7 +24,7 @@ def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Upd
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    """As `areno.kernels.adam.adam_8bit`."""
+    """Do one AdamW step with 8-bit moments; arguments as of `areno.kernels.adam.adam_8bit`."""
     n, device = grad.numel(), grad.device
     if n:
         _adam_8bit_kernel[(triton.cdiv(n, BLOCK * _ROWS),)](
@@ -47,7 +47,7 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """As `areno.kernels.adam.squares_and_nonzeros`."""
+    """Return the sum of squares and the number of nonzero entries of grad (n,), as (2,) float64."""
     n_programs = min(triton.cdiv(grad.numel(), _BLOCK), _MAX_PROGRAMS)
     partial_P2 = grad.new_zeros((max(n_programs, 1), 2))
     if n_programs:
@@ -168,7 +168,10 @@ def _adam_8bit_kernel(
 
 @triton.jit
 def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
-    """The number of the nearest code. A guess from the formula of the codes is at most one off: two borders decide."""
+    """Return the index of the code nearest to `share`.
+
+    The formula of the codes gives a guess that is off by at most one. The two borders beside it correct the guess.
+    """
     size = tl.abs(share)
     scaled = size
     n_fractions = tl.full(share.shape, 64 if SIGNED else 128, tl.int32)
@@ -177,7 +180,7 @@ def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
         scaled = tl.where(is_small, scaled * 10.0, scaled)
         n_fractions = tl.where(is_small, n_fractions // 2, n_fractions)
     fraction = tl.floor((scaled - 0.1) * (n_fractions.to(tl.float32) / 0.9)).to(tl.int32)
-    number = tl.maximum(n_fractions + tl.minimum(fraction, n_fractions), 0)  # from 0 as number 0, but for 1 more above
+    number = tl.maximum(n_fractions + tl.minimum(fraction, n_fractions), 0)  # 0 is code 0
     if SIGNED:
         number = 127 + tl.where(share < 0.0, -number, number)
     else:

@@ -1,7 +1,8 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""All projections of a fused layer in one launch, added in fp32 and rounded once. Letters as in the package.
+"""The second product of LoRA adapters as Triton kernels: all projections in one launch, summed in fp32, rounded once.
 
-Behind a product that gives y and h together, kernels begin early (`kernels/jit.py`): b was there before.
+The kernels for stacked outputs use programmatic dependent launch (`kernels/jit.py`): b does not depend on the previous
+kernel, so they load it first. Shape letters as in `areno.kernels.adapters`.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from areno.kernels.adapters.reference import TILE, Place
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
 
-_MANY = 1024  # rows of y, above which a program takes more of them
+_MANY = 1024  # with more rows of y, a program takes more rows
 
 
-def add_up(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
-    """In place of y, which must be contiguous, as h and b must."""
-    return _add_up(y_NO, y_NO, h_NR.contiguous(), b_SR, tiles_T4, scaling)
+def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
+    """Add the adapters to y in place. y, h and b must be contiguous. Arguments as of `areno.kernels.adapters.add_lora`."""
+    return _add_lora(y_NO, y_NO, h_NR.contiguous(), b_SR, tiles_T4, scaling)
 
 
-def add_below(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """(N, O), of y and h side by side. tiles: of all columns of y."""
+def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
+    """Add the adapters to a stacked output [y, h]; arguments as of `areno.kernels.adapters.add_lora_stacked`."""
     out_NO = both_NX.new_empty((len(both_NX), n_columns))
-    return _add_up(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, pdl=True)
+    return _add_lora(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, pdl=True)
 
 
-def _add_up(
+def _add_lora(
     y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, pdl: bool = False
 ) -> Tensor:
     n_rows, sizes = len(out_NO), _sizes(len(out_NO), b_SR.shape[1])
     if n_rows:
-        _add_up_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), len(tiles_T4))](
+        _add_lora_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), len(tiles_T4))](
             y_NO,
             out_NO,
             h_NR,
@@ -51,16 +52,16 @@ def _add_up(
     return out_NO
 
 
-def swiglu_below(
+def swiglu_stacked(
     both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
-    """`swiglu` of `add_below`, (N, I), without its result in between; n_columns are 2 I."""
+    """Return silu(gate) * up of a stacked output; arguments as of `areno.kernels.adapters.swiglu_stacked`."""
     n_rows, inner, rank = len(both_NX), n_columns // 2, b_SR.shape[1]
     out_NI = both_NX.new_empty((n_rows, inner))
     sizes = _sizes(n_rows, rank)
     gate, up = (_half(places, first, rank) for first in (0, inner))
     if n_rows:
-        _swiglu_below_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), triton.cdiv(inner, TILE))](
+        _swiglu_stacked_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), triton.cdiv(inner, TILE))](
             both_NX,
             out_NI,
             both_NX[:, n_columns:],
@@ -81,14 +82,14 @@ def swiglu_below(
 
 
 def _sizes(n_rows: int, rank: int) -> dict[str, int]:
-    """Of a program of either kernel, and its warps. With more rows for each warp, registers spill."""
+    """Return the tile sizes and warps of a program. With more rows for each warp, registers spill."""
     rows, n_warps = (16, 4) if n_rows <= _MANY else (32, 8)
     inputs = max(16, min(64, triton.next_power_of_2(rank)))
     return {"RANK": rank, "ROWS": rows, "COLUMNS": TILE, "INPUTS": inputs, "num_warps": n_warps}
 
 
 def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
-    """Of the columns from `first` on: their first row in b and first column in h, which is -1 without an adapter."""
+    """Return the first row in b and column in h of the columns from `first` on; the latter is -1 without adapter."""
     for index, place in enumerate(places):
         if place.column <= first < place.column + place.size:
             return place.row + first - place.column, index * rank
@@ -96,18 +97,25 @@ def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _first_inputs(b_place, real_column, RANK: tl.constexpr, INPUTS: tl.constexpr):
-    """What `_product` takes of b first, (INPUTS, COLUMNS)."""
+def _load_first_inputs(b_place, real_column, RANK: tl.constexpr, INPUTS: tl.constexpr):
+    """Load the first INPUTS columns of b for `_product`, (INPUTS, COLUMNS)."""
     at = tl.arange(0, INPUTS)
     return tl.load(b_place + at[:, None], mask=(at < RANK)[:, None] & real_column[None, :], other=0.0)
 
 
 @triton.jit
 def _product(
-    h_place, b_place, b, real_row, real_column, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    h_place,
+    b_place,
+    b,
+    real_row,
+    real_column,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
-):  # fmt: skip
-    """h B^T of a tile, in float32. The places are those of its rows of h and b. b: what `_first_inputs` returned."""
+):
+    """Return h B^T of a tile (ROWS, COLUMNS) in float32. h_place and b_place point to its rows; b: `_load_first_inputs`."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)
@@ -120,7 +128,7 @@ def _product(
 
 
 @kernel(do_not_specialize=["n_rows", "scaling"])
-def _add_up_kernel(
+def _add_lora_kernel(
     y_ptr,
     out_ptr,
     h_ptr,
@@ -145,7 +153,7 @@ def _add_up_kernel(
     inside = real_row[:, None] & real_column[None, :]
     row = row.to(tl.int64)
     b_place = b_ptr + (b_row + column).to(tl.int64)[None, :] * RANK
-    b = _first_inputs(b_place, column < tl.where(h_column < 0, 0, n_columns), RANK, INPUTS)
+    b = _load_first_inputs(b_place, column < tl.where(h_column < 0, 0, n_columns), RANK, INPUTS)
     if PDL:
         jit.wait_for_previous()
     y = tl.load(y_ptr + row[:, None] * y_stride + (y_column + column)[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -157,7 +165,7 @@ def _add_up_kernel(
 
 
 @kernel(do_not_specialize=["n_rows", "scaling", "gate_row", "up_row"])
-def _swiglu_below_kernel(
+def _swiglu_stacked_kernel(
     both_ptr,
     out_ptr,
     h_ptr,
@@ -185,8 +193,8 @@ def _swiglu_below_kernel(
     place = both_ptr + row[:, None] * both_stride + column[None, :]
     h_place, b_place = h_ptr + row[:, None] * both_stride, b_ptr + column.to(tl.int64)[None, :] * RANK
     b_of_gate, b_of_up = b_place + gate_row.to(tl.int64) * RANK, b_place + up_row.to(tl.int64) * RANK
-    first_of_gate = _first_inputs(b_of_gate, real_column, RANK, INPUTS)
-    first_of_up = _first_inputs(b_of_up, real_column, RANK, INPUTS)
+    first_of_gate = _load_first_inputs(b_of_gate, real_column, RANK, INPUTS)
+    first_of_up = _load_first_inputs(b_of_up, real_column, RANK, INPUTS)
     if PDL:
         jit.wait_for_previous()
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)

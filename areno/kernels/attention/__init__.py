@@ -1,13 +1,11 @@
-"""Attention over packed rows by torch's scaled_dot_product_attention, which takes padded batches.
+"""Causal attention over packed rows of any length, by the fastest installed kernel.
 
-It is the form of the CPU, of float32, and of GPUs without flash attention.
-
-Shape letters as in `areno/kernels/padding.py`.
-
-Causal attention over packed rows of any length, by the fastest kernel that is installed.
+`choose_backend` picks a backend once. `varlen_attention` runs it under autograd. `varlen_forward` and
+`varlen_backward` are the two passes for layers that write their own backward pass. The backend "sdpa" is torch's
+scaled_dot_product_attention on padded batches: for the CPU, for float32, and for GPUs without flash attention.
 
 Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head
-dimension.
+dimension; B rows of a padded batch of length L.
 """
 
 from __future__ import annotations
@@ -37,7 +35,19 @@ def sdpa_attention(
     starts_k: list[int],
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of each row's queries to its own keys, the last `window` of them: (N, H, D)."""
+    """Compute causal attention of packed rows by torch's scaled_dot_product_attention.
+
+    Args:
+        q_NHD: queries of all rows.
+        k_MKD: keys of all rows. A row with more keys than queries has its queries at the end.
+        v_MKD: values of all rows.
+        starts_q: where the queries of each row begin, and N.
+        starts_k: where the keys of each row begin, and M.
+        window: the number of last keys that a query attends to. None: all.
+
+    Returns:
+        (N, H, D), differentiable.
+    """
     return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, partial(_sdpa, window=window))
 
 
@@ -52,7 +62,7 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) ->
             mask = mask.triu(n_k - n_q + 1 - window)
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
     if enable_gqa and q_BHLD.is_cuda:
-        # Grouped heads would run the form that holds all scores at once. The memory-efficient kernel has no groups.
+        # With grouped heads torch would materialise all scores: its memory-efficient kernel has no grouped heads.
         k_BKLD, v_BKLD = (_each_head(x, q_BHLD.shape[1]) for x in (k_BKLD, v_BKLD))
         enable_gqa = False
     return F.scaled_dot_product_attention(
@@ -79,12 +89,21 @@ def choose_backend(
     dtype: torch.dtype,
     exact: bool = False,
 ) -> str:
-    """Return the kernel for this device and dtype: one of BACKENDS.
+    """Return the attention backend for a device and dtype.
 
-    auto takes torch's: flash-attn is not faster in training (docs/performance.md). On a GPU that flash attention has no
-    kernels for, every choice is sdpa. exact: a result may not depend on what is computed beside it.
+    "auto" and "native" prefer torch's kernels, as flash-attn is not faster in training (docs/performance.md).
 
-    Raises ConfigError if engine.attn_backend asks for flash-attn where it is not installed or has no such dtype.
+    Args:
+        requested: the setting `engine.attn_backend`.
+        device: the device of the model. A GPU without flash attention always gets "sdpa".
+        dtype: the dtype of queries, keys and values.
+        exact: whether results must not depend on other rows; then the backend is "fixed_order".
+
+    Returns:
+        A key of BACKENDS.
+
+    Raises:
+        ConfigError: `engine.attn_backend` is flash, but flash-attn is not installed or lacks this dtype or device.
     """
     if exact:
         return "fixed_order"
@@ -113,11 +132,25 @@ def varlen_attention(
     backend: str,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of each row's queries to its own keys: (N, H, D), differentiable.
+    """Compute causal attention of packed rows, differentiable.
 
-    cu_seqlens_q, cu_seqlens_k: (R + 1,) int32 row borders on the device of q. Where a row has more keys than queries,
-    the queries are its last tokens (bottom-right aligned). No row has fewer keys than queries. max_q, max_k: longest.
-    window: how many keys a query sees at most, the last ones; None is all.
+    Args:
+        q_NHD: queries of all rows.
+        k_MKD: keys of all rows. A row with more keys than queries has its queries at the end (bottom-right aligned). No
+            row has fewer keys than queries.
+        v_MKD: values of all rows.
+        cu_seqlens_q: (R + 1,) int32 on the device of q, where the queries of each row begin, and N.
+        cu_seqlens_k: (R + 1,) int32, where the keys of each row begin, and M.
+        max_q: the most queries of a row.
+        max_k: the most keys of a row.
+        backend: a key of BACKENDS.
+        window: the number of last keys that a query attends to. None: all.
+
+    Returns:
+        (N, H, D).
+
+    Raises:
+        ValueError: the backend is unknown.
     """
     if backend == "sdpa":
         return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
@@ -133,10 +166,8 @@ def varlen_attention(
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
         rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
-        return flash_attn_varlen_func(
-            q_NHD, k_MKD, v_MKD, *rows, causal=True, window_size=(_left(window), -1),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        how = {"window_size": (_left(window), -1), "deterministic": torch.are_deterministic_algorithms_enabled()}
+        return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *rows, causal=True, **how)
     raise ValueError(f"unknown attention backend {backend!r}")
 
 
@@ -149,20 +180,33 @@ def varlen_forward(
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """varlen_attention of rows to themselves, outside autograd, with what `varlen_backward` will want to know of it."""
+    """Compute causal attention of packed rows, outside autograd, for a later `varlen_backward`.
+
+    Args:
+        q_NHD: queries of all rows.
+        k_NKD: keys of the same tokens.
+        v_NKD: values of the same tokens.
+        cu_seqlens: (R + 1,) int32, where each row begins, and N.
+        max_len: the length of the longest row.
+        backend: a key of BACKENDS.
+        window: the number of last keys that a query attends to. None: all.
+
+    Returns:
+        The output (N, H, D), and further tensors that `varlen_backward` needs.
+    """
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
             q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False, **_sides(window)
         )
-        return out_NHD, tuple(saved[:3])  # log-sum-exp, and a random state that backward asks for without dropout too
+        return out_NHD, tuple(
+            saved[:3]
+        )  # log-sum-exp, and the random state of dropout, which backward requires without dropout, too
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # type: ignore[import-not-found]
 
         rows = cu_seqlens, cu_seqlens, max_len, max_len
-        out_NHD, log_sum, _, state = _flash_attn_varlen_forward(
-            q_NHD, k_NKD, v_NKD, *rows, dropout_p=0.0, softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True,
-            window_size_left=_left(window),
-        )  # fmt: skip
+        how = {"dropout_p": 0.0, "softmax_scale": q_NHD.shape[-1] ** -0.5, "window_size_left": _left(window)}
+        out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_NKD, v_NKD, *rows, causal=True, **how)
         return out_NHD, (log_sum, state)
     if backend == "fixed_order":
         out_NHD, log_sum = packed_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, window)
@@ -183,7 +227,23 @@ def varlen_backward(
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
+    """Compute the gradients of causal attention of packed rows, outside autograd.
+
+    Args:
+        grad_NHD: the gradient of the output.
+        q_NHD: the queries of the forward pass.
+        k_NKD: its keys.
+        v_NKD: its values.
+        out_NHD: the output of `varlen_forward`.
+        saved: the further tensors of `varlen_forward`.
+        cu_seqlens: (R + 1,) int32, where each row begins, and N.
+        max_len: the length of the longest row.
+        backend: the backend of the forward pass.
+        window: the window of the forward pass.
+
+    Returns:
+        The gradients of q, k and v, in their shapes.
+    """
     rows = cu_seqlens, cu_seqlens, max_len, max_len
     if backend == "varlen" or (backend == "fixed_order" and _has_flash_backward(q_NHD)):
         log_sum, *states = saved
@@ -196,27 +256,34 @@ def varlen_backward(
 
         log_sum, state = saved
         grads = torch.empty_like(q_NHD), torch.empty_like(k_NKD), torch.empty_like(v_NKD)
-        _flash_attn_varlen_backward(
-            grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *grads, *rows, dropout_p=0.0,
-            softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True, window_size_left=_left(window), window_size_right=-1,
-            softcap=0.0, alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(), rng_state=state,
-        )  # fmt: skip
+        how = {
+            "dropout_p": 0.0,
+            "softmax_scale": q_NHD.shape[-1] ** -0.5,
+            "causal": True,
+            "window_size_left": _left(window),
+            "window_size_right": -1,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "rng_state": state,
+        }
+        _flash_attn_varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *grads, *rows, **how)
         return grads
     return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
 
 
 def _has_flash_backward(q_NHD: Tensor) -> bool:
-    """Return whether torch's flash kernel, which knows half precision alone, gives the gradient of spans."""
+    """Return whether torch's flash kernel computes the gradient of fixed-order attention: on GPUs, not in fp32."""
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
 
 def _left(window: int | None) -> int:
-    """How flash-attn counts: keys before the query's own, -1 for all."""
+    """Return the window as flash-attn counts it: the keys before the query's own, -1 for all."""
     return -1 if window is None else window - 1
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """The same for torch's kernels. Nothing is passed where there is no window."""
+    """Return the window as arguments of torch's flash kernel; none without a window."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -229,7 +296,7 @@ def _sdpa_backward(
     cu_seqlens_k: Tensor,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. There is no backward pass that could be called: forward is computed again."""
+    """Return the gradients of q, k and v. torch has no backward function of sdpa to call, so forward runs again."""
     with torch.enable_grad():
         q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
         out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
@@ -238,12 +305,12 @@ def _sdpa_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> list[Tensor]:
-    """The random state that the backward pass of torch's kernel asks for, though nothing is drawn."""
+    """Return the random state that torch's backward kernel requires, though there is no dropout."""
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
 class _FixedOrderAttention(torch.autograd.Function):
-    """The gradient is that of attention by `sdpa_attention`, which computes the same but for rounding."""
+    """Fixed-order attention with the gradient of `sdpa_attention`, which computes the same up to rounding."""
 
     @staticmethod
     def forward(
@@ -267,7 +334,7 @@ class _FixedOrderAttention(torch.autograd.Function):
 
 
 class _Windowed(torch.autograd.Function):
-    """torch's kernel with a window, which `varlen_attn` of older releases cannot be asked for."""
+    """torch's flash kernel with a window, which `varlen_attn` of older torch releases does not accept."""
 
     @staticmethod
     def forward(
@@ -299,7 +366,7 @@ class _Windowed(torch.autograd.Function):
 
 @functools.cache
 def _varlen_kernel() -> tuple[Any, dict[str, Any]]:
-    """torch's varlen_attn with the keywords that make it causal and grouped; they differ between torch releases."""
+    """Return torch's varlen_attn and its keywords for causal, grouped attention; these differ between releases."""
     from torch.nn.attention.varlen import varlen_attn
 
     names = inspect.signature(varlen_attn).parameters

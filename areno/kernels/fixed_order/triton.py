@@ -59,7 +59,7 @@ def packed_attention(
             k_MKC.stride(0),
             v_MKC.stride(0),
             n_tokens,
-            GROUP=n_heads // k_MKC.shape[1],
+            HEADS_PER_KEY=n_heads // k_MKC.shape[1],
             QUERIES=_QUERIES,
             DIM=dim,
             PADDED_DIM=max(16, triton.next_power_of_2(dim)),
@@ -163,7 +163,7 @@ def _packed_kernel(
     k_stride,
     v_stride,
     n_tokens,
-    GROUP: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -183,8 +183,8 @@ def _packed_kernel(
         real = (query < n_q)[:, None] & real_dim[None, :]
         token = start_q + query
         q = tl.load(q_ptr + token[:, None] * q_stride + head * DIM + dim[None, :], mask=real, other=0.0)
-        k_ptr += start_k * k_stride + head // GROUP * DIM
-        v_ptr += start_k * v_stride + head // GROUP * DIM
+        k_ptr += start_k * k_stride + head // HEADS_PER_KEY * DIM
+        v_ptr += start_k * v_stride + head // HEADS_PER_KEY * DIM
         best = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)

@@ -1,4 +1,10 @@
-"""What matrix products need beside torch: sums in a higher precision than their factors', and more rows."""
+"""Matrix products that torch lacks: sums in a higher precision than the factors, and sums in a fixed order.
+
+`add_product` and `float_product` serve weight gradients and logits. `FixedOrderProduct` serves `engine.exact`: a row of
+its result does not depend on the number of other rows.
+
+Shape letters: N rows, I inputs, O outputs, D columns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,13 @@ from torch.nn import functional as F
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, in the precision of out where the device can multiply so."""
+    """Add a @ b to out, in the precision of out where the device supports it.
+
+    Args:
+        out: (M, N), changed in place.
+        a: (M, K).
+        b: (K, N) in the dtype of a.
+    """
     if a.dtype == out.dtype:
         out.addmm_(a, b)
     elif a.is_cuda:
@@ -22,9 +34,17 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def float_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T, (N, O), in at least fp32.
+    """Return x W^T in at least fp32. In bf16, a logit of 20 would be off by 0.06.
 
-    It is kept in fp32 where the device can, outside autograd. In bf16 a logit of 20 is off by 0.06.
+    On CUDA and outside autograd, half-precision products are accumulated and returned in fp32. Otherwise the product is
+    computed in the dtype of x and converted.
+
+    Args:
+        x_NI: inputs.
+        weight_OI: the weight, in the dtype of x.
+
+    Returns:
+        (N, O) float32, or float64 for float64 inputs.
     """
     if x_NI.is_cuda and x_NI.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
         return torch.mm(x_NI, weight_OI.t(), out_dtype=torch.float32)
@@ -33,38 +53,60 @@ def float_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def fill_rows(x_ND: Tensor, multiple: int) -> Tensor:
-    """x with zeros below, up to a multiple of so many rows."""
+    """Pad a matrix with rows of zeros.
+
+    Args:
+        x_ND: the matrix.
+        multiple: the number of rows becomes a multiple of this.
+
+    Returns:
+        The padded matrix.
+    """
     return F.pad(x_ND, (0, 0, 0, -len(x_ND) % multiple))
 
 
-def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """x W^T in `dtype`, (N, O): the sum over I in order, whatever N, outside autograd. Needs Triton."""
-    from areno.kernels.matmul.triton import unsplit_product as product
+def fixed_order_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x W^T without split-K: each sum over I is computed in order, whatever N. Outside autograd; needs Triton.
+
+    Args:
+        x_NI: inputs.
+        weight_OI: the weight, in the dtype of x.
+        dtype: the dtype of the result.
+
+    Returns:
+        (N, O).
+    """
+    from areno.kernels.matmul.triton import fixed_order_product as product
 
     return product(x_NI, weight_OI, dtype)
 
 
 @dataclass(frozen=True)
-class UnsplitProduct:
-    """x W^T in one order of operations, whatever the number of rows, outside autograd.
+class FixedOrderProduct:
+    """Computes x W^T in an order of operations that does not depend on the number of rows, outside autograd.
 
-    Products of at most triton_rows rows come from a Triton kernel. Those of at most library_rows come from the
-    library, which is told not to divide the sum over I. Larger ones it does not divide anyway.
+    Call it with x (N, I), the weight (O, I) and the dtype of the result (N, O).
+
+    Attributes:
+        triton_rows: products of up to so many rows run as a Triton kernel.
+        library_rows: larger products of up to so many rows run in cuBLASLt with split-K switched off. It never uses
+            split-K for even larger ones.
     """
 
     triton_rows: int = 0
     library_rows: int = 0
 
     def __call__(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x W^T in the given dtype."""
         if len(x_NI) <= self.triton_rows:
-            return unsplit_product(x_NI, weight_OI, dtype)
-        with _no_splits() if len(x_NI) <= self.library_rows else nullcontext():
+            return fixed_order_product(x_NI, weight_OI, dtype)
+        with _without_split_k() if len(x_NI) <= self.library_rows else nullcontext():
             return F.linear(x_NI, weight_OI) if dtype == x_NI.dtype else float_product(x_NI, weight_OI).to(dtype)
 
 
 @contextmanager
-def _no_splits() -> Iterator[None]:
-    """Products on CUDA are computed by cuBLASLt, by kernels that do not divide the sum."""
+def _without_split_k() -> Iterator[None]:
+    """Switch split-K of cuBLASLt off within this context."""
     library, matmul = torch.backends.cuda.preferred_blas_library(), torch.backends.cuda.matmul
     bf16 = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     fp16 = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""A matrix product that never divides its sum, so a row has the same bits beside any number of others.
+"""A matrix product without split-K as a Triton kernel, so a row's result does not depend on the number of other rows.
 
-Letters as in `areno/layers/linear.py`.
+Shape letters: N rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 
-# Up to so many rows: rows, columns and inputs of a tile; warps; stages. The fastest on an H200.
+# (largest number of rows, (rows, columns and inputs of a tile, warps, stages)). The fastest on an H200.
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (64, 64, 128, 4, 4)))
 
 
-def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `areno.kernels.matmul.unsplit_product`. One program walks all of I for a tile of rows and columns."""
+def fixed_order_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x W^T (N, O) in `dtype`. One program loops over all of I for a tile of rows and columns."""
     x_NI = x_NI.contiguous()
     (n_rows, n_inputs), n_columns = x_NI.shape, len(weight_OI)
     out_NO = x_NI.new_empty((n_rows, n_columns), dtype=dtype)
     rows, columns, inputs, n_warps, n_stages = next(tile for most, tile in _TILES if n_rows <= most)
     if n_rows:
-        # Programs that share a tile of the matrix come one after another, while it is in the cache.
+        # Programs that share a tile of the weight run one after another, while the tile is in the L2 cache.
         _product_kernel[(triton.cdiv(n_rows, rows), triton.cdiv(n_columns, columns))](
             x_NI,
             weight_OI,
@@ -39,7 +39,7 @@ def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tens
             COLUMNS=columns,
             INPUTS=inputs,
             num_warps=n_warps,
-            num_stages=n_stages if x_NI.element_size() < 4 else 2,  # of fp32 no more fit into a GPU's shared memory
+            num_stages=n_stages if x_NI.element_size() < 4 else 2,  # more stages of fp32 do not fit into shared memory
         )
     return out_NO
 

@@ -1,14 +1,13 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Paged decode attention as Triton kernels: the work of a step is cut into pieces that run side by side,
-and a second kernel joins the partial results of each row (flash-decoding; running softmax: arXiv 1805.02867).
+"""Paged decode attention as Triton kernels (flash-decoding; running softmax: arXiv 1805.02867).
 
-A piece is either a span of one row's own positions, or a span of the positions that a prefix group shares, for all of
-its rows at once: their queries that use one key head are the rows of one matrix product, so shared blocks are read once
-for the group instead of once for each row (the idea of cascade attention, arXiv 2402.05099). In the kernels below a
-group is a "team" and a block a "page".
+The work of a step is cut into pieces that run in parallel, and a second kernel joins the partial results of each row. A
+piece is a part of one row's own positions, or a part of the positions that a prefix group shares. A piece of a group
+computes all of its rows: their queries that use one key head are the rows of one matrix product, so shared blocks are
+read once for the group (the idea of cascade attention, arXiv 2402.05099).
 
-Shape letters as in `reference.py`. No number of one step goes into a launch: the grid depends on the shapes alone and
-each program reads lengths on the device, so a launch can be captured in a CUDA graph.
+The grid depends on shapes alone and programs read lengths on the device, so a CUDA graph can capture the launches.
+Shape letters as in `reference.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.triton_fixed_order import paged_attention
 
-_TILE = tl.constexpr(32)  # positions read together, a power of two that divides the spans of a batch
+_TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.spans`
 _ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]  # their alignment depends on the number of rows
-_JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel takes, a power of two
+_JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel, a power of two
 
 
 def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """As `areno.kernels.paged.decode_attention`."""
+    """Compute paged decode attention; arguments as of `areno.kernels.paged.decode_attention`."""
     if batch.fixed_order:
         return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
     n_rows, n_heads, head_dim = q_BHC.shape
@@ -41,8 +40,8 @@ def decode_attention(
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
     assert k_blocks.is_contiguous()
     n_shared_heads = n_heads // n_kv_heads
-    # The fastest on an H200. With 8 query heads for a key head, two warps would spill many registers: 47 us instead of
-    # 44. With 5, two take 43 us, and four 54.
+    # The fastest on an H200. With 8 query heads for each key head, two warps spill many registers and take 47 us, four
+    # take 44 us. With 5 query heads, two warps take 43 us, and four take 54 us.
     n_warps, n_stages = (1, 2) if n_shared_heads <= 2 else (2, 3) if n_shared_heads < 8 else (4, 3)
     own_splits, shared_splits = batch.splits
     n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
@@ -77,14 +76,14 @@ def decode_attention(
         n_groups * shared_splits,
         own_splits,
         shared_splits,
-        GROUP=n_shared_heads,
-        TEAM=group_size,
+        HEADS_PER_KEY=n_shared_heads,
+        GROUP_SIZE=group_size,
         OWN_ROWS=max(16, triton.next_power_of_2(n_shared_heads)),  # tl.dot needs 16 rows
-        TEAM_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
+        GROUP_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
-        PAGE_SIZE=block_size,
-        HAS_TEAMS=n_groups > 0,
+        BLOCK_SIZE=block_size,
+        HAS_GROUPS=n_groups > 0,
         ONE_PART=n_parts == 1,
         WINDOW=window,
         num_warps=n_warps,
@@ -127,22 +126,22 @@ def _attend(
     stride,
     dim,
     real_dim,
-    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Take the positions [start, end) of one table row and one key head into the running softmax.
+    """Add the positions [start, end) of one table row and one key head to the running softmax.
 
-    least: with a WINDOW, the first position that each row of q sees.
+    least: with a WINDOW, the first position that each row of q attends to.
     """
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)
         inside = position < end
-        if PAGE_SIZE % _TILE.value == 0:  # a tile lies in one page: spans begin at multiples of a tile
-            page = tl.load(table_row + first // PAGE_SIZE).to(tl.int64)
-            base = page * (PAGE_SIZE * stride) + (first % PAGE_SIZE + tl.arange(0, _TILE)) * stride
+        if BLOCK_SIZE % _TILE.value == 0:  # the tile lies in one block, as parts begin at multiples of _TILE
+            block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
+            base = block * (BLOCK_SIZE * stride) + (first % BLOCK_SIZE + tl.arange(0, _TILE)) * stride
         else:
-            page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-            base = page * (PAGE_SIZE * stride) + (position % PAGE_SIZE) * stride
+            block = tl.load(table_row + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
         k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -150,7 +149,7 @@ def _attend(
             scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         origin = new_best
-        if WINDOW is not None:  # there may be nothing to see yet
+        if WINDOW is not None:  # no position of the window may have come yet
             origin = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - origin[:, None])
         decay = tl.exp2(best - origin)
@@ -162,7 +161,7 @@ def _attend(
 
 
 @kernel(
-    do_not_specialize=["n_team_pieces", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
+    do_not_specialize=["n_group_pieces", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
 )
 def _piece_kernel(
     q_ptr,
@@ -175,7 +174,7 @@ def _piece_kernel(
     lengths_ptr,
     shared_ptr,
     spans_ptr,
-    teams_ptr,
+    groups_ptr,
     partial_ptr,
     log_sum_ptr,
     scale,
@@ -184,55 +183,57 @@ def _piece_kernel(
     new_v_stride,
     stride,
     table_stride,
-    n_team_pieces,
+    n_group_pieces,
     own_splits,
     shared_splits,
-    GROUP: tl.constexpr,
-    TEAM: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     OWN_ROWS: tl.constexpr,
-    TEAM_ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_TEAMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
     ONE_PART: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """One program for each piece and key head. A piece without positions leaves nothing; the join knows which.
+    """Compute the partial result of a piece and a key head in each program. A piece without positions writes nothing.
 
-    PDL: see `kernels/jit.py`. A row's first piece always waits.
+    With PDL, every row's first piece calls `wait_for_previous`.
     """
     if PDL:
         jit.launch_dependents()
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
-    n_heads = tl.num_programs(0) * GROUP
+    n_heads = tl.num_programs(0) * HEADS_PER_KEY
     n_parts = own_splits + shared_splits
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < HEAD_DIM
 
-    if piece < n_team_pieces:
-        if HAS_TEAMS:
-            team = piece // shared_splits
+    if piece < n_group_pieces:
+        if HAS_GROUPS:
+            group = piece // shared_splits
             split = piece % shared_splits
-            leader = tl.load(teams_ptr + team * TEAM).to(tl.int64)
+            leader = tl.load(groups_ptr + group * GROUP_SIZE).to(tl.int64)
             if leader >= 0:
                 length = tl.load(shared_ptr + leader).to(tl.int32)
                 span = tl.load(spans_ptr + 1).to(tl.int32)
                 start = split * span
                 if start < length:
-                    cell = tl.arange(0, TEAM_ROWS)
-                    member = cell // GROUP
-                    row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
-                    head = kv_head * GROUP + cell % GROUP
+                    cell = tl.arange(0, GROUP_ROWS)
+                    member = cell // HEADS_PER_KEY
+                    row = tl.load(groups_ptr + group * GROUP_SIZE + member, mask=member < GROUP_SIZE, other=-1).to(
+                        tl.int64
+                    )
+                    head = kv_head * HEADS_PER_KEY + cell % HEADS_PER_KEY
                     table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
                     real = (row >= 0)[:, None] & real_dim[None, :]
-                    best = tl.full([TEAM_ROWS], float("-inf"), tl.float32)
-                    total = tl.zeros([TEAM_ROWS], tl.float32)
-                    acc = tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32)
+                    best = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+                    total = tl.zeros([GROUP_ROWS], tl.float32)
+                    acc = tl.zeros([GROUP_ROWS, PADDED_DIM], tl.float32)
                     end = tl.minimum(start + span, length)
                     least = start
                     if WINDOW is not None:
@@ -258,17 +259,17 @@ def _piece_kernel(
                         stride,
                         dim,
                         real_dim,
-                        PAGE_SIZE,
+                        BLOCK_SIZE,
                         WINDOW,
                     )
-                    if WINDOW is not None:  # what nobody sees leaves a weight of 0
+                    if WINDOW is not None:  # rows that attend to none of these positions get weight 0
                         total = tl.where(best == float("-inf"), 1.0, total)
                     part = (row * n_heads + head) * n_parts + own_splits + split
                     place = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
                     tl.store(place, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
                     tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
     else:
-        piece -= n_team_pieces
+        piece -= n_group_pieces
         row = (piece // own_splits).to(tl.int64)
         split = piece % own_splits
         last = tl.load(lengths_ptr + row).to(tl.int32) - 1
@@ -277,8 +278,8 @@ def _piece_kernel(
         if (start < last) | (split == 0):
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
             cell = tl.arange(0, OWN_ROWS)
-            real = (cell < GROUP)[:, None] & real_dim[None, :]
-            head = kv_head * GROUP + cell
+            real = (cell < HEADS_PER_KEY)[:, None] & real_dim[None, :]
+            head = kv_head * HEADS_PER_KEY + cell
             if PDL:
                 jit.wait_for_previous()
             q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
@@ -286,11 +287,11 @@ def _piece_kernel(
             total = tl.zeros([OWN_ROWS], tl.float32)
             acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
             if split == 0:
-                # The new token's key and value are not in the cache yet: put them there, and begin with them.
+                # Write the new token's key and value to the cache, and begin the softmax with them.
                 new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
                 new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
-                page = tl.load(table_row + last // PAGE_SIZE).to(tl.int64)
-                place = page * (PAGE_SIZE * stride) + (last % PAGE_SIZE) * stride
+                block = tl.load(table_row + last // BLOCK_SIZE).to(tl.int64)
+                place = block * (BLOCK_SIZE * stride) + (last % BLOCK_SIZE) * stride
                 tl.store(k_ptr + place + dim, new_k, mask=real_dim)
                 tl.store(v_ptr + place + dim, new_v, mask=real_dim)
                 best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale
@@ -316,7 +317,7 @@ def _piece_kernel(
                 stride,
                 dim,
                 real_dim,
-                PAGE_SIZE,
+                BLOCK_SIZE,
                 WINDOW,
             )
             if WINDOW is not None:
@@ -325,7 +326,7 @@ def _piece_kernel(
             cells = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
             tl.store(cells, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
             if not ONE_PART:
-                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < GROUP)
+                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < HEADS_PER_KEY)
 
 
 @kernel(do_not_specialize=["n_parts", "own_splits"], do_not_specialize_on_alignment=_ROW_POINTERS)
@@ -344,7 +345,7 @@ def _join_kernel(
     MOST_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Average a row's partial results by their sums. Only the parts that had positions are looked at."""
+    """Join the partial results of a row. Parts without positions are skipped."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)

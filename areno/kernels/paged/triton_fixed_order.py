@@ -1,7 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The Triton form for a decode step, with keys and values in blocks: one kernel for parts of rows, one to join them.
+"""Paged decode attention in a fixed order, as Triton kernels: one computes parts of rows, a second joins the parts.
 
-What a part is, and what fixes the bits of the result, is in triton.py. Shape letters as in `areno/kernels/paged`.
+`kernels/fixed_order/triton.py` says which operations are fixed. The first part of a row is some spans joined; each
+later part is one span. Shape letters as in `areno/kernels/paged`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from areno.kernels.fixed_order.triton import LOG2_E, TILE, border, heads_togethe
 from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 
-_OWN_LEAD = tl.constexpr(SPAN)  # positions that one program joins, of a row that shares none
-_ONES = tl.constexpr(64)  # rows of a product that sums
-_JOIN_HEADS = tl.constexpr(8)  # heads that a program of the join takes
+_OWN_LEAD = tl.constexpr(SPAN)  # positions in the first part of a row that shares none
+_ONES = tl.constexpr(64)  # rows of ones: a product with them sums the columns of a tile
+_JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel
 
 
 def paged_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """As `areno.kernels.paged.decode_attention`, for a batch by spans."""
+    """Compute paged decode attention of a batch with `fixed_order`; arguments as of `paged.decode_attention`."""
     q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
@@ -37,7 +38,7 @@ def paged_attention(
     n_parts = own_splits + shared_splits
     shapes = {"DIM": dim, "PADDED_DIM": max(16, triton.next_power_of_2(dim))}
     out_BHC = q_BHC.new_empty((n_rows, n_heads, dim))
-    # Of each row and head, by part: the sum of weighted values; the largest score; the sum of weights.
+    # `sums`: weighted sums of values of each row, head and part. `stats`: their largest scores and sums of weights.
     sums = q_BHC.new_empty((n_rows, n_heads, n_parts, dim), dtype=torch.float32)
     stats = q_BHC.new_empty((2, n_rows, n_heads, n_parts), dtype=torch.float32)
     rate = dim**-0.5 * LOG2_E
@@ -58,13 +59,13 @@ def paged_attention(
         *strides,
         *counts,
         **shapes,
-        GROUP=shared,
-        TEAM=group_size,
+        HEADS_PER_KEY=shared,
+        GROUP_SIZE=group_size,
         OWN_ROWS=max(16, triton.next_power_of_2(shared)),  # tl.dot needs 16 rows
-        TEAM_ROWS=max(16, triton.next_power_of_2(shared * group_size)),
+        GROUP_ROWS=max(16, triton.next_power_of_2(shared * group_size)),
         STRIDE=k_blocks.stride(1),
-        BLOCK=block_size,
-        HAS_TEAMS=n_groups > 0,
+        BLOCK_SIZE=block_size,
+        HAS_GROUPS=n_groups > 0,
         WINDOW=window,
         num_warps=4,
         num_stages=2,
@@ -87,12 +88,12 @@ def paged_attention(
 
 
 @triton.jit
-def _lead_end(length, shared, team_lead):
-    """How many positions of a row, from the first on, are joined by the program that takes them."""
-    return tl.where(shared > 0, tl.minimum(shared, team_lead), tl.minimum(length, _OWN_LEAD))
+def _lead_end(length, shared, group_lead):
+    """Return the number of positions in the first part of a row."""
+    return tl.where(shared > 0, tl.minimum(shared, group_lead), tl.minimum(length, _OWN_LEAD))
 
 
-@kernel(do_not_specialize=["n_cells", "n_team_pieces", "own_splits", "shared_splits"])
+@kernel(do_not_specialize=["n_cells", "n_group_pieces", "own_splits", "shared_splits"])
 def _part_kernel(
     q_ptr,
     new_k_ptr,
@@ -104,7 +105,7 @@ def _part_kernel(
     lengths_ptr,
     shared_ptr,
     spans_ptr,
-    teams_ptr,
+    groups_ptr,
     sums_ptr,
     stats_ptr,
     rate,
@@ -113,42 +114,44 @@ def _part_kernel(
     new_v_stride,
     table_stride,
     n_cells,
-    n_team_pieces,
+    n_group_pieces,
     own_splits,
     shared_splits,
-    GROUP: tl.constexpr,
-    TEAM: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     OWN_ROWS: tl.constexpr,
-    TEAM_ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_TEAMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """One program for each part and key head: of a team's shared positions, or of a row's own.
+    """Compute a part of a prefix group's shared positions, or of a row's own, and a key head in each program.
 
-    The first part of a row is its lead, some spans joined. Each later part is one span.
+    The first part of a row is several spans joined. Each later part is one span.
     """
     kv_head, piece = tl.program_id(0), tl.program_id(1)
-    n_heads, n_parts = tl.num_programs(0) * GROUP, own_splits + shared_splits
+    n_heads, n_parts = tl.num_programs(0) * HEADS_PER_KEY, own_splits + shared_splits
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
     dim = tl.arange(0, PADDED_DIM)
-    team_lead = tl.load(spans_ptr + 1).to(tl.int32)
-    if piece < n_team_pieces:
-        if HAS_TEAMS:
-            team, split = piece // shared_splits, piece % shared_splits
-            leader = tl.load(teams_ptr + team * TEAM).to(tl.int64)
+    group_lead = tl.load(spans_ptr + 1).to(tl.int32)
+    if piece < n_group_pieces:
+        if HAS_GROUPS:
+            group, split = piece // shared_splits, piece % shared_splits
+            leader = tl.load(groups_ptr + group * GROUP_SIZE).to(tl.int64)
             if leader >= 0:
                 shared = tl.load(shared_ptr + leader).to(tl.int32)
-                n_led = n_spans(tl.minimum(team_lead, shared))
+                n_led = n_spans(tl.minimum(group_lead, shared))
                 span = tl.where(split == 0, 0, n_led + split - 1)
                 if border(span) < shared:
-                    cell = tl.arange(0, TEAM_ROWS)
-                    member = cell // GROUP
-                    row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
+                    cell = tl.arange(0, GROUP_ROWS)
+                    member = cell // HEADS_PER_KEY
+                    row = tl.load(groups_ptr + group * GROUP_SIZE + member, mask=member < GROUP_SIZE, other=-1).to(
+                        tl.int64
+                    )
                     table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
                     _attend_spans(
                         q_ptr,
@@ -159,42 +162,42 @@ def _part_kernel(
                         stats_ptr,
                         rate,
                         row,
-                        kv_head * GROUP + cell % GROUP,
+                        kv_head * HEADS_PER_KEY + cell % HEADS_PER_KEY,
                         row >= 0,
                         span,
-                        tl.minimum(tl.where(split == 0, team_lead, border(span + 1)), shared),
+                        tl.minimum(tl.where(split == 0, group_lead, border(span + 1)), shared),
                         split,
                         tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32),
                         q_stride,
                         n_heads,
                         n_parts,
                         n_cells,
-                        TEAM_ROWS,
+                        GROUP_ROWS,
                         STRIDE,
                         DIM,
                         PADDED_DIM,
-                        BLOCK,
+                        BLOCK_SIZE,
                         WINDOW,
                     )
     else:
-        piece -= n_team_pieces
+        piece -= n_group_pieces
         row = (piece // own_splits).to(tl.int64)
         split = piece % own_splits
         length = tl.load(lengths_ptr + row).to(tl.int32)
         shared = tl.load(shared_ptr + row).to(tl.int32)
-        n_led = n_spans(_lead_end(length, shared, team_lead))
+        n_led = n_spans(_lead_end(length, shared, group_lead))
         leads = (split == 0) & (shared == 0)
         span = tl.where(shared > 0, n_spans(shared) + split, tl.where(leads, 0, n_led + split - 1))
         end = tl.minimum(tl.where(leads, _OWN_LEAD, border(span + 1)), length)
         if border(span) < length:
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
             if end == length:
-                # The new token's key and value are not in the cache yet: put them there, for all of this program.
+                # Write the new token's key and value to the cache, where all threads of this program read them.
                 inside = dim < DIM
                 new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * DIM + dim, mask=inside, other=0.0)
                 new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * DIM + dim, mask=inside, other=0.0)
-                block = tl.load(table_row + (length - 1) // BLOCK).to(tl.int64)
-                place = block * (BLOCK * STRIDE) + ((length - 1) % BLOCK) * STRIDE
+                block = tl.load(table_row + (length - 1) // BLOCK_SIZE).to(tl.int64)
+                place = block * (BLOCK_SIZE * STRIDE) + ((length - 1) % BLOCK_SIZE) * STRIDE
                 tl.store(k_ptr + place + dim, new_k, mask=inside)
                 tl.store(v_ptr + place + dim, new_v, mask=inside)
                 tl.debug_barrier()
@@ -208,8 +211,8 @@ def _part_kernel(
                 stats_ptr,
                 rate,
                 row + tl.zeros([OWN_ROWS], tl.int64),
-                kv_head * GROUP + cell,
-                cell < GROUP,
+                kv_head * HEADS_PER_KEY + cell,
+                cell < HEADS_PER_KEY,
                 span,
                 end,
                 tl.where(leads, 0, span - n_led + 1),
@@ -222,7 +225,7 @@ def _part_kernel(
                 STRIDE,
                 DIM,
                 PADDED_DIM,
-                BLOCK,
+                BLOCK_SIZE,
                 WINDOW,
             )
 
@@ -251,15 +254,15 @@ def _attend_spans(
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Write what the positions from a span's first one up to `end` give for ROWS pairs of a row and a head.
+    """Write the partial result of the positions from a span's begin up to `end`, for ROWS pairs of a row and a head.
 
-    Keys are the rows of the products and queries their columns. So a Hopper multiplies the tiles where they lie in
+    Keys are the rows of the products and queries their columns: a Hopper GPU then multiplies the tiles directly from
     shared memory, and its registers hold little more than the sums.
 
-    row_length: of each of these rows, for a WINDOW.
+    row_length: the number of positions of each row, for a WINDOW.
     """
     dim = tl.arange(0, PADDED_DIM)
     mask = (dim < DIM)[:, None] & real[None, :]
@@ -275,7 +278,7 @@ def _attend_spans(
         if WINDOW is not None:
             begin = tl.maximum(begin, (tl.min(row_length, axis=0) - WINDOW) // TILE * TILE)
         for tile in range(begin, tl.minimum(border(index + 1), end), TILE):
-            k, v = _load_tile(k_ptr, v_ptr, table_row, tile, end, STRIDE, DIM, PADDED_DIM, BLOCK)
+            k, v = _load_tile(k_ptr, v_ptr, table_row, tile, end, STRIDE, DIM, PADDED_DIM, BLOCK_SIZE)
             position = tile + tl.arange(0, TILE)
             visible = (position < end)[:, None]
             if WINDOW is not None:
@@ -306,17 +309,17 @@ def _load_tile(
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
-    """Keys and values (TILE, PADDED_DIM) of the positions from `first`, a multiple of TILE, on.
+    """Return keys and values (TILE, PADDED_DIM) of the positions from `first` on, a multiple of TILE.
 
-    Those of positions from `end` on are whatever the cache holds there.
+    Positions from `end` on get the numbers that the cache holds there.
     """
     offset = tl.arange(0, TILE)
     dim = tl.arange(0, PADDED_DIM)
-    if BLOCK % TILE.value == 0:  # they lie in one block, and there all places may be read
-        block = tl.load(table_row + first // BLOCK).to(tl.int64)
-        start = block * (BLOCK * STRIDE) + first % BLOCK * STRIDE
+    if BLOCK_SIZE % TILE.value == 0:  # the tile lies in one block, all of which may be read
+        block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
+        start = block * (BLOCK_SIZE * STRIDE) + first % BLOCK_SIZE * STRIDE
         k_ptr += start
         v_ptr += start
         place = offset[:, None] * STRIDE + dim[None, :]
@@ -330,8 +333,8 @@ def _load_tile(
     else:
         position = first + offset
         inside = position < end
-        block = tl.load(table_row + position // BLOCK, mask=inside, other=0).to(tl.int64)
-        place = (block * (BLOCK * STRIDE) + position % BLOCK * STRIDE)[:, None] + dim[None, :]
+        block = tl.load(table_row + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        place = (block * (BLOCK_SIZE * STRIDE) + position % BLOCK_SIZE * STRIDE)[:, None] + dim[None, :]
         real = inside[:, None] & (dim < DIM)[None, :]
         k = tl.load(k_ptr + place, mask=real, other=0.0)
         v = tl.load(v_ptr + place, mask=real, other=0.0)
@@ -353,7 +356,7 @@ def _join_kernel(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Join the parts of some heads of a row, the first one first."""
+    """Join the parts of some heads of a row, from the first to the last."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)
