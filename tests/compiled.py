@@ -120,13 +120,13 @@ def launch_alone(dtype: torch.dtype) -> None:
     some = torch.zeros(16, 128, dtype=dtype)
     fixed_order_product(some, some, dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
-    shared = symmetric_memory.Shared(
-        rank=0, size=2, inboxes=1 << 40, turns=numbers, shown=1 << 40, signals=1 << 40, counts=numbers
+    shared = symmetric_memory.GroupMemory(
+        rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers
     )
-    symmetric_memory.add(some, shared)
-    symmetric_memory.add(some.float(), shared)
+    symmetric_memory.all_reduce(some, shared)
+    symmetric_memory.all_reduce(some.float(), shared)
     symmetric_memory.add_and_norm(some, some, some[0], 1e-6, False, shared)
-    symmetric_memory.gather(numbers, shared)
+    symmetric_memory.all_gather(numbers, shared)
 
 
 def kernels_of(folder: Path) -> Iterator[str]:

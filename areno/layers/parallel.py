@@ -99,8 +99,8 @@ class ParallelGroup:
         """Sum in the forward pass, perhaps in place, and identity in the backward pass: after a row-parallel layer."""
         if self.size == 1:
             return x
-        if self.symmetric_memory is not None and not torch.is_grad_enabled() and self.symmetric_memory.takes(x):
-            return self.symmetric_memory.sum(x)
+        if self.symmetric_memory is not None and not torch.is_grad_enabled() and self.symmetric_memory.can_sum(x):
+            return self.symmetric_memory.all_reduce(x)
         return _ReduceOut.apply(x, self)  # type: ignore[return-value]
 
     # Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198): between the products of a layer each rank has a
@@ -152,8 +152,8 @@ class ParallelGroup:
 
     def every(self, x: Tensor) -> Tensor:
         """(size, *x.shape): x of each rank, outside autograd."""
-        if self.size > 1 and self.symmetric_memory is not None and self.symmetric_memory.takes_all(x):
-            return self.symmetric_memory.gather(x)
+        if self.size > 1 and self.symmetric_memory is not None and self.symmetric_memory.can_gather(x):
+            return self.symmetric_memory.all_gather(x)
         return torch.stack(self._pieces(x)) if self.size > 1 else x.unsqueeze(0)
 
     def _pieces(self, x: Tensor) -> list[Tensor]:

@@ -112,7 +112,7 @@ class Transformer(nn.Module):
     def _memory_for_norms(self, x_ND: Tensor) -> SymmetricMemory | None:
         """The memory through which norms sum what ranks add to these tokens, where they can: few, and no gradient."""
         memory, config, (n, size) = self.tp.symmetric_memory, self.config, x_ND.shape
-        if memory is None or torch.is_grad_enabled() or not memory.takes_rows(n, size, self.embed.weight.dtype):
+        if memory is None or torch.is_grad_enabled() or not memory.can_add_and_norm(n, size, self.embed.weight.dtype):
             return None
         if self.tp.in_order:  # the norm of training adds the squares of a row in another order
             return None

@@ -34,9 +34,9 @@ def opened(n_ranks: int, empty: Any = torch.empty) -> SymmetricMemory:
 @pytest.mark.parametrize(("n_ranks", "large"), [(2, True), (3, False), (4, True), (6, False), (8, True), (16, False)])
 def test_large_sums_are_for_groups_that_torch_can_add_in_two_steps(n_ranks: int, large: bool) -> None:
     memory = opened(n_ranks)
-    assert memory.takes(torch.empty(2**19, dtype=torch.bfloat16))
-    assert memory.takes(torch.empty(2**19 + 8, dtype=torch.bfloat16)) == large
-    assert memory.takes_all(torch.empty(2**19 + 8, dtype=torch.bfloat16))
+    assert memory.can_sum(torch.empty(2**19, dtype=torch.bfloat16))
+    assert memory.can_sum(torch.empty(2**19 + 8, dtype=torch.bfloat16)) == large
+    assert memory.can_gather(torch.empty(2**19 + 8, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("text", ["", "\nno such device", "no such device"])
@@ -71,8 +71,8 @@ def test_each_rank_tries_the_memory_with_numbers_of_its_own(monkeypatch: pytest.
         tried.append(x.clone())
         return x
 
-    memory: Any = SimpleNamespace(device=CPU, most_bytes=2**20, takes=lambda _: True, sum=total)
-    memory.gather = lambda x: x[None]
+    memory: Any = SimpleNamespace(device=CPU, max_bytes=2**20, can_sum=lambda _: True, all_reduce=total)
+    memory.all_gather = lambda x: x[None]
     memory.connect = lambda: None
     monkeypatch.setattr(symmetric_memory, "SymmetricMemory", lambda *_: memory)
     monkeypatch.setattr(symmetric_memory, "_is_any", lambda here, *_: here)
@@ -91,7 +91,7 @@ def test_no_warp_takes_a_turn_from_one_that_has_not_read_it() -> None:
     """A late one would wait for the numbers of the next call. In rows of 32 numbers nothing else makes warps meet."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.backends.compiler")
-    from areno.kernels.symmetric_memory.triton import _meet_add_norm_kernel as kernel
+    from areno.kernels.symmetric_memory.triton import _all_reduce_norm_kernel as kernel
 
     types = {
         "x_ptr": "*fp32", "part_ptr": "*bf16", "sum_ptr": "*fp32", "weight_ptr": "*bf16", "normed_ptr": "*bf16",

@@ -74,14 +74,14 @@ def compare_calls(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
         pieces = [torch.empty_like(part) for _ in range(n_ranks)]
         dist.all_gather(pieces, part)
         total = torch.stack(pieces).float().sum(0).bfloat16()
-        assert memory.takes(part)
-        assert memory.takes_all(part)
-        assert torch.equal(memory.sum(part), total)
+        assert memory.can_sum(part)
+        assert memory.can_gather(part)
+        assert torch.equal(memory.all_reduce(part), total)
         wide = part.float()
         wide.view(torch.int32)[-1, -1] = EMPTY * (2**16 + 1) - 2**32  # again, and next to 0
         expected = torch.stack(pieces).float().sum(0)
         expected[-1, -1] = 0
-        assert torch.equal(memory.sum(wide), expected)
+        assert torch.equal(memory.all_reduce(wide), expected)
         assert torch.equal(tp.every(part), torch.stack(pieces))
         stream, weight = torch.linspace(-2, 2, n * size).view(n, size), torch.full((size,), 0.5).bfloat16()
         summed, normed = memory.add_and_norm(stream, part, weight, 1e-6, True)
@@ -89,7 +89,7 @@ def compare_calls(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
         expected = summed * (summed.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * 1.5
         torch.testing.assert_close(normed.float(), expected, atol=1e-6, rtol=2**-7)
     left = torch.full((3, 1, 19), float(rank))  # what a draw from columns tells of one row
-    assert memory.takes_all(left)
+    assert memory.can_gather(left)
     assert torch.equal(tp.every(left), torch.arange(n_ranks).float().view(-1, 1, 1, 1).expand(-1, *left.shape))
     assert -(2**31) <= int(memory._shared.counts[0]) < 0  # they have wrapped
 

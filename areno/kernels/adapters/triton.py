@@ -20,7 +20,7 @@ _MANY = 1024  # with more rows of y, a program takes more rows
 
 
 def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
-    """Add the adapters to y in place. y, h and b must be contiguous. Arguments as of `areno.kernels.adapters.add_lora`."""
+    """Add the adapters to y in place; arguments as of `areno.kernels.adapters.add_lora`, all contiguous."""
     return _add_lora(y_NO, y_NO, h_NR.contiguous(), b_SR, tiles_T4, scaling)
 
 
@@ -115,7 +115,7 @@ def _product(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return h B^T of a tile (ROWS, COLUMNS) in float32. h_place and b_place point to its rows; b: `_load_first_inputs`."""
+    """Return h B^T of a tile (ROWS, COLUMNS) in float32. b: what `_load_first_inputs` returned for b_place."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)

@@ -1,8 +1,8 @@
-"""Memory of the GPUs of one machine that all of them reach (torch's symmetric memory over NVLink), for small tensors.
+"""Small collectives between the GPUs of one machine through torch's symmetric memory over NVLink.
 
-A step of decoding sums small tensors, two for each layer, and the latency of a library for all sizes and networks
-would be a large part of its time. Here each GPU writes its numbers to the others itself, or reads theirs, in one
-kernel that a CUDA graph can hold. NVLink multicast is not used.
+A decode step sums two small tensors for each layer, and NCCL's latency would be a large part of its time. Here a GPU
+writes its numbers into the memory of the others, or reads theirs, in one kernel that a CUDA graph can capture. NVLink
+multicast is not used. `open_symmetric_memory` opens and tests the memory of a process group.
 """
 
 from __future__ import annotations
@@ -17,113 +17,180 @@ from torch import Tensor
 
 logger = logging.getLogger("areno")
 
-_ONE_SHOT_BYTES = 2**20  # among more than two GPUs, larger tensors are cheaper in two steps
-_TWO_STEPS = (4, 8)  # sizes of a group, above two, that torch has them for
+_ONE_SHOT_BYTES = 2**20  # with more than two GPUs, a two-shot all-reduce is faster for larger tensors
+_TWO_SHOT_SIZES = (4, 8)  # sizes of a group for which torch has a two-shot all-reduce
 _ALIGNMENT = 16  # bytes
 
 
 class SymmetricMemory:
-    """A buffer on each GPU of a group, which the others have mapped."""
+    """Buffers on each GPU of a process group which the other GPUs can write and read.
+
+    Created by `open_symmetric_memory`. `connect` has to be called before anything else.
+
+    Args:
+        group: the process group.
+        device: the GPU of this rank.
+
+    Attributes:
+        device: the GPU of this rank.
+        max_bytes: the size of the largest tensor; NCCL is as fast for larger ones.
+
+    Raises:
+        RuntimeError: the device has no symmetric memory.
+        ImportError: Triton or torch's symmetric memory is missing.
+    """
 
     def __init__(self, group: Any, device: torch.device):
-        """Only takes the memory. RuntimeError where there is none, ImportError without Triton."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         from areno.kernels.symmetric_memory import triton as kernels
         from areno.kernels.symmetric_memory.triton import EMPTY, PROGRAMS, REGION
 
-        self.device, self._kernels, self._most_rows, self._row_bytes = device, kernels, PROGRAMS, REGION
+        self.device, self._kernels, self._max_rows, self._row_bytes = device, kernels, PROGRAMS, REGION
         self._group, self._size = group, dist.get_world_size(group)
-        self.most_bytes = REGION * PROGRAMS  # of a tensor; NCCL is as fast for larger ones
+        self.max_bytes = REGION * PROGRAMS
 
         def empty(n: int, dtype: torch.dtype) -> Tensor:
             return symmetric_memory.empty(n, dtype=dtype, device=device)
 
-        # torch would make multicast objects, which nothing here uses, and fail on machines that have them in name only.
+        # torch would create multicast objects, which are unused here and fail on some machines that report support.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._inbox = empty(3 * self._size * self.most_bytes // 2, torch.int16).fill_(EMPTY - 2**16)
-        self._shown = empty(2 * self.most_bytes, torch.uint8)
+        self._inbox = empty(3 * self._size * self.max_bytes // 2, torch.int16).fill_(EMPTY - 2**16)
+        self._outboxes = empty(2 * self.max_bytes, torch.uint8)
         self._signals = empty(self._size * PROGRAMS, torch.int32).zero_()
-        self._most_summed = self.most_bytes if self._size in (2, *_TWO_STEPS) else _ONE_SHOT_BYTES
-        # What torch's two steps work in.
-        self._whole = empty(self.most_bytes, torch.uint8) if self._size in _TWO_STEPS else None
+        self._max_summed = self.max_bytes if self._size in (2, *_TWO_SHOT_SIZES) else _ONE_SHOT_BYTES
+        # The buffer of torch's two-shot all-reduce.
+        self._whole = empty(self.max_bytes, torch.uint8) if self._size in _TWO_SHOT_SIZES else None
 
     def connect(self) -> None:
-        """A collective call. RuntimeError where the GPUs cannot read each other's memory."""
+        """Map the buffers of the other GPUs. A collective call.
+
+        Raises:
+            RuntimeError: the GPUs cannot access each other's memory.
+        """
         import torch.distributed._symmetric_memory as symmetric_memory
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-        inboxes, shown, signals = (
+        inboxes, outboxes, signals = (
             symmetric_memory.rendezvous(each, self._group).buffer_ptrs_dev
-            for each in (self._inbox, self._shown, self._signals)
+            for each in (self._inbox, self._outboxes, self._signals)
         )
-        self._shared = self._kernels.Shared(
-            rank=dist.get_rank(self._group), size=self._size, inboxes=inboxes, turns=zeros(2, self._most_rows),
-            shown=shown, signals=signals, counts=zeros(self._most_rows),
-        )  # fmt: skip
+        self._shared = self._kernels.GroupMemory(
+            rank=dist.get_rank(self._group),
+            size=self._size,
+            inboxes=inboxes,
+            turns=zeros(2, self._max_rows),
+            outboxes=outboxes,
+            signals=signals,
+            counts=zeros(self._max_rows),
+        )
         if self._whole is not None:
             symmetric_memory.rendezvous(self._whole, self._group)
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether `sum` can add this tensor."""
-        is_aligned = x.nbytes % _ALIGNMENT == 0  # for torch's two steps
-        fits = is_aligned and self._fits(x) and x.nbytes <= self._most_summed
+    def can_sum(self, x: Tensor) -> bool:
+        """Return whether `all_reduce` accepts a tensor, by its size, dtype and alignment.
+
+        Args:
+            x: the tensor.
+        """
+        is_aligned = x.nbytes % _ALIGNMENT == 0  # for torch's two-shot all-reduce
+        fits = is_aligned and self._fits(x) and x.nbytes <= self._max_summed
         return fits and x.dtype in (torch.bfloat16, torch.float32)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks; x stays as it is.
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the ranks. A collective call.
 
-        Added in float32 in the order of the ranks; torch's two steps round to the dtype of x after each.
+        Sums are in float32 in the order of the ranks. torch's two-shot all-reduce rounds to the dtype of x after each
+        addition.
+
+        Args:
+            x: a contiguous tensor that `can_sum` accepts; unchanged.
+
+        Returns:
+            A new tensor in the shape and dtype of x.
         """
         if self._whole is None or x.nbytes <= _ONE_SHOT_BYTES:
-            return self._kernels.add(x, self._shared)
+            return self._kernels.all_reduce(x, self._shared)
         buffer = self._whole[: x.nbytes].view(x.dtype).view(x.shape)
         buffer.copy_(x)
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._group.group_name, torch.empty_like(x))
 
-    def takes_rows(self, n: int, size: int, dtype: torch.dtype) -> bool:
-        """Whether `add_and_norm` can take n rows of this size."""
-        return 0 < n <= self._most_rows and size * dtype.itemsize <= self._row_bytes and dtype == torch.bfloat16
+    def can_add_and_norm(self, n: int, size: int, dtype: torch.dtype) -> bool:
+        """Return whether `add_and_norm` accepts rows of this size.
+
+        Args:
+            n: the number of rows.
+            size: the elements of a row.
+            dtype: their dtype.
+        """
+        return 0 < n <= self._max_rows and size * dtype.itemsize <= self._row_bytes and dtype == torch.bfloat16
 
     def add_and_norm(
         self, x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
-        """x + the sum of `part` over the ranks, and its norm: what adding the result of `sum` would give."""
+        """Add the sum of `part` over the ranks to x, and return the sum and its RMS norm. A collective call.
+
+        Args:
+            x_ND: the residual stream, the same on all ranks.
+            part_ND: this rank's summand, bfloat16, rows that `can_add_and_norm` accepts.
+            weight_D: the weight of the norm.
+            eps: the epsilon of the norm.
+            plus_one: the factor of the norm is 1 + weight.
+
+        Returns:
+            The new residual stream (N, D) in the dtype of x, and its norm (N, D) in the dtype of the weight.
+        """
         assert part_ND.dtype == torch.bfloat16, "rows that a region may not hold"
         return self._kernels.add_and_norm(x_ND, part_ND.contiguous(), weight_D, eps, plus_one, self._shared)
 
-    def takes_all(self, x: Tensor) -> bool:
-        """Whether `gather` can take this tensor."""
+    def can_gather(self, x: Tensor) -> bool:
+        """Return whether `all_gather` accepts a tensor, by its size and shape.
+
+        Args:
+            x: the tensor.
+        """
         return self._fits(x) and x.dim() > 0 and x.shape[-1] * x.element_size() % 4 == 0
 
-    def gather(self, x: Tensor) -> Tensor:
-        """(size, *x.shape): x of each rank."""
-        return self._kernels.gather(x.view(torch.int32), self._shared).view(x.dtype)
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return x of each rank, (ranks, *x.shape). A collective call.
+
+        Args:
+            x: a contiguous tensor that `can_gather` accepts.
+        """
+        return self._kernels.all_gather(x.view(torch.int32), self._shared).view(x.dtype)
 
     def _fits(self, x: Tensor) -> bool:
-        return 0 < x.nbytes <= self.most_bytes and x.is_contiguous()
+        return 0 < x.nbytes <= self.max_bytes and x.is_contiguous()
 
 
 def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory | None:
-    """A collective call: memory that has been tried, or None where some GPU of the group has none that works."""
+    """Open the symmetric memory of a process group, and test its results. A collective call.
+
+    Args:
+        group: the process group; all of its GPUs are in this machine.
+        device: the GPU of this rank.
+
+    Returns:
+        The memory, or None if it does not work on some GPU of the group; the reason is logged.
+    """
     found: list[SymmetricMemory] = []
-    # A rank that has no memory must not leave the others waiting for it to connect.
+    # All ranks agree after each step: a rank without memory must not let the others wait in `connect`.
     for step in (lambda: found.append(SymmetricMemory(group, device)), lambda: found[0].connect()):
         has_failed, problem = False, "on another rank"
         try:
             step()
-        except (RuntimeError, ImportError, AttributeError) as error:  # torch's symmetric memory is no stable part of it
+        except (RuntimeError, ImportError, AttributeError) as error:  # torch's symmetric memory is not a stable API
             has_failed, problem = True, (str(error).strip() or type(error).__name__).splitlines()[0]
         if _is_any(has_failed, group, device):
             logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem)
             return None
     [memory] = found
-    sizes = (_ALIGNMENT, _ONE_SHOT_BYTES, memory.most_bytes)
-    # Other numbers on each rank and each time: else what is there already would be right, too.
+    sizes = (_ALIGNMENT, _ONE_SHOT_BYTES, memory.max_bytes)
+    # Other numbers on each rank and in each call, so that numbers of an earlier call would be wrong.
     generator = torch.Generator(device).manual_seed(dist.get_rank(group))
-    # Four times each: sums take turns in three places, which are emptied in between.
+    # Four calls of each size: calls use three slots in turn, which are emptied in between.
     wrong = [n_bytes for n_bytes in sizes for _ in range(4) if not _is_right(memory, n_bytes, group, generator)]
     if _is_any(bool(wrong), group, device):
         logger.warning("decoding sums over NCCL: over shared memory they are wrong (of %s bytes)", wrong)
@@ -132,17 +199,17 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
 
 
 def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
-    """A collective call."""
+    """Return whether `all_reduce` and `all_gather` of random numbers are right. A collective call."""
     x = torch.randint(-4, 5, (n_bytes // 2,), generator=generator, device=memory.device).bfloat16()  # sums are exact
     expected = x.clone()
     dist.all_reduce(expected, group=group)
-    every = memory.gather(x)
-    summed = memory.sum(x) if memory.takes(x) else expected
+    every = memory.all_gather(x)
+    summed = memory.all_reduce(x) if memory.can_sum(x) else expected
     return torch.equal(summed, expected) and torch.equal(every.sum(0), expected)
 
 
 def _is_any(here: bool, group: Any, device: torch.device) -> bool:
-    """Whether it is true on any rank."""
+    """Return whether `here` is true on any rank. A collective call."""
     found = torch.tensor(float(here), device=device)
     dist.all_reduce(found, group=group)
     return bool(found.item())

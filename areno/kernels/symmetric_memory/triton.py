@@ -1,19 +1,18 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Kernels in which the GPUs of a group meet, in two ways. Programs wait for their twins on the other GPUs only.
+"""Collectives through symmetric memory as Triton kernels. A program waits for the same program of the other GPUs only.
 
-`add` and `add_and_norm`: a program writes its piece into the memory of the others, and adds theirs as soon as its own
-memory has them. What has not come yet is EMPTY, so nothing has to be told: a number is there or it is not. Numbers go
-one way only, and no fence waits for them. A piece has three places, which calls take in turn. A call empties the place
-of the call before it. Nobody writes to that place before the next call but one, and so not before having what this GPU
-writes in the next one, when it has been emptied.
+`all_reduce` and `add_and_norm`: a program writes its piece into the inboxes of the other GPUs, and adds their pieces as
+soon as they arrive in its own inbox. Inboxes are filled with EMPTY, a bit pattern that no summand has, so a number's
+arrival needs no signal and no fence. A piece has three slots, used by calls in turn. Each call empties the slot of the
+previous call. The other GPUs write to that slot only in the next call but one. Before, they need this GPU's numbers of
+the next call, which it sends after the slot is empty.
 
-`gather`, for numbers of which none can mean EMPTY: a program copies its piece into its region of this GPU's memory,
-tells its twins, waits until they have told it, and reads their regions. Each region exists twice, and calls take
-turns. So nobody has to wait until the others have read: who comes to write a region again has met the others once more
-in between, and they had read it by then.
+`all_gather`, for int32 numbers of any bit pattern: a program copies its piece into its region of this GPU's outbox,
+signals the other GPUs, waits for their signals, and reads their regions. Each region exists twice, and calls alternate
+between the two. So no program waits until others have read: the barrier of the call in between guarantees it.
 
-The calls of a program are counted on the device, so a CUDA graph can hold them. Counts may wrap around.
+Programs count their calls in device memory, so a CUDA graph can capture the launches. The counts may wrap around.
 """
 
 from __future__ import annotations
@@ -27,80 +26,102 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 
-REGION = 16384  # bytes of a program's piece, at the most
-PROGRAMS = 512  # most of a call
-EMPTY = 0x8000  # of each 16 bits: -0 in bfloat16, for which 0 is written; in float32 twice, a number next to 0
+REGION = 16384  # largest piece of a program in bytes
+PROGRAMS = 512  # largest number of programs in a launch
+EMPTY = 0x8000  # in each 16 bits: -0 in bfloat16, sent as 0; in float32 twice, a number next to 0, sent as 0
 _WARPS = 8
-_CLEARED = tl.constexpr(2048)  # bytes that are emptied together, so that wide stores do it
+_CLEARED = tl.constexpr(2048)  # bytes that are emptied together, by wide stores
 _EMPTY_16 = tl.constexpr(EMPTY - 2**16)
 _EMPTY_32 = tl.constexpr(EMPTY * (2**16 + 1) - 2**32)
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What the kernels need to know of a group.
+class GroupMemory:
+    """The symmetric memory of a process group, as the kernels use it.
 
-    inboxes, shown, signals: addresses, on the device, of tables with the address of a tensor of each GPU. These tensors
-    are 3 x size x PROGRAMS regions, EMPTY at first; 2 x PROGRAMS regions; size x PROGRAMS counters of int32, which were
-    zero.
-    turns: int32 (2, PROGRAMS), zero at first, of this GPU alone: which of the three is next, and how much the last call
-    used. counts: int32 (PROGRAMS,), also zero and its own.
+    The fields `inboxes`, `outboxes` and `signals` are device addresses of tables. A table has the address of a tensor
+    on each GPU.
+
+    Attributes:
+        rank: this GPU's rank in the group.
+        size: the number of GPUs.
+        inboxes: tensors of 3 x size x PROGRAMS regions, initially EMPTY.
+        turns: int32 (2, PROGRAMS) of this GPU, initially zero: the slot of the next call, and how many units of
+            _CLEARED bytes the last call used.
+        outboxes: tensors of 2 x PROGRAMS regions.
+        signals: tensors of size x PROGRAMS int32 counters, initially zero.
+        counts: int32 (PROGRAMS,) of this GPU, initially zero: the number of calls of `all_gather`.
     """
 
     rank: int
     size: int
     inboxes: int
     turns: Tensor
-    shown: int
+    outboxes: int
     signals: int
     counts: Tensor
 
 
-def add(x: Tensor, shared: Shared) -> Tensor:
-    """The sum of x over the GPUs, added in float32 in the order of the ranks.
+def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
+    """Return the sum of x over the GPUs, added in float32 in the order of the ranks. A collective call.
 
-    x: contiguous, bfloat16 or float32; at most REGION * PROGRAMS bytes. The call is collective.
+    Args:
+        x: contiguous, bfloat16 or float32, at most REGION * PROGRAMS bytes.
+        memory: the symmetric memory of the group.
+
+    Returns:
+        A new tensor in the shape and dtype of x.
     """
     out = torch.empty_like(x)
     piece = REGION // x.element_size()
-    _meet_add_kernel[(triton.cdiv(x.numel(), piece),)](
-        x, out, x.numel(), shared.inboxes, shared.turns, shared.rank,
-        SIZE=shared.size, PIECE=piece, N_PROGRAMS=PROGRAMS, num_warps=_WARPS,
-    )  # fmt: skip
+    inbox = (memory.inboxes, memory.turns, memory.rank)
+    sizes = {"SIZE": memory.size, "PIECE": piece, "N_PROGRAMS": PROGRAMS}
+    _all_reduce_kernel[(triton.cdiv(x.numel(), piece),)](x, out, x.numel(), *inbox, **sizes, num_warps=_WARPS)
     return out
 
 
 def add_and_norm(
-    x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool, shared: Shared
+    x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool, memory: GroupMemory
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of x and the sum of `part` over the GPUs, which is rounded to the dtype of `part` first.
+    """Add the sum of `part` over the GPUs to x, and return the sum and its RMS norm. A collective call.
 
-    The squares of a row may be added in another order.
+    The result is that of `all_reduce` and `elementwise.triton_norm.add_rms_norm`, except for the order in which the
+    squares of a row are added.
 
-    At most PROGRAMS rows of REGION bytes each. The call is collective.
+    Args:
+        x_ND: the residual stream; at most PROGRAMS rows.
+        part_ND: this GPU's summand; at most REGION bytes a row.
+        weight_D: the weight of the norm.
+        eps: the epsilon of the norm.
+        plus_one: the factor of the norm is 1 + weight.
+        memory: the symmetric memory of the group.
+
+    Returns:
+        The new residual stream (N, D) in the dtype of x, and its norm (N, D) in the dtype of the weight.
     """
     n, size = x_ND.shape
     block = triton.next_power_of_2(size)
     sum_ND, normed_ND = torch.empty_like(x_ND), torch.empty_like(x_ND, dtype=weight_D.dtype)
-    _meet_add_norm_kernel[(n,)](
-        x_ND, part_ND, sum_ND, weight_D, normed_ND, size, eps, shared.inboxes, shared.turns, shared.rank,
-        SIZE=shared.size, PIECE=REGION // part_ND.element_size(), N_PROGRAMS=PROGRAMS, PLUS_ONE=plus_one,
-        BLOCK=block, num_warps=_WARPS if block <= 4096 else 4,  # 256 rows of 5,120: 13.0 us, and 14.4 with 8
-    )  # fmt: skip
+    inbox = (memory.inboxes, memory.turns, memory.rank)
+    sizes = {"SIZE": memory.size, "PIECE": REGION // part_ND.element_size(), "N_PROGRAMS": PROGRAMS, "BLOCK": block}
+    n_warps = _WARPS if block <= 4096 else 4  # 256 rows of 5,120: 13.0 us with 4 warps, 14.4 with 8
+    tensors = (x_ND, part_ND, sum_ND, weight_D, normed_ND)
+    _all_reduce_norm_kernel[(n,)](*tensors, size, eps, *inbox, PLUS_ONE=plus_one, **sizes, num_warps=n_warps)
     return sum_ND, normed_ND
 
 
-def gather(x: Tensor, shared: Shared) -> Tensor:
-    """x of all GPUs, (size, *x.shape).
+def all_gather(x: Tensor, memory: GroupMemory) -> Tensor:
+    """Return x of all GPUs, (size, *x.shape). A collective call.
 
-    x: contiguous, int32; at most REGION * PROGRAMS bytes. The call is collective.
+    Args:
+        x: contiguous, int32, at most REGION * PROGRAMS bytes.
+        memory: the symmetric memory of the group.
     """
-    out = x.new_empty((shared.size, *x.shape))
+    out = x.new_empty((memory.size, *x.shape))
     piece = REGION // x.element_size()
-    _meet_gather_kernel[(triton.cdiv(x.numel(), piece),)](
-        x, out, x.numel(), shared.shown, shared.signals, shared.counts, shared.rank,
-        SIZE=shared.size, PIECE=piece, N_PROGRAMS=PROGRAMS, num_warps=_WARPS,
-    )  # fmt: skip
+    outbox = (memory.outboxes, memory.signals, memory.counts, memory.rank)
+    sizes = {"SIZE": memory.size, "PIECE": piece, "N_PROGRAMS": PROGRAMS}
+    _all_gather_kernel[(triton.cdiv(x.numel(), piece),)](x, out, x.numel(), *outbox, **sizes, num_warps=_WARPS)
     return out
 
 
@@ -117,14 +138,14 @@ def _sum_of_all(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """The sum of x (a piece or the beginning of one, n_inside numbers) over the program's twins, in float32."""
+    """Return the sum of x over the GPUs in float32. x: a piece or its first n_inside numbers."""
     program = tl.program_id(0)
     IS_WIDE: tl.constexpr = x.dtype == tl.float32
     NUMBER: tl.constexpr = tl.int32 if IS_WIDE else tl.int16
     NONE: tl.constexpr = _EMPTY_32.value if IS_WIDE else _EMPTY_16.value
     N_BYTES: tl.constexpr = 4 if IS_WIDE else 2
     inboxes = inboxes_ptr.to(tl.pointer_type(tl.uint64))
-    turn, n_used = tl.load(turns_ptr + program), tl.load(turns_ptr + N_PROGRAMS + program)
+    turn, n_stale = tl.load(turns_ptr + program), tl.load(turns_ptr + N_PROGRAMS + program)
     bits = x.to(NUMBER, bitcast=True)
     bits = tl.where(bits == NONE, 0, bits).to(NUMBER)
     place = (turn * SIZE + rank) * N_PROGRAMS + program
@@ -137,7 +158,7 @@ def _sum_of_all(
     nothing = tl.full([PIECE * N_BYTES // 4], _EMPTY_32.value, tl.int32)
     for step in tl.static_range(1, SIZE):
         place = ((turn + 2) % 3 * SIZE + (rank + step) % SIZE) * N_PROGRAMS + program
-        tl.store(pairs + place * (PIECE * N_BYTES // 4) + pair, nothing, mask=pair // (_CLEARED // 4) < n_used)
+        tl.store(pairs + place * (PIECE * N_BYTES // 4) + pair, nothing, mask=pair // (_CLEARED // 4) < n_stale)
     numbers = tl.multiple_of(inbox.to(tl.pointer_type(NUMBER)), 16)
     total = tl.zeros(x.shape, tl.float32)
     for each in tl.static_range(SIZE):
@@ -148,14 +169,14 @@ def _sum_of_all(
             while tl.sum((found == NONE).to(tl.int32), 0) > 0:
                 found = tl.load(come, mask=inside, other=0, volatile=True)
         total += found.to(x.dtype, bitcast=True).to(tl.float32)
-    tl.debug_barrier()  # all threads know the turn: of a short row, warps have copies, and sums do not make them meet
+    tl.debug_barrier()  # every warp has read the turn; for short rows, the sums above do not synchronise warps
     tl.store(turns_ptr + program, (turn + 1) % 3)
     tl.store(turns_ptr + N_PROGRAMS + program, tl.cdiv(n_inside * N_BYTES, _CLEARED))
     return total
 
 
 @kernel
-def _meet_add_kernel(
+def _all_reduce_kernel(
     x_ptr,
     out_ptr,
     n,
@@ -166,7 +187,7 @@ def _meet_add_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """A piece."""
+    """Sum one piece in each program."""
     first, lane = tl.program_id(0) * PIECE, tl.arange(0, PIECE)
     inside = first + lane < n
     x = tl.load(x_ptr + first + lane, mask=inside, other=0.0)
@@ -177,7 +198,7 @@ def _meet_add_kernel(
 
 
 @kernel
-def _meet_add_norm_kernel(
+def _all_reduce_norm_kernel(
     x_ptr,
     part_ptr,
     sum_ptr,
@@ -194,7 +215,7 @@ def _meet_add_norm_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """A row."""
+    """Sum one row in each program, and compute its norm."""
     column = tl.arange(0, BLOCK)
     inside = column < size
     index = tl.program_id(0).to(tl.int64) * size + column
@@ -212,8 +233,8 @@ def _meet_add_norm_kernel(
 
 
 @triton.jit
-def _meet_others(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRAMS: tl.constexpr):
-    """Tell the program's twins that what it has written can be read, and wait until they have told it the same."""
+def _barrier(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRAMS: tl.constexpr):
+    """Signal that this program has written its piece, and wait for the signals of the other GPUs."""
     signals = signals_ptr.to(tl.pointer_type(tl.uint64))
     tl.debug_barrier()  # all threads have written
     for step in tl.static_range(1, SIZE):
@@ -229,11 +250,11 @@ def _meet_others(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRA
 
 
 @kernel
-def _meet_gather_kernel(
+def _all_gather_kernel(
     x_ptr,
     out_ptr,
     n,
-    shown_ptr,
+    outboxes_ptr,
     signals_ptr,
     counts_ptr,
     rank,
@@ -241,20 +262,20 @@ def _meet_gather_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """A piece."""
+    """Gather one piece in each program."""
     program = tl.program_id(0)
     count = tl.load(counts_ptr + program) + 1
-    shown = shown_ptr.to(tl.pointer_type(tl.uint64))
+    outboxes = outboxes_ptr.to(tl.pointer_type(tl.uint64))
     lane = tl.arange(0, PIECE)
     index = program * PIECE + lane
     inside = index < n
     place = ((count & 1) * N_PROGRAMS + program) * PIECE + lane
-    mine = tl.multiple_of(tl.load(shown + rank).to(tl.pointer_type(tl.int32)), 16)
+    mine = tl.multiple_of(tl.load(outboxes + rank).to(tl.pointer_type(tl.int32)), 16)
     tl.store(mine + place, tl.load(x_ptr + index, mask=inside, other=0), mask=inside)
-    _meet_others(signals_ptr, program, count, rank, SIZE, N_PROGRAMS)
+    _barrier(signals_ptr, program, count, rank, SIZE, N_PROGRAMS)
     for each in tl.static_range(SIZE):
-        theirs = tl.multiple_of(tl.load(shown + each).to(tl.pointer_type(tl.int32)), 16)
-        # Past the first cache, which may hold what stood there two calls before.
+        theirs = tl.multiple_of(tl.load(outboxes + each).to(tl.pointer_type(tl.int32)), 16)
+        # Bypass the L1 cache, which may hold the numbers of two calls before.
         found = tl.load(theirs + place, mask=inside, other=0, cache_modifier=".cg")
         tl.store(out_ptr + each * n + index, found, mask=inside)
     tl.store(counts_ptr + program, count)
