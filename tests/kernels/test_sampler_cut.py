@@ -41,9 +41,9 @@ def logits_of(vocab: int) -> dict[str, Tensor]:
 def check_cut(
     device: str, vocab: int, span: int, filters: list[tuple[int, float]], names: list[str] | None = None
 ) -> None:
-    """What `cut` returns, against the definition. Run in a process of its own where interpreted."""
+    """What `truncate` returns, against the definition. Run in a process of its own where interpreted."""
     from areno.kernels.sampling.reference import SamplingSettings
-    from areno.kernels.sampling.triton_cut import cut
+    from areno.kernels.sampling.triton_truncate import truncate
 
     cases = [(name, row, k, p) for name, row in logits_of(vocab).items() for k, p in filters]
     cases = [case for case in cases if names is None or case[0] in names]
@@ -58,8 +58,8 @@ def check_cut(
     spans = torch.nn.functional.pad(logits, (0, n_spans * span - vocab), value=-torch.inf).view(n, n_spans, span)
     tops = spans.max(-1).values
     sums = (spans - tops.clamp(min=-1e30)[:, :, None]).exp().sum(-1)
-    kept, equal, bounds = cut(logits, slots, settings, tops, sums, span)
-    again = cut(logits, slots, settings, tops, sums, span)
+    kept, equal, bounds = truncate(logits, slots, settings, tops, sums, span)
+    again = truncate(logits, slots, settings, tops, sums, span)
     assert all(torch.equal(a, b) for a, b in zip((kept, equal, bounds), again, strict=True))
     among_candidates = {name: [] for name, *_ in cases}
     for i, (name, row, k, p) in enumerate(cases):

@@ -30,7 +30,7 @@ from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.paged import PagedBatch, decode_attention, most_rows
-from areno.kernels.sampling import SamplingFlags, draws_columns
+from areno.kernels.sampling import SamplingFlags, can_sample_columns
 from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
@@ -165,7 +165,7 @@ class Runner:
         It draws from its columns, or a share of the rows where filters need all columns; and tells the others.
         """
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
-        if draws_columns(local_BV, flags):
+        if can_sample_columns(local_BV, flags):
             valid_BV = self._kept(local_BV[:, :n_valid], flags)
             out_2B = self.sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
             return self._scored(out_2B, valid_BV, slots_B)

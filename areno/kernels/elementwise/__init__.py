@@ -1,9 +1,9 @@
-"""The elementwise operations between the matrix products of a layer, each as one Triton kernel, and their gradients.
+"""Elementwise operations between the matrix products of a layer, each as one Triton kernel with its gradient.
 
-They compute, and round, as the plain layers in `areno.layers` do; tests compare the two. All arithmetic is fp32.
-Launches depend on the shapes alone, so they can be captured in a CUDA graph. Every sum has a fixed order.
+They compute in fp32 and round where the plain layers in `areno.layers` do; tests compare the two. Launches depend on
+shapes alone, so a CUDA graph can capture them, and every sum has a fixed order. The files import Triton at their top:
+import them only if `backend.use_triton` returns True.
 
-These files import Triton at their top: import them only where `backend.use_triton` says yes.
-
-Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, F = C / 2, I inner size.
+Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, F = C / 2, I inner size; P
+programs of a backward kernel.
 """

@@ -1,7 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The norm of each query and key head with the rotation after it. Letters as in the package.
+"""RMS norm and rotary embedding of each query and key head as one Triton kernel.
 
-The plain forms are `areno/layers/norm.py` and `areno/layers/rotary.py`.
+The plain forms are in `areno/layers/norm.py` and `areno/layers/rotary.py`. Shape letters as in
+`areno.kernels.elementwise`; X = (H + 2 K) C.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import add_sums, n_processors
 from areno.kernels.jit import kernel
 
-QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel, for each processor of the device; see `triton_norm.py`
+QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel: programs for each multiprocessor, warps of a program
 
 
 def qk_norm_rope(
@@ -31,11 +32,23 @@ def qk_norm_rope(
     plus_one: bool = False,
     next_uses_pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q_NHC and k_NKC, each head normalised (where there are weights) and rotated, and v_NKC, a view of qkv.
+    """Normalise and rotate each head of q and k.
 
-    plus_one: the factors of the norms are 1 + weight.
-    next_uses_pdl: the next kernel may be an early one (`kernels/jit.py`).
-    qkv_NX: the heads of q, k and v side by side, X = (H + 2 K) C.
+    Args:
+        qkv_NX: the heads of q, k and v, side by side.
+        cos_N1F: float32, the cosines of the rotation.
+        sin_N1F: float32, its sines.
+        q_weight_C: the weight of the query norm. None: there are no norms.
+        k_weight_C: the weight of the key norm. None: there are no norms.
+        eps: the epsilon of the norms.
+        n_heads: H.
+        n_kv_heads: K.
+        head_dim: C.
+        plus_one: the factor of a norm is 1 + weight.
+        next_uses_pdl: the next kernel may be launched with `jit.pdl_options`.
+
+    Returns:
+        q (N, H, C) and k (N, K, C), normalised and rotated, and v (N, K, C), a view of qkv.
     """
     n = qkv_NX.shape[0]
     q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
@@ -76,12 +89,28 @@ def qk_norm_rope_backward(
     eps: float,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient of qkv, and of the two norm weights, (C,) float32 each; None without norms."""
+    """Compute the gradients of `qk_norm_rope`.
+
+    Args:
+        grad_q_NHC: the gradient of its q.
+        grad_k_NKC: the gradient of its k.
+        grad_v_NKC: the gradient of its v.
+        qkv_NX: its input.
+        cos_N1F: float32, the cosines of the rotation.
+        sin_N1F: float32, its sines.
+        q_weight_C: the weight of the query norm. None: there are no norms.
+        k_weight_C: the weight of the key norm. None: there are no norms.
+        eps: the epsilon of the norms.
+        plus_one: the factor of a norm is 1 + weight.
+
+    Returns:
+        The gradient of qkv (N, X), and of the two norm weights, (C,) float32 each. None for the latter without norms.
+    """
     n, n_heads, head_dim = grad_q_NHC.shape
     n_kv_heads = grad_k_NKC.shape[1]
     grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
     has_norm = q_weight_C is not None
-    # Long loops cost less than a wide sum over programs, but some programs per processor hide the latency of loads.
+    # Fewer programs mean fewer partial sums; some programs for each multiprocessor hide the latency of loads.
     n_programs = max(1, min(n, QK_PROGRAMS * n_processors(qkv_NX.device)))
     partial_P2C = qkv_NX.new_zeros((n_programs, 2, head_dim), dtype=torch.float32) if has_norm else grad_qkv_NX
     if n:
@@ -165,7 +194,7 @@ def _qk_norm_rope_kernel(
 
 @triton.jit
 def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
-    """The norm weight of each head's kind."""
+    """Return the norm weights of each head: those of the query norm or of the key norm."""
     q_weight = tl.load(q_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     weight = tl.where(is_q, q_weight, k_weight)
@@ -197,7 +226,7 @@ def _qk_norm_rope_backward_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Each program takes every n_programs-th token and sums its share of the weights' gradients."""
+    """Compute every n_programs-th token in each program, with a partial sum of the weights' gradients."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     real = half < HALF
@@ -223,7 +252,7 @@ def _qk_norm_rope_backward_kernel(
         first += tl.load(k_place, mask=is_k & real, other=0.0).to(tl.float32)
         second = tl.load(q_place + HALF, mask=is_q & real, other=0.0).to(tl.float32)
         second += tl.load(k_place + HALF, mask=is_k & real, other=0.0).to(tl.float32)
-        # The gradient of a rotation is the rotation back.
+        # The gradient of a rotation is the inverse rotation.
         a_grad = first * cos + second * sin
         b_grad = second * cos - first * sin
         if q_weight_ptr is not None:

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The residual addition with the norm after it, and the sum of partial gradients.
+"""Residual addition with the RMS norm after it, and sums of partial gradients, as Triton kernels.
 
-The plain form is `areno/layers/norm.py`. Letters as in the package.
+The plain form is `areno/layers/norm.py`. Shape letters as in `areno.kernels.elementwise`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,26 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 
-# Backward kernels loop over tokens, since they sum weight gradients: elements worked on at once, programs for each
-# processor of the device, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
+# The backward kernel loops over tokens, since it sums weight gradients: elements of a tile, programs for each
+# multiprocessor, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
 NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
 
 
 def add_rms_norm(
     x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream x + delta (in the dtype of x; x itself without delta) and its norm (in that of the weight).
+    """Add a layer's output to the residual stream, and normalise the sum.
 
-    The norm is that of the rounded sum, as if the two had been separate. plus_one: its factor is 1 + weight.
+    Args:
+        x_ND: the residual stream.
+        delta_ND: the output to add. None: normalise x itself.
+        weight_D: the weight of the norm.
+        eps: the epsilon of the norm.
+        plus_one: the factor of the norm is 1 + weight.
+
+    Returns:
+        The new residual stream (N, D) in the dtype of x, and the norm of its rounded values (N, D) in the dtype of the
+        weight.
     """
     x_ND = x_ND.contiguous()
     n, size = x_ND.shape
@@ -52,10 +61,20 @@ def rms_norm_backward(
     weight_grad_D: Tensor | None,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the stream: that of its norm (grad), plus what it gets elsewhere (grad_sum). In the dtype of sum, and
-    in that of grad, which may be the same tensor.
+    """Compute the gradient of the residual stream before a norm.
 
-    weight_grad_D: float32; the weight's gradient is added into it.
+    Args:
+        grad_ND: the gradient of the norm's output.
+        grad_sum_ND: the gradient of the stream from its other uses. None: there are none.
+        sum_ND: the stream, the first result of `add_rms_norm`.
+        weight_D: the weight of the norm.
+        eps: the epsilon of the norm.
+        weight_grad_D: float32, to which the weight's gradient is added. None: the weight is frozen.
+        plus_one: the factor of the norm is 1 + weight.
+
+    Returns:
+        The gradient of the stream (N, D) in the dtype of sum, and again in the dtype of grad. The same tensor if the
+        dtypes are equal.
     """
     n, size = sum_ND.shape
     grad_ND, sum_ND = grad_ND.contiguous(), sum_ND.contiguous()
@@ -90,13 +109,23 @@ def rms_norm_backward(
 
 
 def add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
-    """out += sum over programs, in a fixed order."""
+    """Add the sum over programs to out, in a fixed order.
+
+    Args:
+        partial_PD: float32 partial sums.
+        out_D: float32, changed in place.
+    """
     n_programs, size = partial_PD.shape
     _add_sums_kernel[(triton.cdiv(size, 32),)](partial_PD, out_D, n_programs, size, ROWS=128, BLOCK=32, num_warps=8)
 
 
 @functools.cache
 def n_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, and 1 for other devices.
+
+    Args:
+        device: a device of this machine.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -136,7 +165,7 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Each program takes every n_programs-th tile of ROWS rows and sums its share of the weight's gradient."""
+    """Compute every n_programs-th tile of ROWS rows in each program, with a partial sum of the weight's gradient."""
     column = tl.arange(0, BLOCK)
     real = column < size
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)

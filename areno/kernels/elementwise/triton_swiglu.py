@@ -1,5 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The activation of a gated MLP. The plain form is `areno/layers/mlp.py`. Letters as in the package."""
+"""The activation of a gated MLP as Triton kernels. The plain form is `areno/layers/mlp.py`.
+
+Shape letters as in `areno.kernels.elementwise`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,15 @@ from areno.kernels.jit import kernel
 
 
 def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
-    """silu(gate) * up, (N, I), of gate and up side by side. gelu: with the tanh form of GELU instead of SiLU."""
+    """Return silu(gate) * up.
+
+    Args:
+        gate_up_N2I: gate and up, side by side.
+        gelu: use the tanh form of GELU instead of SiLU.
+
+    Returns:
+        (N, I) in the dtype of gate and up.
+    """
     n, inner = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     out_NI = gate_up_N2I.new_empty((n, inner))
     if n:
@@ -21,7 +32,16 @@ def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
 
 
 def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
-    """Gradient of gate and up side by side, and the forward result once more, which costs no pass of its own here."""
+    """Compute the gradient of `swiglu`, and its forward result again, which costs no further pass over memory.
+
+    Args:
+        grad_NI: the gradient of its result.
+        gate_up_N2I: gate and up, side by side.
+        gelu: the activation is the tanh form of GELU.
+
+    Returns:
+        The gradient of gate and up, side by side (N, 2 I), and silu(gate) * up (N, I).
+    """
     n, inner = grad_NI.shape
     grad_gate_up_N2I = torch.empty_like(gate_up_N2I)
     out_NI = torch.empty_like(grad_NI)
@@ -33,16 +53,16 @@ def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) ->
 
 
 @triton.jit
-def _turned(gate):
-    """2 sqrt(2 / pi) (x + 0.044715 x^3): x times its sigmoid is the tanh form of GELU (arXiv 1606.08415)."""
+def _gelu_argument(gate):
+    """Return 2 sqrt(2 / pi) (x + 0.044715 x^3); x times its sigmoid is the tanh form of GELU (arXiv 1606.08415)."""
     return gate * (1.5957691216057308 + 0.0713548162726 * gate * gate)
 
 
 @triton.jit
 def activated(gate, up, out_ptr, GELU: tl.constexpr):
-    """silu(gate) * up, rounded after each step to what out_ptr points to."""
+    """Return silu(gate) * up, rounded after each step to the dtype of out_ptr."""
     dtype = out_ptr.dtype.element_ty
-    silu = (gate * tl.sigmoid(_turned(gate) if GELU else gate)).to(dtype).to(tl.float32)
+    silu = (gate * tl.sigmoid(_gelu_argument(gate) if GELU else gate)).to(dtype).to(tl.float32)
     return (silu * up).to(dtype)
 
 
@@ -69,7 +89,7 @@ def _swiglu_backward_kernel(
     gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + place + inner, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(_turned(gate) if GELU else gate)
+    sigmoid = tl.sigmoid(_gelu_argument(gate) if GELU else gate)
     silu = (gate * sigmoid).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * inner + column, (silu * up).to(dtype), mask=inside)
     slope = gate

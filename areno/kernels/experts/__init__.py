@@ -1,13 +1,12 @@
-"""Products of rows with the matrix of their expert, and what brings rows to their experts and back.
+"""Mixture of experts: the choice of experts, sorting of tokens by expert, and products with each expert's matrix.
 
-Tokens are copied once for each of their experts and sorted by expert, so an expert's copies are neighbours: a group.
-A rank may hold only some of the experts. Copies for the others come last, and nothing computes them.
+Tokens are copied once for each of their experts and sorted by expert, so the copies of one expert are neighbours: a
+group. Copies for experts of other ranks come last, and are not computed. With Triton, nothing here waits for the
+device and launches depend on shapes alone, so a CUDA graph can capture them. Each row is computed by itself, with sums
+in a fixed order.
 
-With Triton, nothing here waits for the device, and launches depend on shapes alone, so all of it can be captured in a
-CUDA graph. Each row is computed by itself, in a fixed order of sums.
-
-Shape letters: N tokens, k experts of a token, M = N k copies, E experts of this rank, I inputs, O outputs, D hidden
-size.
+Shape letters: N tokens, k experts of a token, M = N k copies, E experts of this rank, X experts of all ranks, I inputs,
+O outputs, D hidden size.
 """
 
 from __future__ import annotations
@@ -21,10 +20,13 @@ from areno.kernels.backend import form, use_triton
 
 
 class Groups(NamedTuple):
-    """Which copy is where after sorting.
+    """The order of copies after sorting by expert.
 
-    tokens_M: int64, the token of each copy. choices_M: int64, which (token, choice) it is, token * k + choice.
-    places_Nk: int64, where the copy of each choice is. ends_E: int32, where the group of each expert ends.
+    Attributes:
+        tokens_M: int64, the token of each copy.
+        choices_M: int64, which choice of which token a copy is: token * k + choice.
+        places_Nk: int64, the index of the copy of each choice.
+        ends_E: int32, where the group of each expert ends.
     """
 
     tokens_M: Tensor
@@ -33,20 +35,35 @@ class Groups(NamedTuple):
     ends_E: Tensor
 
 
-def choose_experts(logits_NE: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The experts with the largest logits, the largest first: their numbers (N, k) int64, and their weights, float32.
+def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Choose the experts with the largest router logits, the largest first.
 
-    A weight is the softmax over all experts; normalised: divided by the sum of the token's weights.
+    Args:
+        logits_NX: router logits over all experts.
+        top_k: k, the number of experts of a token.
+        normalised: divide the weights of a token by their sum.
+
+    Returns:
+        The chosen experts (N, k) int64, and their weights (N, k) float32: the softmax over all experts.
     """
-    return form(logits_NE, __name__).choose_experts(logits_NE, top_k, normalised)
+    return form(logits_NX, __name__).choose_experts(logits_NX, top_k, normalised)
 
 
 def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
-    """Sort the copies by expert, those of one expert by token. This rank holds `n_experts` from `first` on."""
-    if use_triton(chosen_Nk):
-        from areno.kernels.experts.triton_routing import MOST_COPIES, sorted_copies
+    """Sort the copies of tokens by expert, and the copies of one expert by token.
 
-        if 0 < chosen_Nk.numel() <= MOST_COPIES:
+    Args:
+        chosen_Nk: int64, the experts of each token.
+        first: this rank's first expert.
+        n_experts: E, the number of this rank's experts.
+
+    Returns:
+        The sorted order.
+    """
+    if use_triton(chosen_Nk):
+        from areno.kernels.experts.triton_routing import MAX_COPIES, sorted_copies
+
+        if 0 < chosen_Nk.numel() <= MAX_COPIES:
             return Groups(*sorted_copies(chosen_Nk, first, n_experts))
     top_k = chosen_Nk.shape[1]
     local_M = chosen_Nk.flatten() - first
@@ -62,24 +79,44 @@ def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
 def grouped_product(
     x_MI: Tensor, weight: Tensor, ends_E: Tensor, *, transposed: bool = False, row_multiple: int = 1
 ) -> Tensor:
-    """Each row times the transpose of its expert's matrix, (M, O); weight is (E, O, I).
+    """Multiply each row with its expert's matrix. Only the torch reference is differentiable.
 
-    transposed: times the matrix itself; then weight is (E, I, O). The reference is differentiable, and it fills groups
-    up to multiples of so many rows with zeros (see areno/engine/exact.py). Rows behind the last group hold
-    anything.
+    Args:
+        x_MI: copies, sorted by expert.
+        weight: (E, O, I), of which the transpose is used; (E, I, O) if transposed.
+        ends_E: int32, where the group of each expert ends.
+        transposed: use the matrix itself.
+        row_multiple: the torch reference pads groups to a multiple of so many rows, for `engine.exact`.
+
+    Returns:
+        (M, O) in the dtype of x. Rows after the last group are undefined.
     """
     return form(x_MI, __name__).grouped_product(x_MI, weight, ends_E, transposed, row_multiple)
 
 
 def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    """out += a^T b of each group's rows, in the precision of out."""
+    """Add a^T b of each group's rows to out, in the precision of out.
+
+    Args:
+        out_EOI: the weight gradients, changed in place.
+        a_MO: gradients of the outputs, sorted by expert.
+        b_MI: the inputs, sorted by expert.
+        ends_E: int32, where the group of each expert ends.
+    """
     form(a_MO, __name__).add_grouped_product(out_EOI, a_MO, b_MI, ends_E)
 
 
 def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    """Each token's copies times their weights (None: 1), added up in the order of its choices: (N, D).
+    """Sum the weighted copies of each token, in the order of its choices and in at least fp32.
 
-    Sums are in fp32 (or more), the result is of the dtype of y. Copies of experts that are elsewhere count as 0.
+    Args:
+        y_MD: results of the copies, sorted by expert.
+        places_Nk: int64, the index of the copy of each choice.
+        weights_Nk: the weight of each choice. None: 1.
+        ends_E: int32, where the group of each expert ends.
+
+    Returns:
+        (N, D) in the dtype of y. Experts of other ranks count as 0.
     """
     return form(y_MD, __name__).combine(y_MD, places_Nk, weights_Nk, ends_E)
 
@@ -87,8 +124,16 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of w * (silu(gate) * up): (gradient of gate and up side by side, w * silu(gate) * up, gradient of w).
+    """Compute the gradients of w * silu(gate) * up, and that product.
 
-    Rows behind the last group: the gradient of w is 0, the others hold anything.
+    Args:
+        grad_MI: the gradient of the product.
+        gate_up_M2I: gate and up, side by side.
+        weights_M: w.
+        ends_E: int32, where the group of each expert ends.
+
+    Returns:
+        The gradient of gate and up, side by side (M, 2 I); w * silu(gate) * up (M, I); the gradient of w (M,) float32.
+        Rows after the last group have 0 as gradient of w and are undefined otherwise.
     """
     return form(grad_MI, __name__).weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)

@@ -1,6 +1,7 @@
-"""The plain form: a loop over the experts. The first two functions are differentiable in all but places and ends.
+"""Mixture of experts in plain torch: a loop over the experts of this rank.
 
-The host reads the sizes of the groups, so on CUDA this form waits for the device.
+The host reads the sizes of the groups, so on CUDA these functions wait for the device. `choose_experts`,
+`grouped_product` and `combine` are differentiable. Shape letters as in `areno.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from areno.kernels.matmul import add_product, fill_rows
 
 
 def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
+    """Return the first row and the end of each group."""
     ends = ends_E.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def choose_experts(logits_NE: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """See the package."""
-    chosen_Nk = logits_NE.topk(top_k, dim=-1).indices
-    weights_Nk = logits_NE.softmax(-1).gather(1, chosen_Nk)
+def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return the top_k experts (N, k) and their weights; arguments as of `areno.kernels.experts.choose_experts`."""
+    chosen_Nk = logits_NX.topk(top_k, dim=-1).indices
+    weights_Nk = logits_NX.softmax(-1).gather(1, chosen_Nk)
     return chosen_Nk, weights_Nk / weights_Nk.sum(-1, keepdim=True) if normalised else weights_Nk
 
 
 def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
-    """See the package. Rows behind the last group are 0."""
+    """Multiply each row with its expert's matrix, (M, O), where rows after the last group are 0."""
     pieces = []
     for (start, end), matrix in zip(_groups(ends_E), weight.unbind(0), strict=True):
         rows = fill_rows(x_MI[start:end], row_multiple)
@@ -36,7 +38,7 @@ def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bo
 
 
 def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    """See the package."""
+    """Sum the weighted copies of each token, (N, D); arguments as of `areno.kernels.experts.combine`."""
     is_here_Nk = places_Nk < ends_E[-1]
     total: Tensor | None = None
     for choice, places_N in enumerate(places_Nk.unbind(1)):
@@ -50,7 +52,7 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
 
 
 def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    """See the package."""
+    """Add a^T b of each group's rows to out; arguments as of `areno.kernels.experts.add_grouped_product`."""
     for (start, end), out_OI in zip(_groups(ends_E), out_EOI, strict=True):
         add_product(out_OI, a_MO[start:end].t(), b_MI[start:end])
 
@@ -58,7 +60,7 @@ def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Ten
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the package. It rounds where the kernel does."""
+    """Compute the gradients of w * silu(gate) * up, rounded at the same places as the Triton kernel."""
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)
     weight = weights_M.float().unsqueeze(-1)
     grad, sigmoid = grad_MI.float(), gate.sigmoid()

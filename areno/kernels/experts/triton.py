@@ -1,10 +1,9 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-"""torch's own grouped product, where it is there and is right. It is faster than ours for large groups.
+"""Products with each expert's matrix as Triton kernels, or by torch's grouped_mm for large groups, where it is faster.
 
-The Triton form. Letters as in the package.
-
-Which rows a program works on depends on the sizes of the groups, which only the device knows. So there are as many
-programs as the shapes may need. Each finds its group from the ends of all of them, and those that are left over return.
+Only the device knows the sizes of the groups. A launch has as many programs as any sizes may need. Each program finds
+its group from the ends of all groups, and programs without work return. `areno.kernels.experts` describes the functions
+and the shape letters.
 """
 
 from __future__ import annotations
@@ -25,17 +24,22 @@ from areno.kernels.jit import kernel
 
 logger = logging.getLogger("areno")
 
-_ALIGNMENT = 16  # bytes, of what it reads: rows, and the distance between the columns of a transposed matrix
-_MAJOR = (
-    9  # of the devices for which torch has a kernel; on others it multiplies group by group, and waits for the sizes
-)
-_TRIED = ((5, 0, 40, 19), 64, 128)  # rows of four groups, inputs, outputs
+_ALIGNMENT = 16  # bytes, required by grouped_mm of addresses and strides
+# Compute capability for which torch has a grouped kernel. On others it loops over groups and waits for their sizes.
+_MAJOR = 9
+_TRIED = ((5, 0, 40, 19), 64, 128)  # the test of grouped_mm: rows of four groups, inputs, outputs
 
 
 def library_product(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
-    """Each row times its expert's matrix, (M, O). None where the library cannot be used.
+    """Multiply each row with its expert's matrix by torch's grouped_mm, without waiting for the device.
 
-    Only for bfloat16 on CUDA. It does not wait for the device.
+    Args:
+        x_MI: rows sorted by expert.
+        weight_EIO: the matrices.
+        ends_E: int32, where the group of each expert ends.
+
+    Returns:
+        (M, O), or None if grouped_mm cannot be used: it needs bfloat16 on CUDA, alignment, and a passed test.
     """
     if not x_MI.is_cuda or x_MI.dtype != torch.bfloat16 or not _is_aligned(x_MI, weight_EIO):
         return None
@@ -57,7 +61,7 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 
 @functools.cache
 def _is_right(device: int) -> bool:
-    """Tried once on each device, with groups of uneven sizes, an empty one, and rows that belong to none."""
+    """Test grouped_mm once on each device, with uneven groups, an empty group, and rows after the last group."""
     if (capability(f"cuda:{device}") or (0, 0))[0] != _MAJOR:
         return False
     sizes, n_inputs, n_outputs = _TRIED
@@ -74,7 +78,7 @@ def _is_right(device: int) -> bool:
                 pairs = zip(rows, weight_EIO, strict=True)
                 expected_MO = torch.cat([part.float() @ matrix.float() for part, matrix in pairs])
                 problem = "" if torch.allclose(found_MO.float(), expected_MO, atol=0.1, rtol=0.02) else "it is wrong"
-            except (RuntimeError, AttributeError, TypeError) as error:  # no stable part of torch
+            except (RuntimeError, AttributeError, TypeError) as error:  # grouped_mm is not a stable API
                 problem = str(error).splitlines()[0]
             if problem:
                 logger.info("products of experts by areno's own kernel, not by torch's: %s", problem)
@@ -82,15 +86,15 @@ def _is_right(device: int) -> bool:
     return True
 
 
-# Rows, columns and inputs of a tile; warps; stages. By how many rows an expert has at most on average: experts differ,
-# and one that needs a second tile reads its weights twice.
+# (largest mean rows of an expert, (rows, columns and inputs of a tile, warps, stages)). Tiles have more rows than the
+# mean, since an expert that needs a second tile reads its weights twice.
 _TILES = (
     (8, (16, 64, 128, 4, 3)),
     (24, (32, 64, 128, 4, 3)),
     (64, (64, 64, 64, 4, 3)),
     (math.inf, (128, 128, 64, 8, 3)),
 )
-_LIBRARY_ROWS = 64  # of an expert, on average, from which on the library's product is tried
+_LIBRARY_ROWS = 64  # mean rows of an expert from which on grouped_mm is used
 
 
 def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
@@ -98,13 +102,13 @@ def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
 
 
 def _stages(x: Tensor, n_stages: int) -> int:
-    """Return how many tiles are loaded ahead. Of fp32 no more than two fit into the shared memory of every GPU."""
+    """Return the number of pipeline stages. More than two of fp32 do not fit into the shared memory of every GPU."""
     return n_stages if x.element_size() < 4 else 2
 
 
 def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
-    """See the package. One program walks all inputs for a tile of the rows of one group."""
-    assert row_multiple == 1, "rows are computed by themselves"
+    """Multiply each row with its expert's matrix, (M, O). One program loops over all inputs for a tile of a group."""
+    assert row_multiple == 1, "the kernel computes each row by itself"
     x_MI, n_experts = x_MI.contiguous(), len(weight)
     n_rows, n_inputs = x_MI.shape
     if n_rows >= _LIBRARY_ROWS * n_experts:
@@ -114,11 +118,11 @@ def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bo
     n_columns = weight.shape[2] if transposed else weight.shape[1]
     out_MO = x_MI.new_empty((n_rows, n_columns))
     rows, columns, inputs, n_warps, n_stages = _tiles(n_rows, n_experts)
-    # Each group with rows may leave a tile that is not full.
+    # Each group may end with a tile that is not full.
     n_tiles = triton.cdiv(n_rows, rows) + min(n_experts, n_rows)
     by_output, by_input = (1, 2) if not transposed else (2, 1)
     if n_rows:
-        # Programs that share a tile of a matrix come one after another, while it is in the cache.
+        # Programs that share a tile of a matrix run one after another, while the tile is in the L2 cache.
         _grouped_product_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
             x_MI,
             weight,
@@ -193,7 +197,7 @@ def _grouped_product_kernel(
 
 
 def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    """See the package. One program walks the rows of a group for a tile of its sum, and adds it in fp32."""
+    """Add a^T b of each group's rows to out in fp32. A program loops over a group's rows for a tile of the sum."""
     n_experts, n_outputs, n_inputs = out_EOI.shape
     few = len(a_MO) <= 32 * n_experts
     outputs, inputs, rows, n_warps = (64, 64, 32, 4) if few else (128, 128, 64, 8)
@@ -257,7 +261,7 @@ def _add_grouped_kernel(
 
 
 def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    """See the package. A program has a token and a part of its columns."""
+    """Sum the weighted copies of each token, (N, D). A program has some columns of a token."""
     n_tokens, top_k = places_Nk.shape
     size = y_MD.shape[1]
     out_ND = y_MD.new_empty((n_tokens, size))
@@ -306,7 +310,7 @@ def _combine_kernel(
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the package. A program has a row."""
+    """Compute the gradients of w * silu(gate) * up, and that product. A program has a row."""
     n_rows, inner = grad_MI.shape
     grad_gate_up_M2I = torch.empty_like(gate_up_M2I)
     act_MI = torch.empty_like(grad_MI)

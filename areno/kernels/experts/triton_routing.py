@@ -1,6 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""From the scores of a router to sorted copies, in two kernels. A step of decoding would otherwise launch some twenty
-small ones in each layer. Letters as in the package.
+"""Routing as two Triton kernels: from router logits to experts, and from experts to sorted copies.
+
+torch would launch some twenty small kernels in each layer of a decode step.
+Shape letters as in `areno.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -12,18 +14,18 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 
-MOST_COPIES = 8192  # each expert's program reads all of them; a sort is better for more
+MAX_COPIES = 8192  # every expert's program reads all copies; torch's sort is faster for more
 _BLOCK = 1024
 
 
-def choose_experts(logits_NE: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """See the package. A program has a token. Of equal logits, the one of the first expert counts."""
-    n_tokens, n_experts = logits_NE.shape
-    chosen_Nk = torch.empty((n_tokens, top_k), dtype=torch.int64, device=logits_NE.device)
-    weights_Nk = torch.empty((n_tokens, top_k), dtype=torch.float32, device=logits_NE.device)
+def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return the top_k experts of each token and their weights. Of equal logits the first expert is chosen."""
+    n_tokens, n_experts = logits_NX.shape
+    chosen_Nk = torch.empty((n_tokens, top_k), dtype=torch.int64, device=logits_NX.device)
+    weights_Nk = torch.empty((n_tokens, top_k), dtype=torch.float32, device=logits_NX.device)
     if n_tokens:
         _choose_kernel[(n_tokens,)](
-            logits_NE.contiguous(),
+            logits_NX.contiguous(),
             chosen_Nk,
             weights_Nk,
             n_experts,
@@ -59,7 +61,7 @@ def _choose_kernel(
         best = tl.argmax(left, 0)
         weight = tl.exp(tl.max(left, 0) - most) / total
         weights = tl.where(choices == choice, weight, weights)
-        # Of logits that are nan, any expert will do: the pass is refused by its log-probabilities.
+        # If logits are NaN, any expert will do: the log-probabilities of the pass are NaN and refused.
         chosen = tl.where(choices == choice, tl.minimum(best, n_experts - 1).to(tl.int64), chosen)
         left = tl.where(each == best, -float("inf"), left)
     if NORMALISED:
@@ -70,7 +72,16 @@ def _choose_kernel(
 
 
 def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Groups`. A program has an expert, and the last one the copies for experts that are elsewhere."""
+    """Sort copies by expert. A program has an expert; the last program has the copies for experts of other ranks.
+
+    Args:
+        chosen_Nk: int64, the experts of each token.
+        first: this rank's first expert.
+        n_experts: E, the number of this rank's experts.
+
+    Returns:
+        The fields of `Groups`.
+    """
     chosen_Nk = chosen_Nk.contiguous()
     n_copies, device = chosen_Nk.numel(), chosen_Nk.device
     tokens_M, choices_M = (torch.empty(n_copies, dtype=torch.int64, device=device) for _ in range(2))
@@ -84,7 +95,7 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
 
 @triton.jit
 def _local(chosen_ptr, copy, n_copies, first, n_experts):
-    """The number of each copy's expert on this rank; n_experts where it is elsewhere, and beyond all at the end."""
+    """Return the local expert of each copy: n_experts on other ranks, n_experts + 1 after the last copy."""
     expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
     expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)
     return tl.where(copy < n_copies, expert, n_experts + 1)

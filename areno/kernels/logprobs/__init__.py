@@ -1,6 +1,9 @@
-"""Log-probabilities of given tokens under the LM head, without ever holding the logits of all positions.
+"""Log-probabilities of given tokens under the LM head, without the logits of all positions in memory at once.
 
-Shape letters: K positions, C of them in one chunk, V vocabulary rows of this rank, D hidden size.
+`selected_logprobs` is differentiable and serves training and scoring. `sampled_logprobs` serves the decoder, and gives
+exactly the same numbers for the same logits.
+
+Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D hidden size, B sampled tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from areno.kernels.matmul import add_product, float_product
 
 CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB in plain torch
 FUSED_CHUNK = 2048  # with fused kernels, 1.2 GiB
-KEEP_BYTES = 2**26  # gradients of logits held from the forward to the backward pass; what a small vocabulary needs
+KEEP_BYTES = 2**26  # of gradients kept from the forward to the backward pass; enough for a small vocabulary
 
 
 def selected_logprobs(
@@ -35,19 +38,29 @@ def selected_logprobs(
     keep_bytes: int = KEEP_BYTES,
     logits: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden W^T / temperature)[target] and the entropy of that softmax: (K,) each, the entropy detached.
+    """Return log softmax(hidden W^T / temperature)[target] and the entropy of that softmax, in chunks of positions.
 
-    Computed in fp32 (float64 inputs stay float64) in chunks of `chunk` positions. Whatever the loss, the gradient of a
-    position's logits is one factor times onehot - softmax. That is formed while the logits are there and held, in the
-    type of hidden, for as many positions as keep_bytes has room for; the backward pass has then nothing to do but two
-    matrix products. The logits of further positions are computed again.
+    Numbers are fp32 (float64 for float64 inputs). For any loss, the gradient of a position's logits is a factor times
+    onehot - softmax. The forward pass computes onehot - softmax while the logits exist, and keeps it for as many
+    positions as keep_bytes allows; their backward pass is two matrix products. The backward pass computes the logits of
+    all other positions again.
 
-    first, all_reduce: where several ranks share the vocabulary, `weight` has this rank's rows, from the row `first` of
-    the whole on, and all_reduce(x, op=None) sums x over the ranks (or reduces it by the ReduceOp `op`) in place. hidden
-    and targets are the same on every rank, and so are the results and the gradient of hidden.
-    weight_grad: (V, D) float32. If given, the gradient of the weight is added into it, and autograd gets none: this
-    saves two copies of the largest matrix of a small model.
-    logits: hidden (C, D) -> hidden W^T (C, V) in fp32, outside autograd, where the caller has its own way.
+    Args:
+        hidden_KD: hidden states.
+        weight_VD: this rank's rows of the LM head.
+        targets_K: int64, the token of each position.
+        temperature: divides the logits.
+        chunk: the number of positions computed at once. None: CHUNK, or FUSED_CHUNK with Triton.
+        first: the vocabulary index of this rank's first row, under tensor parallelism.
+        all_reduce: all_reduce(x, op=SUM) reduces x over the tensor-parallel ranks in place. hidden and targets are the
+            same on every rank, and so are the results and the gradient of hidden. None: one rank has all rows.
+        weight_grad: (V, D) float32, to which the gradient of the weight is added. Autograd then gets none, which saves
+            two copies of the weight.
+        keep_bytes: bytes of onehot - softmax, in the dtype of hidden, to keep for the backward pass.
+        logits: computes hidden W^T (C, V) in fp32 from hidden (C, D), outside autograd. None: `float_product`.
+
+    Returns:
+        The log-probabilities (K,), and the entropies (K,), detached.
     """
     kernels = _kernels_for(hidden_KD)
     chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
@@ -63,16 +76,25 @@ def sampled_logprobs(
     first: int = 0,
     all_reduce: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """The log-probabilities of tokens, (B,) float32, with the very bits of `selected_logprobs` for these logits.
+    """Return the log-probabilities of tokens, exactly as `selected_logprobs` computes them from these logits.
 
-    logits_BV: float32, this rank's part of the vocabulary; first and all_reduce as there. temperature_B: float32.
+    Args:
+        logits_BV: float32, this rank's columns of the logits.
+        tokens_B: int64.
+        temperature_B: float32, divides the logits.
+        first: the vocabulary index of this rank's first column.
+        all_reduce: all_reduce(x, op=SUM) reduces x over the tensor-parallel ranks in place. None: one rank has all
+            columns.
+
+    Returns:
+        (B,) float32.
     """
     kernels = _kernels_for(logits_BV)
     return _log_softmax(kernels, logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
 
 
 def _kernels_for(x: Tensor) -> Any:
-    return reference if x.dtype == torch.float64 else form(x, __name__)  # Triton's work in fp32
+    return reference if x.dtype == torch.float64 else form(x, __name__)  # the Triton kernels compute in fp32
 
 
 def _log_softmax(
@@ -83,7 +105,7 @@ def _log_softmax(
     temperature: float | Tensor,
     all_reduce: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the targets, entropy, and log-sum-exp of logits / temperature, over all ranks."""
+    """Return log-probabilities, entropies and log-sum-exp of logits / temperature, (C,) each, over all ranks."""
     stats = kernels.softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
     if all_reduce is not None:
@@ -105,7 +127,7 @@ def _log_softmax(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What `selected_logprobs` was told beside its tensors. kernels: the module that has them."""
+    """The arguments of `selected_logprobs` besides its tensors. kernels: the module that implements the softmax."""
 
     kernels: Any
     temperature: float
@@ -117,14 +139,15 @@ class _Head:
     own_logits: Callable[[Tensor], Tensor] | None
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-        """(C, V), in at least fp32."""
+        """Return the logits (C, V), in at least fp32."""
         return float_product(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities, entropies and log-sum-exp of logits / temperature, (C,) each, over all ranks."""
         return _log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
-        """onehot - softmax into out: temperature times the gradient of the log-probability. May destroy the logits."""
+        """Write onehot - softmax, temperature times the gradient of the log-probability. May destroy the logits."""
         self.kernels.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
 
 
@@ -137,7 +160,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
         logprobs_K, entropy_K, lse_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
         n_kept = min(n, head.keep_bytes // max(1, len(weight_VD) * hidden_KD.element_size()))
-        # Chunks are cut alike with and without gradients, so that both give the same bits.
+        # The same chunks with and without gradients, so that both give exactly the same numbers.
         chunks = _chunks(0, n_kept, head.chunk) + _chunks(n_kept, n, head.chunk)
         n_kept = n_kept if any(ctx.needs_input_grad) else 0
         kept_CV = hidden_KD.new_empty((n_kept, len(weight_VD)))
@@ -146,7 +169,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
             if part.stop <= n_kept:
                 head.gradient(logits_CV, lse_K[part], targets_K[part], kept_CV[part])
-            del logits_CV  # before the next ones are made
+            del logits_CV  # before the next chunk allocates its own
         ctx.save_for_backward(hidden_KD, weight_VD, targets_K, lse_K, kept_CV)
         ctx.head = head
         ctx.mark_non_differentiable(entropy_K)
@@ -171,7 +194,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_CV = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
                 head.gradient(logits_CV, lse_K[part], targets_K[part], grad_CV)
                 del logits_CV
-            # The factor of each position is applied to the short side of either product.
+            # Each position's factor multiplies the smaller matrix of either product.
             if grad_hidden_KD is not None:
                 torch.mul(grad_CV @ weight_VD, grad_K1[part], out=grad_hidden_KD[part])
             if want_weight and grad_weight_VD is not None:

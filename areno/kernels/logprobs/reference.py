@@ -1,4 +1,4 @@
-"""The head's softmax in plain torch: its statistics and its gradient.
+"""The softmax of the LM head in plain torch: its statistics and its gradient for one chunk of positions.
 
 Shape letters: C positions of one chunk, V vocabulary rows of this rank.
 """
@@ -10,10 +10,17 @@ from torch import Tensor
 
 
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
-    """(4, C) float32 (float64 for float64 logits) of x = logits / temperature over this rank's rows: the largest, and
-    with x counted from there the sum of exp x, the sum of x exp x, and x of the target, 0 where another rank has it.
+    """Return statistics of x = logits / temperature over this rank's rows, to be combined over ranks.
 
-    first: this rank's first row. temperature: one for all positions, or (C,) float32.
+    Args:
+        logits_CV: this rank's columns of the logits.
+        targets_C: int64, the token of each position.
+        first: the vocabulary index of this rank's first column.
+        temperature: one number, or (C,) float32.
+
+    Returns:
+        (4, C) float32 (float64 for float64 logits): the maximum of x; with x measured from the maximum, the sum of
+        exp x, the sum of x exp x, and x of the target, which is 0 if another rank has the target.
     """
     if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
         none_C = logits_CV.new_zeros(logits_CV.shape[0])
@@ -30,9 +37,15 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
 def logprob_gradient(
     logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, first: int, temperature: float, out_CV: Tensor
 ) -> None:
-    """d log softmax(x)[target] / d x = onehot - softmax(x) into out, in its dtype. lse: log-sum-exp of x, all ranks.
+    """Write d log softmax(x)[target] / dx = onehot - softmax(x), with x = logits / temperature.
 
-    Destroys the logits.
+    Args:
+        logits_CV: this rank's columns of the logits; destroyed.
+        lse_C: log-sum-exp of x over all ranks.
+        targets_C: int64, the token of each position.
+        first: the vocabulary index of this rank's first column.
+        temperature: divides the logits.
+        out_CV: the result, in its dtype.
     """
     if logits_CV.shape[1]:
         grad_CV = logits_CV.div_(temperature).sub_(lse_C.unsqueeze(-1)).exp_().neg_()
@@ -42,7 +55,16 @@ def logprob_gradient(
 
 
 def local_rows(targets_C: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
-    """(C, 1) row of each target in this rank's part, and (C,) whether it is there (elsewhere the row is 0)."""
+    """Return the local index of each target, and whether this rank has it.
+
+    Args:
+        targets_C: int64 vocabulary indices.
+        first: the vocabulary index of this rank's first row.
+        n_rows: the number of this rank's rows.
+
+    Returns:
+        (C, 1) int64, 0 for targets of other ranks, and (C,) bool.
+    """
     local_C = targets_C - first
     here_C = (local_C >= 0) & (local_C < n_rows)
     return local_C.where(here_C, 0).unsqueeze(-1), here_C

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The head's softmax as Triton kernels: one pass over the logits for its statistics, one for its gradient.
+"""The softmax of the LM head as Triton kernels: one pass over the logits for its statistics, one for its gradient.
 
 Shape letters: C positions of one chunk, V vocabulary rows of this rank.
 """
@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
-    """As `reference.softmax_statistics`, float32."""
+    """Return statistics of the softmax (4, C) float32; arguments as of `reference.softmax_statistics`."""
     n_positions, n_rows = logits_CV.shape
     out_4C = logits_CV.new_empty((4, n_positions))
     block = min(_BLOCK, triton.next_power_of_2(max(n_rows, 1)))
@@ -40,7 +40,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
 def logprob_gradient(
     logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, first: int, temperature: float, out_CV: Tensor
 ) -> None:
-    """As `reference.logprob_gradient`."""
+    """Write onehot - softmax to out; arguments as of `reference.logprob_gradient`, whose logits stay unchanged."""
     n_positions, n_rows = logits_CV.shape
     if not n_positions or not n_rows:
         return
@@ -51,7 +51,7 @@ def logprob_gradient(
 
 
 def _rate(temperature: float | Tensor) -> float | Tensor:
-    """1 / temperature as the quotient of two float32, so that a number and a tensor of it have the same bits."""
+    """Return 1 / temperature, divided in float32, so that a number and a tensor give exactly the same result."""
     return 1.0 / temperature if isinstance(temperature, Tensor) else float(np.float32(1.0) / np.float32(temperature))
 
 
@@ -62,7 +62,7 @@ def _softmax_statistics_kernel(
     position = tl.program_id(0).to(tl.int64)
     scale = tl.load(rate + position) if PER_ROW else rate
     base = logits_ptr + position * stride
-    best = tl.full([], -1e30, tl.float32)  # of no rows; finite, so that differences of it are numbers
+    best = tl.full([], -1e30, tl.float32)  # the maximum of no rows; finite, so that differences are not NaN
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_rows, BLOCK):

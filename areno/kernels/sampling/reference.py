@@ -1,14 +1,11 @@
-"""Drawing tokens in plain torch, with the settings of each slot and the random number of each draw.
+"""Sampling in plain torch, with the settings of each slot, random numbers, and masks of allowed tokens.
 
-The random number of a draw is a hash of (key of the sample, position in the completion), whatever the other rows, the
-device, or how often a generator was used before. The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
-pseudorandom number generators"), computed in wrapping int64: the same bits on every device.
+The random number of a sampled token is a hash of (key of the sample, position in the completion). It depends on no
+other row, device or earlier call. The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+generators") in wrapping int64, the same bits on every device.
 
-Shape letters: B rows (one token to draw for each), V vocabulary, C chunks of the vocabulary.
-
-Drawing only tokens that a mask allows, with the log-probabilities of the policy as it is.
-
-Shape letters: S slots, B rows (one token to draw for each), V vocabulary, W words of 32 tokens.
+Shape letters: B rows (one token is sampled for each), V vocabulary, C chunks of the vocabulary; S slots; W words of 32
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK = 128  # vocabulary entries summed together by the two-level inverse CDF
+_CHUNK = 128  # vocabulary entries of a chunk of the two-level inverse CDF
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -29,14 +26,19 @@ _WORD = (1 << 64) - 1
 
 @dataclass(slots=True)
 class SamplingSettings:
-    """What the draws of each slot depend on; tensors with one entry for each slot.
+    """The sampling settings of all slots: tensors with one entry for each slot.
 
-    key: int64, seeds its random numbers. temperature: float32, above 0. greedy: bool, take the most likely token.
-    top_k: int64, keep the k most likely tokens, below 1 = all. top_p: float32, keep the most likely tokens of this
-    share. min_new: int64, before this many tokens of the completion those of `banned` are not drawn. banned: int64,
-    (slots, n_banned), -1 fills up. penalty: float32, a logit is lowered by it for each time that the completion has the
-    token. counts: int32, (slots, vocab), how often it has; None until a slot has a penalty.
-    last_token: int64, the token that was drawn last.
+    Attributes:
+        key: int64, seeds the random numbers of the sample.
+        temperature: float32, above 0.
+        greedy: bool, take the most likely token.
+        top_k: int64, sample from the k most likely tokens. Below 1: from all.
+        top_p: float32, sample from the most likely tokens whose probabilities sum to this.
+        min_new: int64, tokens of `banned` are not sampled before the completion has this many tokens.
+        banned: int64 (slots, n_banned) token ids, padded with -1.
+        penalty: float32, subtracted from a logit for each time the completion has the token.
+        counts: int32 (slots, vocab), how often the completion has each token. None until a slot has a penalty.
+        last_token: int64, the token sampled last.
     """
 
     key: Tensor
@@ -52,10 +54,13 @@ class SamplingSettings:
 
 
 class SamplingFlags(NamedTuple):
-    """What the sampling of a batch needs beside a plain draw. Constants of a captured graph.
+    """The operations that some row of a batch needs. They are constants of a captured CUDA graph.
 
-    filtered: some row has top-k or top-p. n_banned: the width of `SamplingSettings.banned`, or 0 where no row is below
-    its `min_new`. penalized: some row has a penalty. masked: some row may only draw the tokens of a mask.
+    Attributes:
+        filtered: some row has top-k or top-p.
+        n_banned: the width of `SamplingSettings.banned`, or 0 if no row is below its `min_new`.
+        penalized: some row has a penalty.
+        masked: some row may sample only the tokens of a mask.
     """
 
     filtered: bool = False
@@ -65,14 +70,14 @@ class SamplingFlags(NamedTuple):
 
     @property
     def edits(self) -> bool:
-        """Whether tokens are drawn from other logits than the policy's."""
+        """Whether tokens are sampled from edited logits: with bans or penalties."""
         return self.penalized or self.n_banned > 0
 
 
 def sample_slots(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """As `areno.kernels.sampling.sample_slots`."""
+    """Sample one token for each row in plain torch; arguments as of `areno.kernels.sampling.sample_slots`."""
     tokens_B, logprobs_B = sample_tokens(
         logits_BV,
         settings.temperature[slots_B],
@@ -92,7 +97,7 @@ def sample_slots(
 def _edited(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """The logits with penalties and bans."""
+    """Return a copy of the logits with penalties and bans."""
     edited_BV = logits_BV.clone()
     if flags.penalized:
         assert settings.counts is not None
@@ -101,10 +106,17 @@ def _edited(
 
 
 def without_banned(logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return a copy of the logits with -inf for the banned tokens of each row that is below its `min_new`."""
+    """Return a copy of the logits with -inf for the banned tokens of each row that is below its `min_new`.
+
+    Args:
+        logits_BV: float32.
+        slots_B: int64, the slot of each row.
+        positions_B: int64, the index of the sampled token in the completion.
+        settings: the sampling settings of all slots.
+    """
     banned_BK, vocab = settings.banned[slots_B], logits_BV.shape[1]
     holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
-    index_BK = torch.where(holds_BK, banned_BK, vocab)  # a column behind the vocabulary takes what is not banned
+    index_BK = torch.where(holds_BK, banned_BK, vocab)  # a column after the vocabulary takes tokens that are not banned
     return F.pad(logits_BV, (0, 1)).scatter_(1, index_BK, -torch.inf)[:, :vocab]
 
 
@@ -118,14 +130,20 @@ def sample_tokens(
     top_p_B: Tensor | None = None,
     edited_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row.
+    """Sample one token for each row.
 
-    logits_BV: float32. temperature_B: float32, above 0. greedy_B: bool, rows that take the most likely token.
-    uniform_B: float64 in [0, 1). top_k_B (int64, below 1 = all) and top_p_B (float32) come together; without them no
-    row is truncated. edited_BV: float32, the logits to draw from where they are not the policy's own.
+    Args:
+        logits_BV: float32 logits of the policy.
+        temperature_B: float32, above 0.
+        greedy_B: bool, rows that take the most likely token.
+        uniform_B: float64 in [0, 1).
+        top_k_B: int64; below 1: all tokens. Given with top_p_B, or not at all.
+        top_p_B: float32. None: no row has top-k or top-p.
+        edited_BV: float32, the logits to sample from. None: the logits of the policy.
 
-    Returns tokens (B,) int64 and logprobs (B,) float32 of softmax(logits / temperature), before truncation and edits.
-    A row with a logit that is NaN or +inf gets logprob NaN and some token inside the vocabulary.
+    Returns:
+        Tokens (B,) int64, and their logprobs (B,) float32 under softmax(logits / temperature), before top-k, top-p and
+        edits. A row with a logit that is NaN or +inf gets logprob NaN and any token of the vocabulary.
     """
     scaled_BV = logits_BV / temperature_B[:, None]
     weights_BV, best_B, sums_BC, log_norm_B = _weights(scaled_BV)
@@ -135,7 +153,7 @@ def sample_tokens(
         weights_BV *= _kept(weights_BV, top_k_B, top_p_B)
         sums_BC = _chunk_sums(weights_BV)
     drawn_B = _inverse_cdf(weights_BV, sums_BC, uniform_B)
-    # Rounding could leave the draw on an entry of weight 0, if hardly ever, and NaN compares as false: take the best.
+    # Rounding may, rarely, give an entry of weight 0. NaN compares as false. Both take the most likely token.
     drawable_B = weights_BV.gather(1, drawn_B[:, None]).squeeze(1) > 0
     tokens_B = torch.where(greedy_B | ~drawable_B, best_B, drawn_B)
     logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_norm_B
@@ -143,7 +161,7 @@ def sample_tokens(
 
 
 def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row: the weights relative to the best, the best token, the sums of the chunks, the log of the norm."""
+    """Return each row's weights relative to its maximum, most likely token, chunk sums, and log of the norm."""
     top_B, best_B = scaled_BV.max(dim=-1)
     weights_BV = (scaled_BV - top_B[:, None]).exp_()
     sums_BC = _chunk_sums(weights_BV)
@@ -151,9 +169,9 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """(B, V) bool: the k most likely tokens, and of these the fewest whose share reaches top_p (at least one).
+    """Return (B, V) bool: the k most likely tokens, of which the fewest whose share reaches top_p (at least one).
 
-    Of equally likely tokens those with the lower id come first. Rows that truncate nothing keep everything.
+    Of equally likely tokens the lower ids come first. Rows without top-k and top-p keep all tokens.
     """
     sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     all_k_B, all_p_B = top_k_B < 1, top_p_B >= 1
@@ -166,17 +184,18 @@ def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _chunks(weights_BV: Tensor) -> Tensor:
+    """Cut rows into chunks, (B, C, _CHUNK), padded with zeros."""
     n_rows, vocab = weights_BV.shape
     return F.pad(weights_BV, (0, -vocab % _CHUNK)).view(n_rows, -1, _CHUNK)
 
 
 def _chunk_sums(weights_BV: Tensor) -> Tensor:
-    """(B, C) float64. Two levels keep the sums exact over any vocabulary without a (B, V) float64 tensor."""
+    """Return the sums of chunks (B, C) float64. Two levels need no (B, V) float64 tensor for exact sums."""
     return _chunks(weights_BV).sum(-1, dtype=torch.float64)
 
 
 def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tensor:
-    """The first entry at which the running sum of the weights exceeds `uniform` of the total: (B,) int64."""
+    """Return the first entry at which the running sum of the weights exceeds `uniform` of the total: (B,) int64."""
     cumulated_BC = sums_BC.cumsum(-1)
     chunk_B, rest_B = _first_above(cumulated_BC, uniform_B * cumulated_BC[:, -1])
     index = chunk_B[:, None, None].expand(-1, 1, _CHUNK)
@@ -186,7 +205,7 @@ def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tens
 
 
 def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the first entry above `target` (kept below the last one), and what of the target is left before it."""
+    """Return the index of the first entry above `target`, and the rest of the target after the entries before it."""
     target_B = torch.minimum(target_B.clamp(min=0), cumulated_BC[:, -1] * (1 - 2.0**-50))
     index_B1 = torch.searchsorted(cumulated_BC, target_B[:, None], right=True)
     index_B1 = index_B1.clamp_(max=cumulated_BC.shape[1] - 1)
@@ -195,12 +214,13 @@ def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mix(value: int) -> int:
+    """Return the finalizer of splitmix64."""
     value &= _WORD
     value = (value ^ (value >> 30)) * _MIX_1 & _WORD
     value = (value ^ (value >> 27)) * _MIX_2 & _WORD
@@ -208,17 +228,33 @@ def _mix(value: int) -> int:
 
 
 def sample_key(seed: int, sample: int) -> int:
-    """The key of one sample of a request: int64, a hash of the two."""
+    """Return the key of one sample of a request, which seeds its random numbers.
+
+    Args:
+        seed: the seed of the request.
+        sample: the index of the sample.
+
+    Returns:
+        An int64 hash of the two.
+    """
     return _signed(_mix(_mix(seed + _GOLDEN) + (sample + 1) * _GOLDEN))
 
 
 def _shift(value_B: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's own is arithmetic)."""
+    """Shift int64 right logically (torch's own shift is arithmetic)."""
     return (value_B >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
-    """One number in [0, 1) for each row: float64 with 53 random bits, a function of (key, position), both int64."""
+    """Return a random number in [0, 1) for each row, a function of key and position alone.
+
+    Args:
+        key_B: int64, the keys of the samples.
+        position_B: int64, the index of the sampled token in the completion.
+
+    Returns:
+        (B,) float64 with 53 random bits.
+    """
     value = key_B + (position_B + 1) * _signed(_GOLDEN)
     value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
     value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
@@ -226,23 +262,47 @@ def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
     return _shift(value, 11).double() * 2.0**-53
 
 
-# Finite, so that a row which allows nothing still draws some token. Its grammar refuses that one, and the sample ends.
+# Finite, so that a row without allowed tokens still samples a token. Its grammar then rejects it and ends the sample.
 _FORBIDDEN = -1e30
 
 
 def allowed_tokens(masks_SW: Tensor, slots_B: Tensor, vocab_size: int) -> Tensor:
-    """(B, V) bool. masks_SW: int32, token t of a slot is allowed if bit t % 32 of word t // 32 is set."""
+    """Return the allowed tokens of each row.
+
+    Args:
+        masks_SW: int32; token t of a slot is allowed if bit t % 32 of word t // 32 is set.
+        slots_B: int64, the slot of each row.
+        vocab_size: V.
+
+    Returns:
+        (B, V) bool.
+    """
     bytes_BN = masks_SW[slots_B].view(torch.uint8)
     bits_8 = torch.arange(8, dtype=torch.uint8, device=masks_SW.device)
     return ((bytes_BN[:, :, None] >> bits_8) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def apply_masks(logits_BV: Tensor, masks_SW: Tensor, slots_B: Tensor) -> Tensor:
-    """A copy of the logits in which no forbidden token can be drawn."""
+    """Return a copy of the logits in which no forbidden token can be sampled.
+
+    Args:
+        logits_BV: float32.
+        masks_SW: int32 masks, as of `allowed_tokens`.
+        slots_B: int64, the slot of each row.
+    """
     return logits_BV.masked_fill(~allowed_tokens(masks_SW, slots_B, logits_BV.shape[1]), _FORBIDDEN)
 
 
 def policy_logprobs(logits_BV: Tensor, temperature_B: Tensor, tokens_B: Tensor) -> Tensor:
-    """Log-probabilities (B,) float64 of tokens under softmax(logits / temperature) over the whole vocabulary."""
+    """Return log-probabilities of tokens under softmax(logits / temperature) over the whole vocabulary.
+
+    Args:
+        logits_BV: logits.
+        temperature_B: float32.
+        tokens_B: int64.
+
+    Returns:
+        (B,) float64.
+    """
     scaled_BV = logits_BV.float() / temperature_B[:, None]
     return (scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - scaled_BV.logsumexp(-1)).double()

@@ -1,18 +1,17 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Drawing tokens as Triton kernels: one pass over the logits, then the draw from a single span of them.
+"""Sampling as Triton kernels: one pass over the logits, then the choice of a token within a single span of them.
 
-The vocabulary is cut into spans. `_scan_kernel` reads each span once and leaves its maximum, the first entry that has
-it, and the sum of exp((x - maximum) / temperature). Where bans or a penalty change the logits, it leaves these for the
-changed logits too, and writes what has changed. `_draw_kernel` joins the spans of a row, which gives the normaliser,
-finds the span in which the running sum passes the row's random number, and reads that span again to find the entry.
-With top-k or top-p, the kernels of `triton_cut.py` come between them.
+The vocabulary is cut into spans. `_scan_kernel` reads each span once and writes its maximum, the first entry with the
+maximum, and the sum of exp((x - maximum) / temperature). If bans or a penalty edit the logits, it writes the maximum
+and sum for the policy's own logits too, and stores the edited logits. `_draw_kernel` joins the spans of a row, which
+gives the normaliser. It finds the span in which the running sum passes the row's random number, and reads that span
+again to find the token. With top-k or top-p, the kernels of `triton_truncate.py` run in between.
 
-Where each tensor-parallel rank has some columns of the logits, it scans these and tells the others what it left of
-their spans. Then all ranks know the span to draw from, and the one that has it draws.
+Under tensor parallelism a rank scans its own columns and sends the statistics of its spans to the other ranks. All
+ranks then know the sampled span, and the rank that has the span samples from it.
 
-Shape letters as in `reference.py`; S spans. No number of one step goes into a launch, so all of it can be captured in a
-CUDA graph.
+Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; S spans, P
+statistics of a span, R ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
 from areno.kernels.sampling.triton_candidates import from_ordered, ordered
-from areno.kernels.sampling.triton_cut import cut
+from areno.kernels.sampling.triton_truncate import truncate
 
 _SPAN = 4096
 _ROW_POINTERS = ["slots_ptr", "positions_ptr"]  # their alignment depends on the number of rows
@@ -44,15 +43,15 @@ def sample_slots(
     *,
     span: int = _SPAN,
 ) -> Tensor:
-    """As `areno.kernels.sampling.sample_slots`. span: a power of two."""
+    """Sample one token for each row; arguments as of `areno.kernels.sampling.sample_slots`. span: a power of two."""
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
     n_spans = triton.cdiv(logits_BV.shape[1], span)
-    left_PBS = _scan(logits_BV, slots_B, positions_B, settings, flags, n_spans, span)
-    cuts = None, None, None
+    stats_PBS = _scan(logits_BV, slots_B, positions_B, settings, flags, n_spans, span)
+    truncated = None, None, None
     if flags.filtered:
-        cuts = cut(logits_BV, slots_B, settings, left_PBS[0], left_PBS[1], span)
-    return _draw(logits_BV, slots_B, positions_B, settings, flags, left_PBS.unsqueeze(0), cuts, span)
+        truncated = truncate(logits_BV, slots_B, settings, stats_PBS[0], stats_PBS[1], span)
+    return _draw(logits_BV, slots_B, positions_B, settings, flags, stats_PBS.unsqueeze(0), truncated, span)
 
 
 def sample_columns(
@@ -63,21 +62,21 @@ def sample_columns(
     settings: SamplingSettings,
     flags: SamplingFlags,
     rank: int,
-    every: Callable[[Tensor], Tensor],
+    all_gather: Callable[[Tensor], Tensor],
     *,
     span: int = _SPAN,
 ) -> Tensor:
-    """As `areno.kernels.sampling.sample_columns`."""
+    """Sample from this rank's columns; arguments as of `areno.kernels.sampling.sample_columns`."""
     n_columns = columns_BV.shape[1]
     n_spans = triton.cdiv(n_columns, span)
     first = min(rank * n_columns, vocab)
     columns_BV = columns_BV[:, : vocab - first]
-    left_PBS = _scan(columns_BV, slots_B, positions_B, settings, flags, n_spans, span, first)
-    left_RPBS = every(left_PBS)
+    stats_PBS = _scan(columns_BV, slots_B, positions_B, settings, flags, n_spans, span, first)
+    stats_RPBS = all_gather(stats_PBS)
     drawn_2B = _draw(
-        columns_BV, slots_B, positions_B, settings, flags, left_RPBS, (None, None, None), span, rank, n_columns, vocab
+        columns_BV, slots_B, positions_B, settings, flags, stats_RPBS, (None, None, None), span, rank, n_columns, vocab
     )
-    return every(drawn_2B).sum(0)
+    return all_gather(drawn_2B).sum(0)
 
 
 def _scan(
@@ -90,20 +89,19 @@ def _scan(
     span: int,
     first: int = 0,
 ) -> Tensor:
-    """(P, B, S) float32: maximum, sum and, by its bits, first entry with the maximum, of each span.
+    """Return statistics of each span: maximum, sum of weights and, as int32 bits, the first entry with the maximum.
 
-    With bans or a penalty, maximum and sum follow of the logits as the model gave them, which the log-probability is
-    of; they are the first two otherwise. first: the entry that the first column is.
+    With bans or a penalty these are of the edited logits. Maximum and sum of the policy's own logits follow, from which
+    the log-probability is computed. first: the vocabulary index of the first column.
     """
     n_rows, vocab = logits_BV.shape
-    left_PBS = logits_BV.new_empty((5 if flags.edits else 3, n_rows, n_spans))
+    stats_PBS = logits_BV.new_empty((5 if flags.edits else 3, n_rows, n_spans))
+    rows = (logits_BV, slots_B, positions_B, settings.temperature)
     edits = (settings.min_new, settings.banned, settings.penalty, settings.counts)
-    how = {"SPAN": span, "N_BANNED": flags.n_banned, "PENALIZED": flags.penalized}
-    _scan_kernel[(n_rows, n_spans)](
-        logits_BV, slots_B, positions_B, settings.temperature, *edits, left_PBS, left_PBS.view(torch.int32),
-        logits_BV.stride(0), vocab, first, **how, num_warps=8,
-    )  # fmt: skip
-    return left_PBS
+    results = (stats_PBS, stats_PBS.view(torch.int32))
+    how = {"SPAN": span, "N_BANNED": flags.n_banned, "PENALIZED": flags.penalized, "num_warps": 8}
+    _scan_kernel[(n_rows, n_spans)](*rows, *edits, *results, logits_BV.stride(0), vocab, first, **how)
+    return stats_PBS
 
 
 def _draw(
@@ -112,27 +110,41 @@ def _draw(
     positions_B: Tensor,
     settings: SamplingSettings,
     flags: SamplingFlags,
-    left_RPBS: Tensor,
-    cuts: tuple[Tensor | None, Tensor | None, Tensor | None],
+    stats_RPBS: Tensor,
+    truncated: tuple[Tensor | None, Tensor | None, Tensor | None],
     span: int,
     rank: int = 0,
     n_columns: int = 0,
     whole_vocab: int | None = None,
 ) -> Tensor:
-    """(2, B) float64, with zeros in rows whose token is not this rank's to draw.
+    """Return tokens and log-probabilities, (2, B) float64, with zeros in rows whose span another rank has.
 
-    n_columns: of each rank. whole_vocab: of all ranks; None where the logits are all of it.
+    n_columns: the columns of each rank. whole_vocab: the vocabulary of all ranks; None: the logits have all of it.
     """
     n_rows, vocab = logits_BV.shape
-    n_ranks, n_left, _, n_spans = left_RPBS.shape
+    n_ranks, n_stats, _, n_spans = stats_RPBS.shape
     out_2B = logits_BV.new_empty((2, n_rows), dtype=torch.float64)
+    slots = (settings.key, settings.temperature, settings.greedy, settings.last_token, settings.penalty)
+    stats = (stats_RPBS, stats_RPBS.view(torch.int32))
+    numbers = (logits_BV.stride(0), vocab, n_spans, rank, n_columns, whole_vocab or vocab)
     _draw_kernel[(n_rows,)](
-        logits_BV, slots_B, positions_B, settings.key, settings.temperature, settings.greedy, settings.last_token,
-        settings.penalty, settings.counts, left_RPBS, left_RPBS.view(torch.int32), *cuts, out_2B,
-        logits_BV.stride(0), vocab, n_spans, rank, n_columns, whole_vocab or vocab,
-        SPAN=span, N_RANKS=n_ranks, N_LEFT=n_left, PADDED_SPANS=triton.next_power_of_2(n_ranks * n_spans),
-        PENALIZED=flags.penalized, FILTERED=flags.filtered, num_warps=8,
-    )  # fmt: skip
+        logits_BV,
+        slots_B,
+        positions_B,
+        *slots,
+        settings.counts,
+        *stats,
+        *truncated,
+        out_2B,
+        *numbers,
+        SPAN=span,
+        N_RANKS=n_ranks,
+        N_STATS=n_stats,
+        PADDED_SPANS=triton.next_power_of_2(n_ranks * n_spans),
+        PENALIZED=flags.penalized,
+        FILTERED=flags.filtered,
+        num_warps=8,
+    )
     return out_2B
 
 
@@ -146,8 +158,8 @@ def _scan_kernel(
     banned_ptr,
     penalty_ptr,
     counts_ptr,
-    left_ptr,
-    left_int_ptr,
+    stats_ptr,
+    stats_int_ptr,
     row_stride,
     vocab,
     first,
@@ -167,8 +179,8 @@ def _scan_kernel(
     n_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     top, total = _top_and_sum(x, rate)
     if PENALIZED or N_BANNED > 0:
-        tl.store(left_ptr + 3 * n_cells + cell, top)
-        tl.store(left_ptr + 4 * n_cells + cell, total)
+        tl.store(stats_ptr + 3 * n_cells + cell, top)
+        tl.store(stats_ptr + 4 * n_cells + cell, total)
         edited = x
         if PENALIZED:
             penalty = tl.load(penalty_ptr + slot)
@@ -182,31 +194,31 @@ def _scan_kernel(
         tl.store(logits_ptr + index, edited, mask=inside & (edited != x))
         x = edited
         top, total = _top_and_sum(x, rate)
-    tl.store(left_ptr + cell, top)
-    tl.store(left_ptr + n_cells + cell, total)
-    tl.store(left_int_ptr + 2 * n_cells + cell, tl.min(tl.where(x == top, first + index, _LAST_INT), axis=0))
+    tl.store(stats_ptr + cell, top)
+    tl.store(stats_ptr + n_cells + cell, total)
+    tl.store(stats_int_ptr + 2 * n_cells + cell, tl.min(tl.where(x == top, first + index, _LAST_INT), axis=0))
 
 
 @triton.jit
 def _top_and_sum(x, rate):
-    """The maximum, and the sum of the weights relative to it."""
+    """Return the maximum, and the sum of the weights relative to the maximum."""
     top = tl.max(x, axis=0)
-    # A span of -inf alone weighs nothing; without this it would be NaN.
+    # A span of -inf only has weight 0; without this line it would be NaN.
     return top, tl.sum(tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * rate), axis=0)
 
 
 @triton.jit
-def _join(left_ptr, n_cells, cell, real, rate):
-    """The maximum of a row, that of each span, and the spans' sums relative to it, as float64."""
-    tops = tl.load(left_ptr + cell, mask=real, other=float("-inf"))
-    sums = tl.load(left_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
+def _join(stats_ptr, n_cells, cell, real, rate):
+    """Return the maximum of a row, the maxima of its spans, and their sums relative to the row's maximum in float64."""
+    tops = tl.load(stats_ptr + cell, mask=real, other=float("-inf"))
+    sums = tl.load(stats_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
     top = tl.max(tops, axis=0)
     return top, tops, sums * tl.exp2((tops - top) * rate).to(tl.float64)
 
 
 @triton.jit
 def _uniform(key, position):
-    """splitmix64, as `reference.uniform`: float64 in [0, 1)."""
+    """Return splitmix64 of key and position as float64 in [0, 1), as `reference.uniform` does."""
     value = key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -225,8 +237,8 @@ def _draw_kernel(
     last_token_ptr,
     penalty_ptr,
     counts_ptr,
-    left_ptr,
-    left_int_ptr,
+    stats_ptr,
+    stats_int_ptr,
     kept_ptr,
     equal_ptr,
     bounds_ptr,
@@ -239,7 +251,7 @@ def _draw_kernel(
     whole_vocab,
     SPAN: tl.constexpr,
     N_RANKS: tl.constexpr,
-    N_LEFT: tl.constexpr,
+    N_STATS: tl.constexpr,
     PADDED_SPANS: tl.constexpr,
     PENALIZED: tl.constexpr,
     FILTERED: tl.constexpr,
@@ -255,14 +267,14 @@ def _draw_kernel(
     n_spans = N_RANKS * rank_spans
     real = span_S < n_spans
     n_cells = tl.num_programs(0).to(tl.int64) * rank_spans
-    # Of the spans of all ranks, those of the first one first.
-    cell = span_S // rank_spans * (N_LEFT * n_cells) + row * rank_spans + span_S % rank_spans
-    top, tops, sums = _join(left_ptr, n_cells, cell, real, rate)
+    # The spans of all ranks, in the order of the ranks.
+    cell = span_S // rank_spans * (N_STATS * n_cells) + row * rank_spans + span_S % rank_spans
+    top, tops, sums = _join(stats_ptr, n_cells, cell, real, rate)
     policy_top, policy_sums = top, sums
-    if N_LEFT > 3:
-        policy_top, _, policy_sums = _join(left_ptr + 3 * n_cells, n_cells, cell, real, rate)
+    if N_STATS > 3:
+        policy_top, _, policy_sums = _join(stats_ptr + 3 * n_cells, n_cells, cell, real, rate)
     log_norm = tl.log(tl.sum(policy_sums, axis=0))
-    best = tl.load(left_int_ptr + 2 * n_cells + cell, mask=real, other=_LAST_INT)
+    best = tl.load(stats_int_ptr + 2 * n_cells + cell, mask=real, other=_LAST_INT)
     best = tl.minimum(tl.min(tl.where(tops == top, best, _LAST_INT), axis=0), whole_vocab - 1)
 
     least = tl.full([], -2147483648, tl.int32)
@@ -276,7 +288,7 @@ def _draw_kernel(
             n_before = tl.cumsum(equal, axis=0) - equal
             n_taken = tl.minimum(tl.maximum(n_equal - n_before, 0), equal)
             weight = tl.exp2((from_ordered(least) - top) * rate)
-            weight = tl.where(n_taken > 0, weight, 0.0)  # of nothing, where the number is that of no float
+            weight = tl.where(n_taken > 0, weight, 0.0)  # `least` may be the number of no float if no equal is taken
             sums = tl.load(kept_ptr + cell, mask=real, other=0.0).to(tl.float64)
             sums += n_taken.to(tl.float64) * weight.to(tl.float64)
 
@@ -290,7 +302,7 @@ def _draw_kernel(
     own_span = span - rank * rank_spans
     lane = tl.arange(0, SPAN)
     index = own_span * SPAN + lane
-    inside = (index >= 0) & (index < vocab)  # in spans of other ranks, none
+    inside = (index >= 0) & (index < vocab)  # nothing in spans of other ranks
     x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("-inf"))
     weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
     if FILTERED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
@@ -304,7 +316,9 @@ def _draw_kernel(
     inner = tl.cumsum(weights.to(tl.float64), axis=0)
     target = tl.minimum(target, tl.max(inner, axis=0) * below_one)
     drawn = tl.sum((inner <= target).to(tl.int32), axis=0)
-    is_drawable = tl.sum(tl.where(lane == drawn, weights, 0.0), axis=0) > 0  # NaN is not, nor what rounding left
+    is_drawable = (
+        tl.sum(tl.where(lane == drawn, weights, 0.0), axis=0) > 0
+    )  # false for NaN, and for entries of weight 0 by rounding
     takes_best = tl.load(greedy_ptr + slot) | (is_drawable == 0)
     token = tl.where(takes_best, best, tl.minimum(rank * n_columns + own_span * SPAN + drawn, whole_vocab - 1))
     chosen = tl.where(takes_best, top, tl.sum(tl.where(lane == drawn, x, 0.0), axis=0))
@@ -314,7 +328,7 @@ def _draw_kernel(
         chosen += tl.load(penalty_ptr + slot) * count.to(tl.float32)
         tl.store(count_ptr, count + 1)
     logprob = ((chosen - policy_top) / temperature).to(tl.float64) - log_norm
-    if own_span < 0 or own_span >= rank_spans:  # the rank that has the span tells
+    if own_span < 0 or own_span >= rank_spans:  # another rank has the span
         tl.store(out_ptr + row, 0.0)
         tl.store(out_ptr + tl.num_programs(0) + row, 0.0)
     else:

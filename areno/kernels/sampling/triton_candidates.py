@@ -1,10 +1,9 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""The logits of each row among which the least one that top-k or top-p keeps surely is.
+"""Candidates for the smallest logit of each row that top-k or top-p keeps.
 
-`_bracket_kernel` guesses two logits that have the least kept one between them, from a sample of the row.
-`_gather_kernel` collects what lies between them, the candidates, in the order of the vocabulary, and sums what lies
-above. Whoever uses them has to check that the guess was right.
+`_bracket_kernel` guesses from a sample of the row two logits that have the smallest kept logit between them.
+`_gather_kernel` collects the logits between the two, the candidates, in the order of the vocabulary, and sums the
+weights above them. The caller has to check that the guess was right.
 
 Shape letters as in `reference.py`; S spans, R room for the candidates of a span.
 """
@@ -21,8 +20,8 @@ from torch import Tensor
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 
-ROOM = 1024  # candidates of one span
-_SAMPLED = 8192  # entries of a row, in groups of 8 neighbours: one sector of memory
+ROOM = 1024  # largest number of candidates of a span
+_SAMPLED = 8192  # sampled entries of a row, in groups of 8 neighbours, which are one sector of memory
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LAST_INT = tl.constexpr(2147483647)
 _INFINITY = tl.constexpr(2139095040)  # the ordered number of infinity; that of -infinity is one less than its negative
@@ -30,10 +29,13 @@ _INFINITY = tl.constexpr(2139095040)  # the ordered number of infinity; that of 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """logits_BSR: float32, those of each span. n_BS: int32, how many; above `room` not all are there.
+    """The candidates of each row.
 
-    bracket_2B: float32, the least logit of a candidate of the row, and the one that candidates are below. above_BS:
-    float32, the weight of the entries that reach the latter, relative to the row's maximum.
+    Attributes:
+        logits_BSR: float32, the candidates of each span.
+        n_BS: int32, the number of candidates of each span. Above R, some are missing.
+        bracket_2B: float32, the smallest logit of a candidate of the row, and the logit that candidates are below.
+        above_BS: float32, the sum of the weights that reach the latter, relative to the row's maximum.
     """
 
     logits_BSR: Tensor
@@ -45,7 +47,16 @@ class Candidates:
 def find_candidates(
     logits_BV: Tensor, slots_B: Tensor, settings: SamplingSettings, tops_BS: Tensor, sums_BS: Tensor, span: int
 ) -> Candidates:
-    """Of the rows that cut something; what the others have is undefined. Arguments as of `triton_cut.cut`."""
+    """Find the candidates of the rows with top-k or top-p. Results of other rows are undefined.
+
+    Args:
+        logits_BV: float32.
+        slots_B: int64, the slot of each row.
+        settings: the sampling settings of all slots.
+        tops_BS: float32, the maximum of each span.
+        sums_BS: float32, the sum of exp((x - maximum) / temperature) of each span.
+        span: the entries of a span.
+    """
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     found = Candidates(
         logits_BV.new_empty((n_rows, n_spans, min(span, ROOM))),
@@ -56,39 +67,37 @@ def find_candidates(
     row = (logits_BV, slots_B, settings.temperature)
     sizes = (logits_BV.stride(0), vocab, n_spans)
     padded = triton.next_power_of_2(n_spans)
-    _bracket_kernel[(n_rows,)](
-        *row, settings.top_k, settings.top_p, tops_BS, sums_BS, found.bracket_2B, *sizes,
-        PADDED_SPANS=padded, SAMPLED=_SAMPLED, num_warps=4,
-    )  # fmt: skip
-    _gather_kernel[(n_rows, n_spans)](
-        *row, tops_BS, found.bracket_2B, found.n_BS, found.above_BS, found.logits_BSR, *sizes, PADDED_SPANS=padded,
-        SPAN=span, ROOM=found.logits_BSR.shape[2], num_warps=8,
-    )  # fmt: skip
+    filters = (settings.top_k, settings.top_p, tops_BS, sums_BS)
+    how = {"PADDED_SPANS": padded, "SAMPLED": _SAMPLED, "num_warps": 4}
+    _bracket_kernel[(n_rows,)](*row, *filters, found.bracket_2B, *sizes, **how)
+    results = (found.n_BS, found.above_BS, found.logits_BSR)
+    how = {"PADDED_SPANS": padded, "SPAN": span, "ROOM": found.logits_BSR.shape[2], "num_warps": 8}
+    _gather_kernel[(n_rows, n_spans)](*row, tops_BS, found.bracket_2B, *results, *sizes, **how)
     return found
 
 
 @triton.jit
 def ordered(x):
-    """int32 numbers in the order of the floats (of the two zeros, as one)."""
+    """Return int32 numbers in the order of the floats. Both zeros have the same number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ _LAST_INT, bits)
 
 
 @triton.jit
 def from_ordered(number):
-    """The float of an int32 number."""
+    """Return the float of an int32 number of `ordered`."""
     return tl.where(number < 0, number ^ _LAST_INT, number).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def mark_of(number):
-    """The float of an int64 number, never NaN."""
+    """Return the float of an int64 number of `ordered`, clamped so that it is never NaN."""
     return from_ordered(tl.minimum(tl.maximum(number, -_INFINITY - 1), _INFINITY).to(tl.int32))
 
 
 @triton.jit
 def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr):
-    """The maximum of a row, and the sum of its weights relative to it, as float64."""
+    """Return the maximum of a row, and the sum of its weights relative to the maximum in float64."""
     span = tl.arange(0, PADDED_SPANS)
     tops = tl.load(tops_ptr + row * n_spans + span, mask=span < n_spans, other=float("-inf"))
     sums = tl.load(sums_ptr + row * n_spans + span, mask=span < n_spans, other=0.0).to(tl.float64)
@@ -98,13 +107,13 @@ def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr
 
 @triton.jit
 def _margin(total, weight):
-    """Four standard deviations of the sum of a sample of weights of up to `weight`, and a little for few of them."""
+    """Return four standard deviations of a sampled sum of weights of up to `weight`, and a margin for small samples."""
     return 4.0 * tl.sqrt(total * weight) + 4.0 * weight
 
 
 @triton.jit
 def _number_with(x, n_wanted):
-    """A number which at least `n_wanted` entries reach: nearly the largest one, by the 20 highest of its bits."""
+    """Return nearly the largest number that at least `n_wanted` entries reach, by its 20 highest bits."""
     least = tl.full([], -2147483648, tl.int64)
     for step in range(10):
         unit = tl.full([], 1, tl.int64) << (30 - 2 * step)
@@ -118,10 +127,10 @@ def _number_with(x, n_wanted):
 
 @triton.jit
 def _last_within(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr, GROWS: tl.constexpr):
-    """A value below which the weights sum up to `limit` at most: nearly the largest one from `first` on.
+    """Return nearly the largest value from `first` on such that the weights below the value sum to at most `limit`.
 
-    The largest is below it + width / 4^STEPS, or at first + width. GROWS: the sum with a margin for chance, of weights
-    as large as that of the value itself.
+    The largest is less than width / 4^STEPS above the result, or at first + width. GROWS: the sum includes a margin for
+    chance, for weights as large as that of the value itself.
     """
     for _ in range(STEPS):
         width /= 4
@@ -167,16 +176,16 @@ def _bracket_kernel(
         inside = index < vocab
         x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("nan"))
         share = tl.sum(inside.to(tl.int32), axis=0).to(tl.float32) / vocab
-        if has_k:  # all from some logit on, so that top-p can search among the same candidates
+        if has_k:  # candidates without upper bound, so that top-p can search among them, too
             expected = top_k.to(tl.float32) * share
             low = mark_of(_number_with(x, expected + _margin(expected, 1.0)))
         else:
-            # Guess by what lies below: unlike the few best entries, a sample shows it well.
+            # Guess by the sum of small weights: a sample estimates it well, unlike the few large weights.
             top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
             weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
             left = ((1.0 - top_p) * total).to(tl.float32)
             limit = left * share
-            # Entries of less weight than this could all be left out.
+            # All entries of less weight than this could be dropped.
             low = top + tl.log2(left / vocab) / rate
             low = _last_within(x, weights, limit, low, top - low, top, rate, 6, True)
             middle = _last_within(x, weights, limit, low, top - low, top, rate, 5, False)
@@ -210,10 +219,10 @@ def _gather_kernel(
     low = tl.load(bracket_ptr + row)
     high = tl.load(bracket_ptr + tl.num_programs(0) + row)
     if low < high:
-        # As groups of four neighbours, which one thread loads: to number a few groups takes less than all entries.
+        # Groups of four neighbours, which one thread loads: a prefix sum over groups is cheaper than over entries.
         group_G = tl.arange(0, SPAN // 4)
         index = tl.program_id(1) * SPAN + group_G[:, None] * 4 + tl.arange(0, 4)[None, :]
-        # NaN is neither above nor among the candidates.
+        # NaN is neither a candidate nor above them.
         x = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab, other=float("nan"))
         is_found = ((x >= low) & (x < high)).to(tl.int32)
         n_G = tl.sum(is_found, axis=1)

@@ -1,11 +1,11 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Top-k and top-p without sorting: the least logit of each row that is kept, and what is kept of each span.
+"""Top-k and top-p without sorting: the smallest kept logit of each row, and the kept weight of each span.
 
-`_cut_kernel` searches among candidates (`triton_candidates.py`). Where these do not hold what is looked for, or are too
-many (equals without end, say), `_cut_row_kernel` searches in the whole row, which takes some ten times as long. So the
-guess costs or saves time, but never changes the result. Shape letters as in `reference.py`; S spans, N candidates of a
-row, as K blocks of C.
+`_truncate_kernel` searches among candidates (`triton_candidates.py`). If the candidates do not contain the smallest
+kept logit, or are too many (for example many equal logits), `_truncate_row_kernel` searches the whole row, which takes
+about ten times as long. So the guess changes the speed and never the result.
+
+Shape letters as in `reference.py`; S spans, N candidates of a row, as K blocks of C.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton_candidates import find_candidates, from_ordered, mark_of, ordered, row_total
 
-_SIZES = [(0, 2048, 4), (2049, 8192, 8), (8193, 16384, 16)]  # fewest and most candidates in one launch, and its warps
-_REGISTERS = 128  # of a thread of these launches: with more, fewer rows are searched at once
+_SIZES = [
+    (0, 2048, 4),
+    (2049, 8192, 8),
+    (8193, 16384, 16),
+]  # smallest and largest number of candidates of a launch, and its warps
+_REGISTERS = 128  # of a thread; with more, fewer programs run at once
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_BLOCK = tl.constexpr(32)  # candidates of one span that are loaded together
+_BLOCK = tl.constexpr(32)  # candidates of a span that are loaded together
 
 
-def cut(
+def truncate(
     logits_BV: Tensor,
     slots_B: Tensor,
     settings: SamplingSettings,
@@ -33,14 +37,21 @@ def cut(
     sums_BS: Tensor,
     span: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What top-k and top-p leave of each row.
+    """Find the entries of each row that top-k and top-p keep.
 
-    tops_BS, sums_BS: float32, of each span the maximum and the sum of exp((x - maximum) / temperature).
+    Args:
+        logits_BV: float32.
+        slots_B: int64, the slot of each row.
+        settings: the sampling settings of all slots.
+        tops_BS: float32, the maximum of each span.
+        sums_BS: float32, the sum of exp((x - maximum) / temperature) of each span.
+        span: the entries of a span.
 
-    Returns `kept_BS`, float32: the sum of the weights above the least kept logit, relative to the row's maximum;
-    `equal_BS`, int32: how many are equal to it; and `bounds_3B`, int32: the least kept logit as an ordered number, how
-    many of its equals are kept, and whether it was found among candidates. Rows that cut nothing have -1 equals, and no
-    more.
+    Returns:
+        kept_BS: float32, the sum of the weights above the smallest kept logit, relative to the row's maximum.
+        equal_BS: int32, the number of entries equal to the smallest kept logit.
+        bounds_3B: int32, the smallest kept logit as a number of `ordered`, how many of its equals are kept, and whether
+            it was found among candidates. Rows without top-k and top-p have -1 kept equals, and undefined numbers else.
     """
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     kept_BS, equal_BS = torch.empty_like(tops_BS), torch.empty_like(tops_BS, dtype=torch.int32)
@@ -50,16 +61,14 @@ def cut(
     results = (kept_BS, equal_BS, bounds_3B, vocab, n_spans)
     padded = triton.next_power_of_2(n_spans)
     room = found.logits_BSR.shape[2]
+    candidates = (found.logits_BSR, found.n_BS, found.bracket_2B, found.above_BS)
     for fewest, most, num_warps in _SIZES:
-        _cut_kernel[(n_rows,)](
-            found.logits_BSR, found.n_BS, found.bracket_2B, found.above_BS, *filters, bounds_3B, vocab, n_spans,
-            PADDED_SPANS=padded, ROOM=room, FEWEST=fewest, MOST=most, num_warps=num_warps, maxnreg=_REGISTERS,
-        )  # fmt: skip
-    _keep_kernel[(n_rows, n_spans)](
-        found.logits_BSR, found.n_BS, found.above_BS, slots_B, settings.temperature, tops_BS, *results,
-        PADDED_SPANS=padded, ROOM=room, num_warps=2,
-    )  # fmt: skip
-    _cut_row_kernel[(n_rows,)](
+        how = {"PADDED_SPANS": padded, "ROOM": room, "FEWEST": fewest, "MOST": most, "maxnreg": _REGISTERS}
+        _truncate_kernel[(n_rows,)](*candidates, *filters, bounds_3B, vocab, n_spans, **how, num_warps=num_warps)
+    rows = (slots_B, settings.temperature, tops_BS)
+    how = {"PADDED_SPANS": padded, "ROOM": room, "num_warps": 2}
+    _keep_kernel[(n_rows, n_spans)](found.logits_BSR, found.n_BS, found.above_BS, *rows, *results, **how)
+    _truncate_row_kernel[(n_rows,)](
         logits_BV, logits_BV.stride(0), *filters, *results, PADDED_SPANS=padded, SPAN=span, num_warps=16
     )
     return kept_BS, equal_BS, bounds_3B
@@ -67,20 +76,22 @@ def cut(
 
 @triton.jit
 def _weight_of(mark, top, rate):
+    """Return the weight of a logit relative to the row's maximum, in float64."""
     return tl.exp2((mark - top) * rate).to(tl.float64)
 
 
 @triton.jit
 def _n_wanted(missing, weight):
-    """How many entries of this weight make up for what is missing: at least one."""
+    """Return how many entries of this weight sum to `missing` or more: at least one."""
     return tl.maximum(tl.ceil(tl.where(weight > 0, missing / weight, 1.0)), 1.0).to(tl.int32)
 
 
 @triton.jit
 def _least_among(x, measure, wanted, low, high):
-    """The largest number from `low` on such that the entries which reach it measure `wanted` (float64) or more.
+    """Return the largest number from `low` on such that the measure of the entries that reach it is at least `wanted`.
 
-    Those that reach `low` do, those that reach `high` do not (int64).
+    The entries that reach `low` have this measure, the entries that reach `high` do not. Both are int64 numbers of
+    `ordered`, `wanted` is float64.
     """
     n_bits = tl.sum(((high - low) >> tl.arange(0, 32).to(tl.int64) > 0).to(tl.int32), axis=0)
     n_steps = (n_bits + 1) // 2
@@ -96,11 +107,13 @@ def _least_among(x, measure, wanted, low, high):
 
 @triton.jit
 def _reaching(x, measure, mark):
+    """Return the measure of the entries that reach a logit, in float64."""
     return tl.sum(tl.where(x >= mark, measure, 0.0), axis=0).to(tl.float64)
 
 
 @triton.jit
 def _beyond(x, measure, mark):
+    """Return the measure of the entries above a logit, in float64."""
     return tl.sum(tl.where(x > mark, measure, 0.0), axis=0).to(tl.float64)
 
 
@@ -121,7 +134,7 @@ def _search(
     ROOM: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Search in a row of up to N candidates: (whether it is there, least kept number, how many equals)."""
+    """Search a row of up to N candidates. Return whether it was found, the smallest kept number, and the kept equals."""
     # Candidates are loaded as a matrix, each row of which belongs to one span.
     span_S = tl.arange(0, PADDED_SPANS)
     n_blocks_S = (n_found_S + _BLOCK - 1) // _BLOCK
@@ -143,14 +156,14 @@ def _search(
     if has_k:
         if tl.sum(n_found_S, axis=0) >= top_k:
             is_found += 1
-            count = tl.where(place_N >= 0, 1.0, 0.0)  # in float32 exact up to 2^24
+            count = tl.where(place_N >= 0, 1.0, 0.0)  # sums are exact in float32 up to 2^24
             least = _least_among(x, count, top_k.to(tl.float64), low, high)
             mark = mark_of(least)
             n_equal += top_k.to(tl.int32) - _beyond(x, count, mark).to(tl.int32)
             if top_p < 1.0:
                 beyond = _beyond(x, weights, mark)
                 wanted = (beyond + n_equal.to(tl.float64) * _weight_of(mark, top, rate)) * top_p
-                if beyond < wanted:  # some of the equals that k leaves are needed
+                if beyond < wanted:  # top-p needs some of the equals that top-k keeps
                     n_wanted = _n_wanted(wanted - beyond, _weight_of(mark, top, rate))
                     n_equal = tl.minimum(n_wanted, n_equal)
                 else:
@@ -168,7 +181,7 @@ def _search(
 
 
 @kernel
-def _cut_kernel(
+def _truncate_kernel(
     candidates_ptr,
     n_found_ptr,
     bracket_ptr,
@@ -187,7 +200,7 @@ def _cut_kernel(
     FEWEST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Rows with another number of candidates are left as they are; by the launch for the fewest, as not found."""
+    """Search rows with FEWEST to MOST candidates. The launch with FEWEST = 0 first marks every row as not found."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     rate = _LOG2_E / tl.load(temperature_ptr + slot)
@@ -201,17 +214,30 @@ def _cut_kernel(
         span_S = tl.arange(0, PADDED_SPANS)
         real_S = span_S < n_spans
         n_found_S = tl.load(n_found_ptr + row * n_spans + span_S, mask=real_S, other=0)
-        n_found = tl.sum((n_found_S + _BLOCK - 1) // _BLOCK, axis=0) * _BLOCK  # with what fills the blocks
+        n_found = tl.sum((n_found_S + _BLOCK - 1) // _BLOCK, axis=0) * _BLOCK  # including padding of the blocks
         if (tl.max(n_found_S, axis=0) <= ROOM) & (n_found >= FEWEST) & (n_found <= MOST):
             top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
             above_S = tl.load(above_ptr + row * n_spans + span_S, mask=real_S, other=0.0)
             low = ordered(tl.load(bracket_ptr + row)).to(tl.int64)
             high = ordered(tl.load(bracket_ptr + tl.num_programs(0) + row)).to(tl.int64)
             high = tl.minimum(high, ordered(top).to(tl.int64) + 1)
+            candidates_ptr += row * n_spans * ROOM
             is_found, least, n_equal = _search(
-                candidates_ptr + row * n_spans * ROOM, n_found_S, above_S, low, high, top, total, rate, top_k, top_p,
-                has_k, PADDED_SPANS, ROOM, MOST,
-            )  # fmt: skip
+                candidates_ptr,
+                n_found_S,
+                above_S,
+                low,
+                high,
+                top,
+                total,
+                rate,
+                top_k,
+                top_p,
+                has_k,
+                PADDED_SPANS,
+                ROOM,
+                MOST,
+            )
             if is_found > 0:
                 tl.store(bounds_ptr + row, least.to(tl.int32))
                 tl.store(bounds_ptr + tl.num_programs(0) + row, n_equal)
@@ -234,7 +260,7 @@ def _keep_kernel(
     PADDED_SPANS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """What is kept of one span, where the least kept logit was found among candidates."""
+    """Sum the kept weights of a span, if the smallest kept logit was found among candidates."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) > 0:
         span_S = tl.arange(0, PADDED_SPANS)
@@ -252,7 +278,7 @@ def _keep_kernel(
 
 @triton.jit
 def _measure(x, top, rate, inside, COUNT: tl.constexpr):
-    """What an entry adds: 1 (COUNT), or its weight."""
+    """Return the measure of entries: 1 if COUNT, else their weight."""
     if COUNT:
         return tl.where(inside, 1.0, 0.0)
     else:
@@ -261,13 +287,13 @@ def _measure(x, top, rate, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """The largest number such that the entries which reach it measure `wanted` (float64) or more."""
+    """Return the largest number such that the measure of the entries that reach it is at least `wanted` (float64)."""
     lane = tl.arange(0, SPAN)
     least = tl.full([], -2147483648, tl.int64)
     for step in range(16):
         unit = tl.full([], 1, tl.int64) << (30 - 2 * step)
         low, mid, high = least + unit, least + 2 * unit, least + 3 * unit
-        # Sums of up to 2^24 counts are exact in float32; those of weights are rounded like any sum.
+        # Sums of counts are exact in float32 up to 2^24; sums of weights are rounded.
         low_sums = tl.zeros([SPAN], tl.float32)
         mid_sums = tl.zeros([SPAN], tl.float32)
         high_sums = tl.zeros([SPAN], tl.float32)
@@ -288,7 +314,7 @@ def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN:
 
 @triton.jit
 def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """float64: the measure of the entries above `least`."""
+    """Return the measure of the entries above `least`, in float64."""
     lane = tl.arange(0, SPAN)
     sums = tl.zeros([SPAN], tl.float32)
     for first in range(0, vocab, SPAN):
@@ -299,7 +325,7 @@ def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.co
 
 
 @kernel
-def _cut_row_kernel(
+def _truncate_row_kernel(
     logits_ptr,
     row_stride,
     slots_ptr,
@@ -339,7 +365,7 @@ def _cut_row_kernel(
             nucleus = _least_kept(logits_ptr, vocab, top, rate, wanted, False, SPAN)
             missing = wanted - _above(logits_ptr, vocab, top, rate, nucleus, False, SPAN)
             if nucleus >= least:
-                # Of the equals as many as the share takes; no more than k leaves.
+                # Keep as many equals as top-p needs, but not more than top-k keeps.
                 n_wanted = _n_wanted(missing, _weight_of(from_ordered(nucleus), top, rate))
                 n_equal = tl.where(nucleus > least, n_wanted, tl.minimum(n_wanted, n_equal))
                 least = nucleus
