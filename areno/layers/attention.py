@@ -44,16 +44,16 @@ class PackedAttend:
         """Of the rows, for layers with a recurrent state. The host waits for the borders once."""
         return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
-    def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
         """What a layer with a recurrent state makes of rows that begin with none; see `layers/delta.py`."""
         assert self.context.size == 1, "ranks of a context have no states of each other's tokens"
-        return delta_rows(given_NP, weights, self.chunks)[0]
+        return delta_rows(proj_NP, weights, self.chunks)[0]
 
     def recur_backward(
-        self, grad_NI: Tensor, given_NP: Tensor, weights: DeltaWeights, of_weights: bool
+        self, grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, of_weights: bool
     ) -> tuple[Tensor, DeltaGradients | None]:
         """Gradients of what `recur` was given, and with `of_weights` of the rule's weights; outside autograd."""
-        return delta_rows_backward(grad_NI, given_NP, weights, self.chunks, of_weights)
+        return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
         self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
@@ -92,9 +92,9 @@ class CachedAttend:
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
-    def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
         """See `areno/layers/delta.py`."""
-        return self.states(layer, given_NP, weights)
+        return self.states(layer, proj_NP, weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from areno.layers.shard import Layout, Part, WeightSpec
 class Recurs(Protocol):
     """How layers reach the states of rows: what attends has this beside it where a model has such layers."""
 
-    def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
         """(N, I) of the tokens of all rows. layer: its number among the layers with a state."""
         ...
 
@@ -69,20 +69,20 @@ class GatedDelta(nn.Module):
         conv_XW = self.conv.weight.squeeze(1)
         return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)
 
-    def mixed(self, given_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
+    def mixed(self, proj_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
         """(N, I): what goes into the last product."""
         assert isinstance(attend, Recurs), "a layer with a state needs what `attend` of attention does not have"
-        return attend.recur(self.index, given_NP, weights)
+        return attend.recur(self.index, proj_NP, weights)
 
-    def mixed_backward(self, grad_NI: Tensor, given_NP: Tensor, attend: PackedAttend) -> Tensor:
+    def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:
         """The gradient of what was given, outside autograd. Adds to the float32 gradients of the rule's weights."""
         own = [self.conv.weight, self.A_log, self.dt_bias, self.norm.weight]
         of_weights = any(weight.requires_grad for weight in own)
-        grad_given_NP, found = attend.recur_backward(grad_NI, given_NP, self.weights(self.norm.weight), of_weights)
+        grad_proj_NP, found = attend.recur_backward(grad_NI, proj_NP, self.weights(self.norm.weight), of_weights)
         for weight, grad in zip(own, found or (), strict=of_weights):
             if weight is self.norm.weight:
                 self.norm.accumulate(grad)
             elif weight.requires_grad:
                 assert weight.grad is not None
                 weight.grad.add_(grad.view(weight.shape))
-        return grad_given_NP
+        return grad_proj_NP

@@ -42,9 +42,9 @@ def mixed(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: boo
     if layer.attention is not None:
         return _attended(layer.attention, x_ND, angles, attend, split, whole)
     assert layer.delta is not None
-    given_NP = layer.delta.given(x_ND, split)
-    mixed_NI = layer.delta.mixed(given_NP, attend, layer.delta.weights(layer.delta.norm.weight))
-    return layer.delta.out(mixed_NI, split, whole), given_NP, (mixed_NI,)
+    proj_NP = layer.delta.given(x_ND, split)
+    mixed_NI = layer.delta.mixed(proj_NP, attend, layer.delta.weights(layer.delta.norm.weight))
+    return layer.delta.out(mixed_NI, split, whole), proj_NP, (mixed_NI,)
 
 
 def mixed_backward(

@@ -74,8 +74,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 def test_what_runs_where(
     gpus: Gpus, capability: tuple[int, int], dtype: torch.dtype, attention: str, triton: bool, early: bool
 ) -> None:
-    from areno.kernels.delta.triton_chunks import products_of
     from areno.kernels.jit import supports_pdl
+    from areno.kernels.matmul.triton import dot_precision
 
     gpus(capability)
     device = torch.device("cuda:0")
@@ -87,7 +87,7 @@ def test_what_runs_where(
     assert backend.runs_triton(device) is triton
     assert supports_pdl(device) is early
     on_cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
-    assert products_of(on_cuda, "tf32") == ("tf32x3" if attention == "varlen" else "ieee")
+    assert dot_precision(on_cuda, "tf32") == ("tf32x3" if attention == "varlen" else "ieee")
     on_cuda.dtype = torch.float16
     assert _has_flash_backward(on_cuda) is (attention == "varlen")
 

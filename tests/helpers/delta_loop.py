@@ -58,7 +58,7 @@ def one_by_one(row_NP: Tensor, weights: DeltaWeights, dtype: torch.dtype = torch
             q, k = x[at : at + KEY_DIM], x[n_key + at : n_key + at + KEY_DIM]
             q, k = q / (q @ q + 1e-6).sqrt() / math.sqrt(KEY_DIM), k / (k @ k + 1e-6).sqrt()
             q, k, v = map(rounded, (q, k, x[2 * n_key + head * VALUE_DIM :][:VALUE_DIM]))
-            alpha = torch.exp(-torch.exp(w.log_decay_H[head]) * torch.log1p(torch.exp(a[head] + w.bias_H[head])))
+            alpha = torch.exp(-torch.exp(w.A_log_H[head]) * torch.log1p(torch.exp(a[head] + w.dt_bias_H[head])))
             beta = 1 / (1 + torch.exp(-b[head]))
             # S_t = S_{t-1} (alpha (I - beta k k^T)) + beta v k^T, here with S transposed
             erased = alpha * (torch.eye(KEY_DIM, dtype=torch.float64) - beta * torch.outer(k, k)) @ state[head]
@@ -74,13 +74,13 @@ def compare_cut_rows(chunks_of: Callable[[list[int]], RowChunks]) -> tuple[Delta
     weights, lengths = random_weights(), [30, 11]
     given = random_tokens(sum(lengths))
     rows = given.split(lengths)
-    whole, behind = delta_rows(given, weights, chunks_of(lengths), keep=True)
+    whole, behind = delta_rows(given, weights, chunks_of(lengths), return_states=True)
     assert behind is not None
     outs: list[list[Tensor]] = [[], []]
     states = no_states(2)
     for cuts in ([0, 9], [1, 1], [20, 0], [9, 1]):
         pieces = [row[sum(map(len, out)) :][:n] for row, out, n in zip(rows, outs, cuts, strict=True)]
-        out, found = delta_rows(torch.cat(pieces), weights, chunks_of(cuts), states, keep=True)
+        out, found = delta_rows(torch.cat(pieces), weights, chunks_of(cuts), states, return_states=True)
         assert found is not None
         states = found
         for each, piece in zip(outs, out.split(cuts), strict=True):

@@ -34,7 +34,7 @@ def chunks_of(lengths: list[int], chunk: int = 8) -> RowChunks:
 @pytest.mark.parametrize("lengths", [[1], [5, 20, 3, 8, 17], [2, 0, 16]])
 def test_chunks_give_what_a_loop_over_tokens_gives(lengths: list[int]) -> None:
     weights, given = random_weights(), random_tokens(sum(lengths))
-    out, after = delta_rows(given, weights, chunks_of(lengths), keep=True)
+    out, after = delta_rows(given, weights, chunks_of(lengths), return_states=True)
     assert after is not None
     expected = [one_by_one(row, weights) for row in given.split(lengths)]
     torch.testing.assert_close(
@@ -108,7 +108,7 @@ def test_the_form_of_states_is_kept() -> None:
     """Rows in half precision: results are rounded once, and states are not."""
     weights = random_weights(dtype=torch.bfloat16)
     given = random_tokens(12).bfloat16()
-    out, after = delta_rows(given, weights, chunks_of([12]), keep=True)
+    out, after = delta_rows(given, weights, chunks_of([12]), return_states=True)
     assert isinstance(after, DeltaStates)
     assert (out.dtype, after.inputs_SXw.dtype, after.matrices_SHKV.dtype) == (given.dtype, given.dtype, torch.float32)
     expected, _ = one_by_one(given, weights)

@@ -17,7 +17,7 @@ from tests.helpers.interpreted import run_interpreted
 
 # Operands of products have 11, 16 and 8 bits, and numbers go through several products. Results are then rounded to 8
 # bits, which Triton's interpreter does by cutting off the others.
-BOUNDS = {"tf32": 2e-3, "split": 2e-4, "bf16": 2e-2}
+BOUNDS = {"tf32": 2e-3, "bf16x3": 2e-4, "bf16": 2e-2}
 RESULT = 8e-3
 NAMES = ("out", "after", "q", "k", "v", "decay", "beta")
 REAL = {"heads": (16, 32), "dims": (128, 128), "size": 64, "device": "cuda"}
@@ -64,7 +64,7 @@ def by_kernels(given: list[Tensor], chunks: RowChunks, before: Tensor | None, up
     from areno.kernels.delta.triton_chunks import chunks_forward
     from areno.kernels.delta.triton_chunks_backward import chunks_backward
 
-    out, after, saved = chunks_forward(*given, chunks, before, keep=True)
+    out, after, saved = chunks_forward(*given, chunks, before, return_states=True)
     assert after is not None
     return [out, after, *chunks_backward(upstream, *given, chunks, saved)]
 
@@ -105,9 +105,9 @@ def compare_rounded(products: tuple[str, str, str], **settings: Any) -> None:
     before, upstream = before.float(), upstream.bfloat16()
     right = expected([each.double() for each in given], chunks, before.double(), upstream.double())
     with (
-        mock.patch.object(triton_chunks, "PRODUCTS", products[0]),
-        mock.patch.object(triton_chunks, "_STATES_PRODUCTS", products[1]),
-        mock.patch.object(triton_chunks_backward, "PRODUCTS", products[2]),
+        mock.patch.object(triton_chunks, "PRECISION", products[0]),
+        mock.patch.object(triton_chunks, "_STATES_PRECISION", products[1]),
+        mock.patch.object(triton_chunks_backward, "PRECISION", products[2]),
     ):
         found, again = (by_kernels(given, chunks, before, upstream) for _ in range(2))
     assert found[0].dtype == torch.bfloat16
@@ -195,7 +195,7 @@ def test_strong_decay_no_decay_and_equal_keys() -> None:
     run_interpreted("from tests.kernels.test_delta_chunks import compare_hard; compare_hard()")
 
 
-@pytest.mark.parametrize("products", [("split", "tf32", "bf16"), ("split", "split", "split")])
+@pytest.mark.parametrize("products", [("bf16x3", "tf32", "bf16"), ("bf16x3", "bf16x3", "bf16x3")])
 def test_half_precision(products: tuple[str, str, str]) -> None:
     run_interpreted(
         f"from tests.kernels.test_delta_chunks import compare_rounded_interpreted as compare; compare({products!r})"
@@ -213,7 +213,7 @@ def test_kernels_of_real_sizes_on_the_gpu(lengths: list[int], settings: dict[str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("products", [("split", "tf32", "bf16"), ("split", "split", "split")])
+@pytest.mark.parametrize("products", [("bf16x3", "tf32", "bf16"), ("bf16x3", "bf16x3", "bf16x3")])
 @pytest.mark.parametrize("lengths", [[512, 700, 1, 0, 64, 130], [8192]])
 def test_half_precision_of_real_sizes_on_the_gpu(products: tuple[str, str, str], lengths: list[int]) -> None:
     compare_rounded(products, lengths=lengths, decay=0.3, **REAL)

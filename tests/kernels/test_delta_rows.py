@@ -55,18 +55,18 @@ def halves(weights: DeltaWeights) -> DeltaWeights:
 def compare_forward() -> None:
     """With the loop in float64: also where it rounds, which is where the kernels do."""
     weights, given = random_weights(), random_tokens(sum(ROWS))
-    out, after = delta_rows(given, weights, chunks_of(ROWS), keep=True)
+    out, after = delta_rows(given, weights, chunks_of(ROWS), return_states=True)
     assert after is not None
     loops = [one_by_one(row, weights) for row in given.split(ROWS)]
     expected = torch.cat([found for found, _ in loops if len(found)]).float()
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
     states = torch.stack([state for _, state in loops]).float()
     torch.testing.assert_close(after.matrices_SHKV, states, atol=2e-5, rtol=1e-4)
-    _, expected_after = in_torch(delta_rows, given, weights, chunks_of(ROWS), keep=True)
+    _, expected_after = in_torch(delta_rows, given, weights, chunks_of(ROWS), return_states=True)
     assert torch.equal(after.inputs_SXw, expected_after.inputs_SXw)
 
     weights, given = halves(weights), given.to(HALF)
-    out, after = delta_rows(given, weights, chunks_of(ROWS), keep=True)
+    out, after = delta_rows(given, weights, chunks_of(ROWS), return_states=True)
     assert after is not None
     assert (out.dtype, after.inputs_SXw.dtype, after.matrices_SHKV.dtype) == (given.dtype, given.dtype, torch.float32)
     loops = [one_by_one(row, weights, HALF)[0] for row in given.split(ROWS)]
@@ -101,7 +101,7 @@ def compare_gradients() -> None:
 def compare_no_tokens() -> None:
     weights = random_weights()
     for chunks in (chunks_of([]), chunks_of([0, 0])):
-        out, after = delta_rows(random_tokens(0), weights, chunks, keep=True)
+        out, after = delta_rows(random_tokens(0), weights, chunks, return_states=True)
         assert out.shape == (0, N_HEADS * VALUE_DIM)
         assert after is not None
         assert len(after.inputs_SXw) == len(after.matrices_SHKV) == len(chunks.lengths_R)
@@ -114,7 +114,7 @@ def compare_no_tokens() -> None:
 def compare_step_with_rows() -> None:
     """Decoding and prefill round at the same places: in half precision, they give the same numbers but for a few."""
     weights, given = halves(random_weights()), random_tokens(24).to(HALF)
-    expected, after = delta_rows(given, weights, chunks_of([24]), keep=True)
+    expected, after = delta_rows(given, weights, chunks_of([24]), return_states=True)
     assert after is not None
     states = DeltaStates(*(torch.zeros_like(each) for each in after))
     out = torch.cat([delta_step(token[None], weights, states, torch.zeros(1, dtype=torch.int64)) for token in given])
@@ -124,10 +124,10 @@ def compare_step_with_rows() -> None:
 
 
 def around_in_float64(
-    given_NP: Tensor, out_NHV: Tensor, weights: DeltaWeights, lengths: list[int]
+    proj_NP: Tensor, out_NHV: Tensor, weights: DeltaWeights, lengths: list[int]
 ) -> tuple[Tensor, ...]:
     """q, k, v, decay, beta, and the gated norm of what the rule would give, written down row by row."""
-    x_NX, z_NI, b_NH, a_NH = given_NP.split(weights.sizes, dim=-1)
+    x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.sizes, dim=-1)
     width, rows = weights.conv_XW.shape[1], []
     for row in x_NX.split(lengths):
         padded = F.pad(row, (0, 0, width - 1, 0))
@@ -140,7 +140,7 @@ def around_in_float64(
         (weights.key_dim, weights.key_dim, weights.value_dim), strict=True,
     ))  # fmt: skip
     q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
-    decay = -weights.log_decay_H.exp() * (1 + (a_NH + weights.bias_H).exp()).log()
+    decay = -weights.A_log_H.exp() * (1 + (a_NH + weights.dt_bias_H).exp()).log()
     normed = out_NHV / (out_NHV.square().mean(-1, keepdim=True) + weights.eps).sqrt() * weights.norm_V
     normed = normed.flatten(1) * z_NI / (1 + (-z_NI).exp())
     return q / weights.key_dim**0.5, k, v, decay, 1 / (1 + (-b_NH).exp()), normed
@@ -149,7 +149,7 @@ def around_in_float64(
 def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], lengths: list[int]) -> None:
     """What the kernels around the rule give, rounded once, and twice the same gradients. sizes: G, H, K, V, W."""
     from areno.kernels.delta.triton_gated_norm import gated_norm, gated_norm_backward
-    from areno.kernels.delta.triton_rows import mixed_rows, mixed_rows_backward
+    from areno.kernels.delta.triton_rows import conv_and_gates, conv_and_gates_backward
 
     n_key_heads, n_heads, key, value, width = sizes
     n, n_channels = sum(lengths), 2 * n_key_heads * key + n_heads * value
@@ -158,12 +158,12 @@ def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, 
     def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    given_NP, out_NHV = draw(n, n_channels + n_heads * (value + 2)), draw(n, n_heads, value)
+    proj_NP, out_NHV = draw(n, n_channels + n_heads * (value + 2)), draw(n, n_heads, value)
     drawn = (draw(n_channels, width), draw(n_heads), draw(n_heads), draw(value))
     weights, chunks = DeltaWeights(*drawn, 1e-6, n_key_heads), chunks_of(lengths, torch.device(device))
-    leaves: Any = [each.double().requires_grad_() for each in (given_NP, out_NHV, *drawn)]
+    leaves: Any = [each.double().requires_grad_() for each in (proj_NP, out_NHV, *drawn)]
     exact = around_in_float64(*leaves[:2], DeltaWeights(*leaves[2:], *weights[4:]), lengths)
-    found = (*mixed_rows(given_NP, weights, chunks), gated_norm(out_NHV, given_NP, weights))
+    found = (*conv_and_gates(proj_NP, weights, chunks), gated_norm(out_NHV, proj_NP, weights))
     unit = torch.finfo(dtype).eps
     for ours, theirs in zip(found, exact, strict=True):
         assert ours.dtype == (torch.float32 if ours.shape == (n, n_heads) else dtype)
@@ -176,10 +176,10 @@ def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, 
     expected = torch.autograd.grad(exact, leaves, [each.double() for each in (*upstream, grad_NI)])
     results = []
     for is_wanted in (True, True, False):
-        grad_NP = torch.full_like(given_NP, torch.nan)
-        grad_out, grad_norm = gated_norm_backward(grad_NI, out_NHV, given_NP, weights, grad_NP, is_wanted)
+        grad_NP = torch.full_like(proj_NP, torch.nan)
+        grad_out, grad_norm = gated_norm_backward(grad_NI, out_NHV, proj_NP, weights, grad_NP, is_wanted)
         grads: Any = [each.clone() for each in upstream]
-        of_weights = mixed_rows_backward(grads, given_NP, weights, chunks, grad_NP, is_wanted)
+        of_weights = conv_and_gates_backward(grads, proj_NP, weights, chunks, grad_NP, is_wanted)
         assert (of_weights is not None) == (grad_norm is not None) == is_wanted
         results.append((grad_NP, grad_out, *(of_weights or ()), *(() if grad_norm is None else (grad_norm,))))
     *twice, alone = results
@@ -258,8 +258,8 @@ def test_rows_at_real_sizes_are_those_of_torch() -> None:
     given, grad_NI = draw(sum(lengths), sizes[0] + 32 * 130), draw(sum(lengths), 32 * 128)
     weights = DeltaWeights(draw(*sizes), draw(32), draw(32), draw(128), 1e-6, 16)
     chunks = chunks_of(lengths, device, 64)
-    expected, after = in_torch(delta_rows, given, weights, chunks, keep=True)
-    found, behind = delta_rows(given, weights, chunks, keep=True)
+    expected, after = in_torch(delta_rows, given, weights, chunks, return_states=True)
+    found, behind = delta_rows(given, weights, chunks, return_states=True)
     assert behind is not None
     for ours, theirs in zip((found, *behind), (expected, *after), strict=True):
         assert away(ours, theirs.double()) < 1e-4

@@ -133,11 +133,11 @@ def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_
     from areno.kernels.delta import triton as triton_step
     from areno.kernels.delta import triton_gated_norm
 
-    gates = dict.fromkeys(["given_ptr", "log_decay_ptr", "bias_ptr"], "bf16")
+    gates = dict.fromkeys(["proj_ptr", "A_log_ptr", "bias_ptr"], "bf16")
     states = {"matrices_ptr": "fp32", "slots_ptr": "i64"}
     before, head = _compiled(
         triton_step._head_kernel, {**gates, **states, "norm_ptr": "bf16", "mixed_ptr": "fp32", "out_ptr": "bf16"},
-        ("n_given", "n_channels", "n_heads", "shared", "n_key"),
+        ("proj_size", "n_channels", "n_heads", "shared", "n_key"),
         {"eps": 1e-6, "scale": 0.25, "KEY": 16, "VALUE": 32, "KEY_BLOCK": 16, "COLUMNS": 16, "PDL": True},
     )  # fmt: skip
     assert before == {*gates, *states}
@@ -145,10 +145,10 @@ def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_
 
     before, norm = _compiled(
         triton_gated_norm._gated_norm_kernel,
-        dict.fromkeys(["out_ptr", "given_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
+        dict.fromkeys(["out_ptr", "proj_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
         {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "PDL": True},
     )  # fmt: skip
-    assert before == {"given_ptr", "norm_ptr"}
+    assert before == {"proj_ptr", "norm_ptr"}
     assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
 
 

@@ -84,14 +84,14 @@ class StateCache:
         self.layers = [DeltaStates(inputs[layer], matrices[layer]) for layer in range(n)]
         self._all = (inputs, matrices)
 
-    def step(self, layer: int, given_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
+    def step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
         """One token of the sequences in these slots."""
-        return delta_step(given_BP, weights, self.layers[layer], slots_B)
+        return delta_step(proj_BP, weights, self.layers[layer], slots_B)
 
     def rows(
         self,
         layer: int,
-        given_NP: Tensor,
+        proj_NP: Tensor,
         weights: DeltaWeights,
         chunks: RowChunks,
         slots_R: Tensor,
@@ -102,7 +102,7 @@ class StateCache:
         if goes_on_R is not None:
             given = [each.index_select(0, slots_R) for each in states]
             before = DeltaStates(*(_where(goes_on_R, each) for each in given))
-        out_NI, after = delta_rows(given_NP, weights, chunks, before, keep=True)
+        out_NI, after = delta_rows(proj_NP, weights, chunks, before, return_states=True)
         assert after is not None
         for mine, new in zip(states, after, strict=True):
             mine.index_copy_(0, slots_R, new)

@@ -304,8 +304,8 @@ class Runner:
         goes_on = np.array([chunk.start > 0 for chunk in chunks])
         goes_on_R = self._upload(goes_on) if goes_on.any() else None
 
-        def recur(layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
-            return states.rows(layer, given_NP, weights, rows, slots_R, goes_on_R)
+        def recur(layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
+            return states.rows(layer, proj_NP, weights, rows, slots_R, goes_on_R)
 
         return CachedAttend(attend, recur)
 

@@ -1,23 +1,23 @@
-"""Gated delta rule behind a short causal convolution (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
+"""Gated delta rule after a short causal convolution (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
 
-A layer keeps, of each row, a matrix for each value head and the last inputs of the convolution. For one token:
+A layer keeps for each row a matrix S for each value head, and the last inputs of the convolution. For one token:
 
     x = silu(convolution of the last W inputs), which is q, k and v
     S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
 
-with q and k of length 1, q divided by the root of its size, beta = sigmoid(b), g = -exp(log_decay) softplus(a + bias).
-The result is out / rms(out) * norm * silu(z), by heads. All of it is computed in fp32, but for the rule's products with
-Triton where bfloat16 is given: `PRODUCTS` of `triton_chunks.py` and of `triton_chunks_backward.py`, with sums in fp32.
-Three things are rounded to the dtype given: q, k and v as the rule takes them, what the rule gives, and the result.
-Decays, beta and states are fp32.
+with q and k of length 1, q divided by the root of its size, beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias).
+The result is out / rms(out) * norm * silu(z) for each head.
 
-Two forms give the same numbers up to the order of sums and those products. `delta_rows` takes packed rows and computes
-their tokens in chunks; `delta_rows_backward` computes that again, and goes back through it. `delta_step` takes one
-token of each row and changes the states in place; with Triton, it may be captured in a CUDA graph.
+`delta_rows` computes packed rows in chunks of tokens. `delta_rows_backward` computes them again and returns gradients.
+`delta_step` computes one token of each row and updates the states in place; with Triton, a CUDA graph can capture it.
+All forms give the same numbers up to the order of sums and the precision of products. Arithmetic, decays, beta and
+states are fp32. With bfloat16 inputs, the Triton products of chunks are less precise (`PRECISION` in
+`triton_chunks.py`). Three things are rounded to the dtype of the inputs: q, k and v before the rule, the output of the
+rule, and the result.
 
-Shape letters: N tokens, R rows of a pack, B rows of a step, S slots; G key heads, H value heads (a multiple of G),
-K and V their sizes; X = 2 G K + H V inputs of the convolution (q, k, v), W its width, w = W - 1; I = H V results;
-P = X + I + 2 H numbers of a token: inputs of the convolution, z, b, a.
+Shape letters: N tokens, R packed rows, B rows of a step, S slots; G key heads, H value heads (a multiple of G), K and V
+their sizes; X = 2 G K + H V channels of the convolution (q, k, v), W its width, w = W - 1; I = H V results;
+P = X + I + 2 H projections of a token: channels of the convolution, z, b, a.
 """
 
 from __future__ import annotations
@@ -41,31 +41,60 @@ __all__ = [
 
 
 def delta_rows(
-    given_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, before: DeltaStates | None = None, keep: bool = False
+    proj_NP: Tensor,
+    weights: DeltaWeights,
+    chunks: RowChunks,
+    initial: DeltaStates | None = None,
+    return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """The tokens of packed rows: (N, I) in the dtype given, and with `keep` the states behind each row.
+    """Compute the gated delta rule of packed rows.
 
-    before: the states of the R rows in front of their first tokens, where these do not begin with zeros. Where autograd
-    records, this is torch's form, with gradients by what is given and by the weights.
+    If autograd records, the torch reference runs, which is differentiable in the projections and the weights.
+
+    Args:
+        proj_NP: the projections of all tokens.
+        weights: the weights of the layer.
+        chunks: how the rows are cut into chunks.
+        initial: the states of the R rows before their first tokens. None: zeros.
+        return_states: also return the states after the last tokens.
+
+    Returns:
+        (N, I) in the dtype of the projections, and the states of the R rows, or None.
     """
-    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (given_NP, *weights[:4]))
-    rows = reference.delta_rows if recorded else form(given_NP, __name__).delta_rows
-    return rows(given_NP, weights, chunks, before, keep)
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (proj_NP, *weights[:4]))
+    rows = reference.delta_rows if recorded else form(proj_NP, __name__).delta_rows
+    return rows(proj_NP, weights, chunks, initial, return_states)
 
 
 def delta_rows_backward(
-    grad_NI: Tensor, given_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool = True
+    grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool = True
 ) -> tuple[Tensor, DeltaGradients | None]:
-    """The gradient of what `delta_rows` was given for rows that begin with zeros, in its dtype, outside autograd.
+    """Compute the gradients of `delta_rows` for rows that begin with zero states, outside autograd.
 
-    And with `of_weights` those of the weights, summed over tokens in a fixed order.
+    Args:
+        grad_NI: the gradient of the result.
+        proj_NP: the projections of the forward pass.
+        weights: its weights.
+        chunks: its chunks.
+        of_weights: also compute the gradients of the weights.
+
+    Returns:
+        The gradient of the projections (N, P) in their dtype. The gradients of the weights, summed over tokens in a
+        fixed order, or None.
     """
-    return form(given_NP, __name__).delta_rows_backward(grad_NI, given_NP, weights, chunks, of_weights)
+    return form(proj_NP, __name__).delta_rows_backward(grad_NI, proj_NP, weights, chunks, of_weights)
 
 
-def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """One token of each row, whose states are changed in place: (B, I) in the dtype given.
+def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
+    """Compute one token of each row, and update the states of the rows in place.
 
-    slots_B: int64, where the states of each row are. Rows with the same slot leave anything finite in its states.
+    Args:
+        proj_BP: the projections of the tokens.
+        weights: the weights of the layer.
+        states: the states of all slots.
+        slots_B: int64, the slot of each row. Rows that share a slot leave any finite numbers in it.
+
+    Returns:
+        (B, I) in the dtype of the projections.
     """
-    return form(given_BP, __name__).delta_step(given_BP, weights, states, slots_B)
+    return form(proj_BP, __name__).delta_step(proj_BP, weights, states, slots_B)

@@ -1,11 +1,10 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-"""One token of each row in two kernels: the convolution, then all that happens in a head. Letters as in the package.
+"""The gated delta rule as Triton kernels: packed rows forward and backward, and one token of each row.
 
-Where a program takes a part of a state's columns, a third kernel is the norm behind the rule.
-
-The form of Triton: packed rows forward and backward, and one token of each row. See the package.
-
-The rule itself is in `triton_chunks.py`, what comes before and behind it in `around/`.
+Packed rows combine the kernels of `triton_rows.py` (convolution and gates), `triton_chunks.py` (the rule) and
+`triton_gated_norm.py`. One token of each row takes two kernels, which are here: the convolution, then everything else
+of a head. If a program has only some of a state's columns, the norm is a third kernel.
+Shape letters as in `areno.kernels.delta`.
 """
 
 from __future__ import annotations
@@ -20,56 +19,61 @@ from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights,
 from areno.kernels.delta.triton_chunks import chunks_forward
 from areno.kernels.delta.triton_chunks_backward import chunks_backward
 from areno.kernels.delta.triton_gated_norm import gated_norm, gated_norm_backward
-from areno.kernels.delta.triton_rows import LENGTH_EPS, last_inputs, mixed_rows, mixed_rows_backward, rounded, softplus
+from areno.kernels.delta.triton_rows import (
+    LENGTH_EPS,
+    conv_and_gates,
+    conv_and_gates_backward,
+    conv_states,
+    rounded,
+    softplus,
+)
 from areno.kernels.jit import kernel
 
-_CHANNELS = 256  # of a program of the convolution
-# Columns of a state that a program takes, and its warps. An H200 does the states of 256 rows of 32 heads of 128 x 128
-# in 276 us so, of which moving them is 256; in 411 where a program takes all 128 columns, 8 warps; in 296 with 32.
+_CHANNELS = 256  # channels of a program of the convolution
+# Columns of a state of one program, and its warps. An H200 takes 276 us for 256 rows of 32 heads of 128 x 128, of which
+# 256 us are memory traffic. With all 128 columns and 8 warps it takes 411 us, with 32 columns 296 us.
 COLUMNS, WARPS = 64, 4
 
 
-def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """See the package."""
-    n_rows, n_given = given_BP.shape
+def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
+    """Compute one token of each row; arguments as of `areno.kernels.delta.delta_step`."""
+    n_rows, proj_size = proj_BP.shape
     n_channels, n_inner, n_heads, _ = weights.sizes
-    out_BI = given_BP.new_empty(n_rows, n_inner)
+    out_BI = proj_BP.new_empty(n_rows, n_inner)
     if not n_rows:
         return out_BI
-    given_BP, key_dim, value_dim = given_BP.contiguous(), weights.key_dim, weights.value_dim
-    mixed_BX = torch.empty(n_rows, n_channels, dtype=torch.float32, device=given_BP.device)
-    _convolve_kernel[(n_rows, triton.cdiv(n_channels, _CHANNELS))](
-        given_BP, weights.conv_XW, states.inputs_SXw, slots_B, mixed_BX, n_given, n_channels,
-        WIDTH=weights.conv_XW.shape[1], BLOCK=_CHANNELS, NEXT_USES_PDL=jit.supports_pdl(given_BP.device),
-    )  # fmt: skip
+    proj_BP, key_dim, value_dim = proj_BP.contiguous(), weights.key_dim, weights.value_dim
+    mixed_BX = torch.empty(n_rows, n_channels, dtype=torch.float32, device=proj_BP.device)
+    how = {"WIDTH": weights.conv_XW.shape[1], "BLOCK": _CHANNELS, "NEXT_USES_PDL": jit.supports_pdl(proj_BP.device)}
+    conv = (proj_BP, weights.conv_XW, states.inputs_SXw, slots_B, mixed_BX)
+    _convolve_kernel[(n_rows, triton.cdiv(n_channels, _CHANNELS))](*conv, proj_size, n_channels, **how)
     columns = min(COLUMNS, triton.next_power_of_2(value_dim))
+    rule = (weights.A_log_H, weights.dt_bias_H, weights.norm_V, states.matrices_SHKV)
+    n_shared = n_heads // weights.n_key_heads
+    numbers = (proj_size, n_channels, n_heads, n_shared, weights.n_key_heads * key_dim, weights.eps, key_dim**-0.5)
+    how = {"KEY": key_dim, "VALUE": value_dim, "KEY_BLOCK": triton.next_power_of_2(key_dim), "COLUMNS": columns}
     _head_kernel[(n_rows * triton.cdiv(value_dim, columns), n_heads)](
-        given_BP, mixed_BX, weights.log_decay_H, weights.bias_H, weights.norm_V, states.matrices_SHKV, slots_B, out_BI,
-        n_given, n_channels, n_heads, n_heads // weights.n_key_heads, weights.n_key_heads * key_dim, weights.eps,
-        key_dim**-0.5,
-        KEY=key_dim, VALUE=value_dim,
-        KEY_BLOCK=triton.next_power_of_2(key_dim), COLUMNS=columns,
-        num_warps=WARPS, **jit.pdl_options(given_BP.device),
-    )  # fmt: skip
+        proj_BP, mixed_BX, *rule, slots_B, out_BI, *numbers, **how, num_warps=WARPS, **jit.pdl_options(proj_BP.device)
+    )
     if columns < value_dim:
-        return gated_norm(out_BI.view(n_rows, n_heads, value_dim), given_BP, weights, pdl=True)
+        return gated_norm(out_BI.view(n_rows, n_heads, value_dim), proj_BP, weights, pdl=True)
     return out_BI
 
 
 @kernel(do_not_specialize_on_alignment=["slots_ptr"])
 def _convolve_kernel(
-    given_ptr,
+    proj_ptr,
     conv_ptr,
     inputs_ptr,
     slots_ptr,
     mixed_ptr,
-    n_given,
+    proj_size,
     n_channels,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     NEXT_USES_PDL: tl.constexpr,
 ):
-    """silu of the convolution of some channels of a row, whose last inputs move on by one."""
+    """Compute silu of the convolution for some channels of a row, and shift the row's last inputs by one."""
     if NEXT_USES_PDL:
         jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -77,7 +81,7 @@ def _convolve_kernel(
     inside = channel < n_channels
     slot = tl.load(slots_ptr + row).to(tl.int64)
     kept = inputs_ptr + (slot * n_channels + channel) * (WIDTH - 1)
-    x = tl.load(given_ptr + row * n_given + channel, mask=inside, other=0.0)
+    x = tl.load(proj_ptr + row * proj_size + channel, mask=inside, other=0.0)
     total = x.to(tl.float32) * tl.load(conv_ptr + channel * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
     for place in tl.static_range(WIDTH - 1):
         earlier = tl.load(kept + place, mask=inside, other=0.0)
@@ -93,15 +97,15 @@ def _convolve_kernel(
 
 @kernel(do_not_specialize_on_alignment=["slots_ptr"])
 def _head_kernel(
-    given_ptr,
+    proj_ptr,
     mixed_ptr,
-    log_decay_ptr,
+    A_log_ptr,
     bias_ptr,
     norm_ptr,
     matrices_ptr,
     slots_ptr,
     out_ptr,
-    n_given,
+    proj_size,
     n_channels,
     n_heads,
     shared,
@@ -114,9 +118,9 @@ def _head_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Gates and the step of the state of one head of a row; and its gated norm, unless other programs have a part.
+    """Compute the gates and the state update of some columns of a head of a row, and the norm if these are all columns.
 
-    PDL: see `kernels/jit.py`. All but q, k and v was there before the convolution.
+    With PDL, everything but q, k and v is loaded before the convolution has ended.
     """
     if PDL:
         jit.launch_dependents()
@@ -125,13 +129,13 @@ def _head_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     key, value = tl.arange(0, KEY_BLOCK), tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     has_key, has_value = key < KEY, value < VALUE
-    mixed, given = mixed_ptr + row * n_channels, given_ptr + row * n_given
+    mixed, given = mixed_ptr + row * n_channels, proj_ptr + row * proj_size
     n_inner = n_heads * VALUE
     z = tl.load(given + n_channels + head * VALUE + value, mask=has_value, other=0.0).to(tl.float32)
     b = tl.load(given + n_channels + n_inner + head).to(tl.float32)
     a = tl.load(given + n_channels + n_inner + n_heads + head).to(tl.float32)
     a += tl.load(bias_ptr + head).to(tl.float32)
-    decay = tl.exp(-tl.exp(tl.load(log_decay_ptr + head).to(tl.float32)) * softplus(a))
+    decay = tl.exp(-tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus(a))
     place = matrices_ptr + (slot * n_heads + head) * (KEY * VALUE) + key[:, None] * VALUE + value[None, :]
     inside = has_key[:, None] & has_value[None, :]
     state = tl.load(place, mask=inside, other=0.0) * decay
@@ -140,49 +144,50 @@ def _head_kernel(
     q = tl.load(mixed + head // shared * KEY + key, mask=has_key, other=0.0)
     k = tl.load(mixed + n_key + head // shared * KEY + key, mask=has_key, other=0.0)
     v = tl.load(mixed + 2 * n_key + head * VALUE + value, mask=has_value, other=0.0)
-    q = rounded(q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * scale, given_ptr)
-    k = rounded(k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS), given_ptr)
-    v = rounded(v, given_ptr)
+    q = rounded(q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * scale, proj_ptr)
+    k = rounded(k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS), proj_ptr)
+    v = rounded(v, proj_ptr)
     missing = v - tl.sum(state * k[:, None], 0)
     state += k[:, None] * (missing * tl.sigmoid(b))[None, :]
     tl.store(place, state, mask=inside)
-    out = rounded(tl.sum(state * q[:, None], 0), given_ptr)
+    out = rounded(tl.sum(state * q[:, None], 0), proj_ptr)
     if PARTS == 1:
         weight = tl.load(norm_ptr + value, mask=has_value, other=0.0).to(tl.float32)
         out = out * tl.rsqrt(tl.sum(out * out, 0) / VALUE + eps) * weight * z * tl.sigmoid(z)
     tl.store(out_ptr + row * n_inner + head * VALUE + value, out.to(out_ptr.dtype.element_ty), mask=has_value)
 
 
-__all__ = ["delta_rows", "delta_rows_backward", "delta_step"]
-
-
 def delta_rows(
-    given_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, before: DeltaStates | None = None, keep: bool = False
+    proj_NP: Tensor,
+    weights: DeltaWeights,
+    chunks: RowChunks,
+    initial: DeltaStates | None = None,
+    return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """See the package. Nothing of it is recorded by autograd."""
-    given_NP = given_NP.contiguous()
-    inputs_RXw, matrices_RHKV = (None, None) if before is None else before
-    mixed = mixed_rows(given_NP, weights, chunks, inputs_RXw)
-    out_NHV, after_RHKV, _ = chunks_forward(*mixed, chunks, matrices_RHKV, keep)
+    """Compute packed rows, outside autograd; arguments as of `areno.kernels.delta.delta_rows`."""
+    proj_NP = proj_NP.contiguous()
+    inputs_RXw, matrices_RHKV = (None, None) if initial is None else initial
+    mixed = conv_and_gates(proj_NP, weights, chunks, inputs_RXw)
+    out_NHV, after_RHKV, _ = chunks_forward(*mixed, chunks, matrices_RHKV, return_states)
     after = None
     if after_RHKV is not None:
-        after = DeltaStates(last_inputs(given_NP, inputs_RXw, weights, chunks), after_RHKV)
-    return gated_norm(out_NHV, given_NP, weights), after
+        after = DeltaStates(conv_states(proj_NP, inputs_RXw, weights, chunks), after_RHKV)
+    return gated_norm(out_NHV, proj_NP, weights), after
 
 
 def delta_rows_backward(
-    grad_NI: Tensor, given_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
+    grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
 ) -> tuple[Tensor, DeltaGradients | None]:
-    """See the package."""
-    given_NP = given_NP.contiguous()
-    mixed = mixed_rows(given_NP, weights, chunks)  # again
+    """Compute gradients of packed rows; arguments as of `areno.kernels.delta.delta_rows_backward`."""
+    proj_NP = proj_NP.contiguous()
+    mixed = conv_and_gates(proj_NP, weights, chunks)  # the forward pass, again
     out_NHV, _, saved = chunks_forward(*mixed, chunks)
-    grad_given_NP = torch.empty_like(given_NP)
-    grad_out_NHV, grad_norm_V = gated_norm_backward(grad_NI, out_NHV, given_NP, weights, grad_given_NP, of_weights)
+    grad_proj_NP = torch.empty_like(proj_NP)
+    grad_out_NHV, grad_norm_V = gated_norm_backward(grad_NI, out_NHV, proj_NP, weights, grad_proj_NP, of_weights)
     del out_NHV
     grads = chunks_backward(grad_out_NHV, *mixed, chunks, saved)
     del grad_out_NHV, saved, mixed
-    found = mixed_rows_backward(grads, given_NP, weights, chunks, grad_given_NP, of_weights)
+    found = conv_and_gates_backward(grads, proj_NP, weights, chunks, grad_proj_NP, of_weights)
     if found is None or grad_norm_V is None:
-        return grad_given_NP, None
-    return grad_given_NP, DeltaGradients(*found, grad_norm_V)
+        return grad_proj_NP, None
+    return grad_proj_NP, DeltaGradients(*found, grad_norm_V)

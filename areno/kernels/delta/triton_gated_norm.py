@@ -20,24 +20,24 @@ LINES, WARPS = 32, 8  # of a program, at once
 PROGRAMS = 8  # of the backward kernel, for each processor of the device; see `triton_norm.py`
 
 
-def gated_norm(out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights, pdl: bool = False) -> Tensor:
-    """(N, H V) in the dtype given. given_NP: contiguous, for its part z.
+def gated_norm(out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, pdl: bool = False) -> Tensor:
+    """(N, H V) in the dtype given. proj_NP: contiguous, for its part z.
 
     pdl: it ends a chain of kernels (`kernels/jit.py`) that have made out, and none of what is given.
     """
     n, n_heads, value_dim = out_NHV.shape
-    normed_NI = given_NP.new_empty(n, n_heads * value_dim)
+    normed_NI = proj_NP.new_empty(n, n_heads * value_dim)
     if n:
         _gated_norm_kernel[(triton.cdiv(n * n_heads, LINES),)](
-            out_NHV.contiguous(), given_NP, weights.norm_V, normed_NI, n * n_heads, weights.eps,
+            out_NHV.contiguous(), proj_NP, weights.norm_V, normed_NI, n * n_heads, weights.eps,
             CHANNELS=weights.sizes[0], HEADS=n_heads, VALUE=value_dim, BLOCK=triton.next_power_of_2(value_dim),
-            LINES=LINES, num_warps=WARPS, **(jit.pdl_options(given_NP.device) if pdl else {}),
+            LINES=LINES, num_warps=WARPS, **(jit.pdl_options(proj_NP.device) if pdl else {}),
         )  # fmt: skip
     return normed_NI
 
 
 def gated_norm_backward(
-    grad_NI: Tensor, out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights, grad_given_NP: Tensor, of_weights: bool
+    grad_NI: Tensor, out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, grad_proj_NP: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the rule's result, in its dtype, and of the norm's weight (V,), float32, if it is wanted.
 
@@ -46,11 +46,11 @@ def gated_norm_backward(
     n, n_heads, value_dim = out_NHV.shape
     grad_out_NHV = torch.empty_like(out_NHV, memory_format=torch.contiguous_format)
     n_tiles = triton.cdiv(n * n_heads, LINES)
-    n_programs = min(n_tiles, PROGRAMS * n_processors(given_NP.device))
-    sums_LV = torch.empty(n_programs, value_dim, dtype=torch.float32, device=given_NP.device) if of_weights else None
+    n_programs = min(n_tiles, PROGRAMS * n_processors(proj_NP.device))
+    sums_LV = torch.empty(n_programs, value_dim, dtype=torch.float32, device=proj_NP.device) if of_weights else None
     if n:
         _gated_norm_backward_kernel[(n_programs,)](
-            grad_NI.contiguous(), out_NHV.contiguous(), given_NP, weights.norm_V, grad_out_NHV, grad_given_NP, sums_LV,
+            grad_NI.contiguous(), out_NHV.contiguous(), proj_NP, weights.norm_V, grad_out_NHV, grad_proj_NP, sums_LV,
             n * n_heads, weights.eps,
             CHANNELS=weights.sizes[0], HEADS=n_heads, VALUE=value_dim, BLOCK=triton.next_power_of_2(value_dim),
             LINES=LINES, num_warps=WARPS,
@@ -65,7 +65,7 @@ def gated_norm_backward(
 @kernel(do_not_specialize=["n_lines"])
 def _gated_norm_kernel(
     out_ptr,
-    given_ptr,
+    proj_ptr,
     norm_ptr,
     normed_ptr,
     n_lines,
@@ -77,13 +77,13 @@ def _gated_norm_kernel(
     LINES: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    GIVEN: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     value = tl.arange(0, BLOCK)
     inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
     place = line[:, None] * VALUE + value[None, :]
-    given = (line // HEADS * GIVEN + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
-    z = tl.load(given_ptr + given, mask=inside, other=0.0).to(tl.float32)
+    given = (line // HEADS * PROJ + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
+    z = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
     if PDL:
         jit.wait_for_previous()
@@ -96,10 +96,10 @@ def _gated_norm_kernel(
 def _gated_norm_backward_kernel(
     grad_ptr,
     out_ptr,
-    given_ptr,
+    proj_ptr,
     norm_ptr,
     grad_out_ptr,
-    grad_given_ptr,
+    grad_proj_ptr,
     sums_ptr,
     n_lines,
     eps,
@@ -110,7 +110,7 @@ def _gated_norm_backward_kernel(
     LINES: tl.constexpr,
 ):
     """Each program takes every n_programs-th tile of LINES lines and sums its share of the weight's gradient."""
-    GIVEN: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)
     weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
     sums = tl.zeros([LINES, BLOCK], tl.float32)
@@ -118,15 +118,15 @@ def _gated_norm_backward_kernel(
         line = tl.cast(tile, tl.int64) * LINES + tl.arange(0, LINES)
         inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
         place = line[:, None] * VALUE + value[None, :]
-        given = (line // HEADS * GIVEN + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
+        given = (line // HEADS * PROJ + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
         grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
         out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(given_ptr + given, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(z)
         per_size = tl.rsqrt(tl.sum(out * out, axis=1) / VALUE + eps)[:, None]
         out *= per_size
         grad_z = grad * out * weight * sigmoid * (1.0 + z * (1.0 - sigmoid))
-        tl.store(grad_given_ptr + given, grad_z.to(grad_given_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_proj_ptr + given, grad_z.to(grad_proj_ptr.dtype.element_ty), mask=inside)
         grad *= z * sigmoid
         sums += grad * out
         grad *= weight

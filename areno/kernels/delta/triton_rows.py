@@ -58,74 +58,74 @@ def rounded(x, ptr):
 
 @triton.jit
 def convolved(
-    given_ptr, conv_ptr, before_ptr, rows_ptr, token, age, is_token, channel, is_channel,
-    GIVEN: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    proj_ptr, conv_ptr, before_ptr, rows_ptr, token, position, is_token, channel, is_channel,
+    PROJ: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The convolution of some channels of some tokens, in the order of `triton.py`: the token, then the oldest."""
     inside = is_token[:, None] & is_channel[None, :]
-    place = token.to(tl.int64)[:, None] * GIVEN + channel[None, :]
+    place = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
     weight = tl.load(conv_ptr + channel * WIDTH + WIDTH - 1, mask=is_channel, other=0.0).to(tl.float32)
-    total = tl.load(given_ptr + place, mask=inside, other=0.0).to(tl.float32) * weight[None, :]
+    total = tl.load(proj_ptr + place, mask=inside, other=0.0).to(tl.float32) * weight[None, :]
     for earlier in tl.static_range(WIDTH - 1):
         shift = WIDTH - 1 - earlier
-        in_row = (age >= shift)[:, None]
-        x = tl.load(given_ptr + place - shift * GIVEN, mask=inside & in_row, other=0.0).to(tl.float32)
+        in_row = (position >= shift)[:, None]
+        x = tl.load(proj_ptr + place - shift * PROJ, mask=inside & in_row, other=0.0).to(tl.float32)
         if before_ptr is not None:
             row = tl.load(rows_ptr + token, mask=is_token, other=0)
-            kept = (row[:, None] * CHANNELS + channel[None, :]) * (WIDTH - 1) + earlier + age[:, None]
-            x += tl.load(before_ptr + kept, mask=inside & (age < shift)[:, None], other=0.0).to(tl.float32)
+            kept = (row[:, None] * CHANNELS + channel[None, :]) * (WIDTH - 1) + earlier + position[:, None]
+            x += tl.load(before_ptr + kept, mask=inside & (position < shift)[:, None], other=0.0).to(tl.float32)
         weight = tl.load(conv_ptr + channel * WIDTH + earlier, mask=is_channel, other=0.0).to(tl.float32)
         total += x * weight[None, :]
     return total
 
 
 TOKENS, WARPS = 32, 4  # of a program: of five, the fastest on an H200
-_CHANNELS = 256  # of a program of `last_inputs`
+_CHANNELS = 256  # of a program of `conv_states`
 
 
-def mixed_rows(
-    given_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, before_RXw: Tensor | None = None
+def conv_and_gates(
+    proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, initial_RXw: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q (N, G, K) and k, normalised, and v (N, H, V), in the dtype given; decay and beta (N, H) in float32.
 
-    given_NP: contiguous. before_RXw: inputs before the rows, where these do not begin with zeros.
+    proj_NP: contiguous. initial_RXw: inputs before the rows, where these do not begin with zeros.
     """
-    n, sizes = len(given_NP), sizes_of(weights)
-    q_NGK = given_NP.new_empty(n, weights.n_key_heads, weights.key_dim)
-    k_NGK, v_NHV = torch.empty_like(q_NGK), given_NP.new_empty(n, weights.n_heads, weights.value_dim)
-    decay_NH = torch.empty(n, weights.n_heads, dtype=torch.float32, device=given_NP.device)
+    n, sizes = len(proj_NP), sizes_of(weights)
+    q_NGK = proj_NP.new_empty(n, weights.n_key_heads, weights.key_dim)
+    k_NGK, v_NHV = torch.empty_like(q_NGK), proj_NP.new_empty(n, weights.n_heads, weights.value_dim)
+    decay_NH = torch.empty(n, weights.n_heads, dtype=torch.float32, device=proj_NP.device)
     beta_NH = torch.empty_like(decay_NH)
     if n:
-        _mix_kernel[(triton.cdiv(n, TOKENS), 2 * weights.n_key_heads + weights.n_heads + 1)](
-            given_NP, weights.conv_XW, weights.log_decay_H, weights.bias_H,
-            None if before_RXw is None else before_RXw.contiguous(), None if before_RXw is None else chunks.rows_N,
-            chunks.ages_N, q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, n, weights.key_dim**-0.5,
+        _conv_and_gates_kernel[(triton.cdiv(n, TOKENS), 2 * weights.n_key_heads + weights.n_heads + 1)](
+            proj_NP, weights.conv_XW, weights.A_log_H, weights.dt_bias_H,
+            None if initial_RXw is None else initial_RXw.contiguous(), None if initial_RXw is None else chunks.rows_N,
+            chunks.positions_N, q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, n, weights.key_dim**-0.5,
             **sizes, TOKENS=TOKENS, num_warps=WARPS,
         )  # fmt: skip
     return q_NGK, k_NGK, v_NHV, decay_NH, beta_NH
 
 
-def last_inputs(given_NP: Tensor, before_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
+def conv_states(proj_NP: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
     """The last w inputs of each row, (R, X, w), those before the rows included; zeros before these."""
     n_rows, (n_channels, width) = len(chunks.lengths_R), weights.conv_XW.shape
-    kept_RXw = given_NP.new_empty(n_rows, n_channels, width - 1)
+    kept_RXw = proj_NP.new_empty(n_rows, n_channels, width - 1)
     if n_rows and width > 1:
-        _last_inputs_kernel[(n_rows, triton.cdiv(n_channels, _CHANNELS))](
-            given_NP, None if before_RXw is None else before_RXw.contiguous(), chunks.borders, kept_RXw,
-            given_NP.shape[1], n_channels, BEFORE=width - 1, BLOCK=_CHANNELS,
+        _conv_states_kernel[(n_rows, triton.cdiv(n_channels, _CHANNELS))](
+            proj_NP, None if initial_RXw is None else initial_RXw.contiguous(), chunks.borders, kept_RXw,
+            proj_NP.shape[1], n_channels, BEFORE=width - 1, BLOCK=_CHANNELS,
         )  # fmt: skip
     return kept_RXw
 
 
 @kernel(do_not_specialize=["n"])
-def _mix_kernel(
-    given_ptr,
+def _conv_and_gates_kernel(
+    proj_ptr,
     conv_ptr,
-    log_decay_ptr,
+    A_log_ptr,
     bias_ptr,
     before_ptr,
     rows_ptr,
-    ages_ptr,
+    positions_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -144,16 +144,16 @@ def _mix_kernel(
     TOKENS: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    GIVEN: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < n
-    age = tl.load(ages_ptr + token, mask=is_token, other=0)
+    position = tl.load(positions_ptr + token, mask=is_token, other=0)
     part = tl.program_id(1)
     if part < 2 * KEY_HEADS:
         key = tl.arange(0, KEY_BLOCK)
         x = convolved(
-            given_ptr, conv_ptr, before_ptr, rows_ptr, token, age, is_token, part * KEY + key, key < KEY,
-            GIVEN, CHANNELS, WIDTH,
+            proj_ptr, conv_ptr, before_ptr, rows_ptr, token, position, is_token, part * KEY + key, key < KEY,
+            PROJ, CHANNELS, WIDTH,
         )  # fmt: skip
         x *= tl.sigmoid(x)
         x *= tl.rsqrt(tl.sum(x * x, axis=1) + LENGTH_EPS)[:, None]
@@ -167,8 +167,8 @@ def _mix_kernel(
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
         v = convolved(
-            given_ptr, conv_ptr, before_ptr, rows_ptr, token, age, is_token,
-            2 * KEY_HEADS * KEY + first + value, value < VALUE, GIVEN, CHANNELS, WIDTH,
+            proj_ptr, conv_ptr, before_ptr, rows_ptr, token, position, is_token,
+            2 * KEY_HEADS * KEY + first + value, value < VALUE, PROJ, CHANNELS, WIDTH,
         )  # fmt: skip
         v *= tl.sigmoid(v)
         v_place = token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
@@ -176,19 +176,19 @@ def _mix_kernel(
     else:
         head = tl.arange(0, HEAD_BLOCK)
         is_head = is_token[:, None] & (head < HEADS)[None, :]
-        given = given_ptr + token.to(tl.int64)[:, None] * GIVEN + CHANNELS + HEADS * VALUE + head[None, :]
+        given = proj_ptr + token.to(tl.int64)[:, None] * PROJ + CHANNELS + HEADS * VALUE + head[None, :]
         b = tl.load(given, mask=is_head, other=0.0).to(tl.float32)
         a = tl.load(given + HEADS, mask=is_head, other=0.0).to(tl.float32)
         a += tl.load(bias_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32)[None, :]
-        rate = tl.exp(tl.load(log_decay_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32))[None, :]
+        rate = tl.exp(tl.load(A_log_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32))[None, :]
         gate_place = token.to(tl.int64)[:, None] * HEADS + head[None, :]
         tl.store(decay_ptr + gate_place, -rate * softplus(a), mask=is_head)
         tl.store(beta_ptr + gate_place, tl.sigmoid(b), mask=is_head)
 
 
 @kernel
-def _last_inputs_kernel(
-    given_ptr, before_ptr, borders_ptr, kept_ptr, n_given, n_channels, BEFORE: tl.constexpr, BLOCK: tl.constexpr
+def _conv_states_kernel(
+    proj_ptr, before_ptr, borders_ptr, kept_ptr, proj_size, n_channels, BEFORE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -197,7 +197,7 @@ def _last_inputs_kernel(
     kept = (row * n_channels + channel) * BEFORE
     for place in tl.static_range(BEFORE):
         token = end - BEFORE + place + tl.zeros([BLOCK], tl.int64)
-        x = tl.load(given_ptr + token * n_given + channel, mask=inside & (token >= start), other=0.0)
+        x = tl.load(proj_ptr + token * proj_size + channel, mask=inside & (token >= start), other=0.0)
         if before_ptr is not None:
             earlier = kept + BEFORE + token - start
             x += tl.load(before_ptr + earlier, mask=inside & (token < start), other=0.0)
@@ -208,12 +208,12 @@ BACKWARD_TOKENS, BACKWARD_WARPS = 16, 2  # of a program of the first kernel; the
 CONV_TOKENS, CONV_WARPS = 32, 4  # of the second
 
 
-def mixed_rows_backward(
+def conv_and_gates_backward(
     grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    given_NP: Tensor,
+    proj_NP: Tensor,
     weights: DeltaWeights,
     chunks: RowChunks,
-    grad_given_NP: Tensor,
+    grad_proj_NP: Tensor,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Writes the gradients of x, b and a into that of what was given, whose part for z it leaves alone.
@@ -221,22 +221,22 @@ def mixed_rows_backward(
     grads: of q, k, v, decay and beta, contiguous; the first three are overwritten. Rows begin with zeros.
     Returns the gradients of the convolution's weights (X, W), of log_decay and bias (H,), float32, if they are wanted.
     """
-    n, sizes, n_heads = len(given_NP), sizes_of(weights), weights.n_heads
+    n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads
     n_blocks, n_parts = triton.cdiv(n, CONV_TOKENS), 2 * weights.n_key_heads + n_heads
     n_conv = weights.conv_XW.numel()
     sums_LD = of_conv_LD = of_gates_LD = None
     if of_weights:
-        sums_LD = torch.empty(n_blocks, n_conv + 2 * n_heads, dtype=torch.float32, device=given_NP.device)
+        sums_LD = torch.empty(n_blocks, n_conv + 2 * n_heads, dtype=torch.float32, device=proj_NP.device)
         of_conv_LD, of_gates_LD = sums_LD, sums_LD[:, n_conv:]
     if n:
         _before_heads_kernel[(triton.cdiv(n, BACKWARD_TOKENS), n_parts)](
-            given_NP, weights.conv_XW, chunks.ages_N, grad_q_NGK, grad_k_NGK, grad_v_NHV, n, weights.key_dim**-0.5,
+            proj_NP, weights.conv_XW, chunks.positions_N, grad_q_NGK, grad_k_NGK, grad_v_NHV, n, weights.key_dim**-0.5,
             **sizes, BACKWARD_TOKENS=BACKWARD_TOKENS, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
         _before_convolution_kernel[(n_blocks, n_parts + 1)](
-            given_NP, weights.conv_XW, weights.log_decay_H, weights.bias_H, chunks.ages_N,
-            grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH, grad_given_NP, of_conv_LD, of_gates_LD,
+            proj_NP, weights.conv_XW, weights.A_log_H, weights.dt_bias_H, chunks.positions_N,
+            grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH, grad_proj_NP, of_conv_LD, of_gates_LD,
             n, n_conv + 2 * n_heads,
             **sizes, BACKWARD_TOKENS=CONV_TOKENS, num_warps=CONV_WARPS,
         )  # fmt: skip
@@ -244,8 +244,8 @@ def mixed_rows_backward(
         return None
     grad_D = sums_LD.new_zeros(sums_LD.shape[1])
     add_sums(sums_LD, grad_D)
-    grad_conv, grad_log_decay_H, grad_bias_H = grad_D.split((n_conv, n_heads, n_heads))
-    return grad_conv.view(weights.conv_XW.shape), grad_log_decay_H, grad_bias_H
+    grad_conv, grad_A_log_H, grad_dt_bias_H = grad_D.split((n_conv, n_heads, n_heads))
+    return grad_conv.view(weights.conv_XW.shape), grad_A_log_H, grad_dt_bias_H
 
 
 @triton.jit
@@ -268,9 +268,9 @@ def _before_key(grad_ptr, place, inside, x, scale):
 
 @kernel(do_not_specialize=["n"])
 def _before_heads_kernel(
-    given_ptr,
+    proj_ptr,
     conv_ptr,
-    ages_ptr,
+    positions_ptr,
     grad_q_ptr,
     grad_k_ptr,
     grad_v_ptr,
@@ -287,15 +287,26 @@ def _before_heads_kernel(
     BACKWARD_TOKENS: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    GIVEN: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     token = tl.program_id(0) * BACKWARD_TOKENS + tl.arange(0, BACKWARD_TOKENS)
     is_token = token < n
-    age = tl.load(ages_ptr + token, mask=is_token, other=0)
+    position = tl.load(positions_ptr + token, mask=is_token, other=0)
     part = tl.program_id(1)
     if part < 2 * KEY_HEADS:
         key = tl.arange(0, KEY_BLOCK)
         x = convolved(
-            given_ptr, conv_ptr, None, None, token, age, is_token, part * KEY + key, key < KEY, GIVEN, CHANNELS, WIDTH
+            proj_ptr,
+            conv_ptr,
+            None,
+            None,
+            token,
+            position,
+            is_token,
+            part * KEY + key,
+            key < KEY,
+            PROJ,
+            CHANNELS,
+            WIDTH,
         )
         inside = is_token[:, None] & (key < KEY)[None, :]
         place = token.to(tl.int64)[:, None] * (KEY_HEADS * KEY) + key[None, :]
@@ -307,8 +318,8 @@ def _before_heads_kernel(
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
         v = convolved(
-            given_ptr, conv_ptr, None, None, token, age, is_token,
-            2 * KEY_HEADS * KEY + first + value, value < VALUE, GIVEN, CHANNELS, WIDTH,
+            proj_ptr, conv_ptr, None, None, token, position, is_token,
+            2 * KEY_HEADS * KEY + first + value, value < VALUE, PROJ, CHANNELS, WIDTH,
         )  # fmt: skip
         is_value = is_token[:, None] & (value < VALUE)[None, :]
         v_place = grad_v_ptr + token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
@@ -318,8 +329,8 @@ def _before_heads_kernel(
 
 @triton.jit
 def _before_convolution(
-    given_ptr, conv_ptr, ages_ptr, grad_ptr, out_ptr, sums_ptr, first, dim, n, size, channel, is_channel,
-    GIVEN: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BACKWARD_TOKENS: tl.constexpr,
+    proj_ptr, conv_ptr, positions_ptr, grad_ptr, out_ptr, sums_ptr, first, dim, n, size, channel, is_channel,
+    PROJ: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BACKWARD_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Of the channels of one head. first: where its gradients are among the STRIDE ones of a token in `grad_ptr`.
 
@@ -327,14 +338,14 @@ def _before_convolution(
     """
     token = tl.program_id(0) * BACKWARD_TOKENS + tl.arange(0, BACKWARD_TOKENS)
     inside = (token < n)[:, None] & is_channel[None, :]
-    given = token.to(tl.int64)[:, None] * GIVEN + channel[None, :]
+    given = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
     place = token.to(tl.int64)[:, None] * STRIDE + first + dim[None, :]
     if sums_ptr is not None:
-        x = tl.load(given_ptr + given, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros(inside.shape, tl.float32)
     for shift in tl.static_range(WIDTH):
-        age = tl.load(ages_ptr + token + shift, mask=token + shift < n, other=-1)
-        seen = (age >= shift)[:, None] & inside
+        position = tl.load(positions_ptr + token + shift, mask=token + shift < n, other=-1)
+        seen = (position >= shift)[:, None] & inside
         grad = tl.load(grad_ptr + place + shift * STRIDE, mask=seen, other=0.0).to(tl.float32)
         weight = conv_ptr + channel * WIDTH + WIDTH - 1 - shift
         total += grad * tl.load(weight, mask=is_channel, other=0.0).to(tl.float32)[None, :]
@@ -346,11 +357,11 @@ def _before_convolution(
 
 @kernel(do_not_specialize=["n"])
 def _before_convolution_kernel(
-    given_ptr,
+    proj_ptr,
     conv_ptr,
-    log_decay_ptr,
+    A_log_ptr,
     bias_ptr,
-    ages_ptr,
+    positions_ptr,
     grad_q_ptr,
     grad_k_ptr,
     grad_v_ptr,
@@ -373,37 +384,37 @@ def _before_convolution_kernel(
 ):
     """And through the gates. size: of what a block of tokens leaves of the weights' gradients."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    GIVEN: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     part = tl.program_id(1)
     if part < 2 * KEY_HEADS:
         key = tl.arange(0, KEY_BLOCK)
         if part < KEY_HEADS:
             _before_convolution(
-                given_ptr, conv_ptr, ages_ptr, grad_q_ptr, out_ptr, conv_sums_ptr, part * KEY, key, n, size,
-                part * KEY + key, key < KEY, GIVEN, KEY_HEADS * KEY, WIDTH, BACKWARD_TOKENS,
+                proj_ptr, conv_ptr, positions_ptr, grad_q_ptr, out_ptr, conv_sums_ptr, part * KEY, key, n, size,
+                part * KEY + key, key < KEY, PROJ, KEY_HEADS * KEY, WIDTH, BACKWARD_TOKENS,
             )  # fmt: skip
         else:
             _before_convolution(
-                given_ptr, conv_ptr, ages_ptr, grad_k_ptr, out_ptr, conv_sums_ptr, (part - KEY_HEADS) * KEY, key, n,
-                size, part * KEY + key, key < KEY, GIVEN, KEY_HEADS * KEY, WIDTH, BACKWARD_TOKENS,
+                proj_ptr, conv_ptr, positions_ptr, grad_k_ptr, out_ptr, conv_sums_ptr, (part - KEY_HEADS) * KEY, key, n,
+                size, part * KEY + key, key < KEY, PROJ, KEY_HEADS * KEY, WIDTH, BACKWARD_TOKENS,
             )  # fmt: skip
     elif part < 2 * KEY_HEADS + HEADS:
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
         _before_convolution(
-            given_ptr, conv_ptr, ages_ptr, grad_v_ptr, out_ptr, conv_sums_ptr, first, value, n, size,
-            2 * KEY_HEADS * KEY + first + value, value < VALUE, GIVEN, HEADS * VALUE, WIDTH, BACKWARD_TOKENS,
+            proj_ptr, conv_ptr, positions_ptr, grad_v_ptr, out_ptr, conv_sums_ptr, first, value, n, size,
+            2 * KEY_HEADS * KEY + first + value, value < VALUE, PROJ, HEADS * VALUE, WIDTH, BACKWARD_TOKENS,
         )  # fmt: skip
     else:
         token = tl.program_id(0) * BACKWARD_TOKENS + tl.arange(0, BACKWARD_TOKENS)
         head = tl.arange(0, HEAD_BLOCK)
         inside = (token < n)[:, None] & (head < HEADS)[None, :]
-        given = token.to(tl.int64)[:, None] * GIVEN + CHANNELS + HEADS * VALUE + head[None, :]
+        given = token.to(tl.int64)[:, None] * PROJ + CHANNELS + HEADS * VALUE + head[None, :]
         place = token.to(tl.int64)[:, None] * HEADS + head[None, :]
-        b = tl.load(given_ptr + given, mask=inside, other=0.0).to(tl.float32)
-        a = tl.load(given_ptr + given + HEADS, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(proj_ptr + given + HEADS, mask=inside, other=0.0).to(tl.float32)
         a += tl.load(bias_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32)[None, :]
-        rate = tl.exp(tl.load(log_decay_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32))[None, :]
+        rate = tl.exp(tl.load(A_log_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32))[None, :]
         grad_decay = tl.load(grad_decay_ptr + place, mask=inside, other=0.0) * -rate
         beta = tl.sigmoid(b)
         grad_b = tl.load(grad_beta_ptr + place, mask=inside, other=0.0) * beta * (1.0 - beta)

@@ -1,6 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""A matrix product without split-K as a Triton kernel, so a row's result does not depend on the number of other rows.
+# pyright: reportGeneralTypeIssues=false
+"""Matrix products in Triton: a kernel without split-K, and `dot`, the products of other kernels in several precisions.
 
+The kernel computes each row of its result independently of the number of other rows.
 Shape letters: N rows, I inputs, O outputs.
 """
 
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.backend import is_before_ampere
 from areno.kernels.jit import kernel
 
 # (largest number of rows, (rows, columns and inputs of a tile, warps, stages)). The fastest on an H200.
@@ -71,3 +74,78 @@ def _product_kernel(
         total = tl.dot(x, weight, acc=total, input_precision="ieee")
     place = out_ptr + row.to(tl.int64)[:, None] * n_columns + column[None, :]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
+
+
+def dot_precision(x: Tensor, half: str) -> str:
+    """Return the precision of `dot` in a kernel.
+
+    Args:
+        x: an operand; its dtype and device count.
+        half: the precision for bfloat16.
+
+    Returns:
+        `half` in bfloat16. In float32, "tf32x3" on GPUs that have TF32, which is as precise as "ieee" and faster.
+    """
+    if x.dtype == torch.bfloat16:
+        return half
+    return "tf32x3" if x.is_cuda and not is_before_ampere(x.device) else "ieee"
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """Return a b in fp32.
+
+    PRECISION is "bf16", "bf16x3" (operands are sums of two bfloat16), "tf32", "tf32x3" or "ieee". The transpose of a
+    result must not be an operand: on Hopper, Triton 3.4 to 3.7.0 then give wrong numbers
+    (github.com/fla-org/flash-linear-attention/issues/640).
+    """
+    if PRECISION == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter is exact
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif PRECISION == "bf16x3":
+        return _dot_bf16x3(a, b)
+    elif PRECISION == "tf32":
+        return tl.dot(_to_tf32(a), _to_tf32(b), input_precision="tf32")
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def _dot_bf16x3(a, b):
+    """Return a b of operands cut into a high and a low part, without the product of the low parts.
+
+    Products with a low part are added first, as they are small.
+    """
+    if a.dtype == tl.bfloat16:
+        high, low = _high_and_low(b)
+        return tl.dot(a, high, acc=tl.dot(a, low))
+    elif b.dtype == tl.bfloat16:
+        high, low = _high_and_low(a)
+        return tl.dot(high, b, acc=tl.dot(low, b))
+    else:
+        high, low = _high_and_low(a)
+        other_high, other_low = _high_and_low(b)
+        total = tl.dot(low, other_high)
+        total = tl.dot(high, other_low, acc=total)
+        return tl.dot(high, other_high, acc=total)
+
+
+@triton.jit
+def _high_and_low(x):
+    """Cut fp32 into the sum of two bfloat16, which have 16 of its 24 bits.
+
+    The high part is rounded by integer arithmetic, as a GPU converts pairs of numbers faster than single ones. It may
+    be 0 for NaN, but the low part is NaN then.
+    """
+    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    low = (x - high).to(tl.bfloat16)
+    return high.to(tl.bfloat16), low
+
+
+@triton.jit
+def _to_tf32(x):
+    """Round to the nearest TF32 number. A matrix unit would truncate, and all errors would have the same sign."""
+    if x.dtype == tl.float32:
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)  # the rounded bits of a NaN may be those of -0
+    else:
+        return x.to(tl.float32)

@@ -134,7 +134,7 @@ def _search(
     ROOM: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Search a row of up to N candidates. Return whether it was found, the smallest kept number, and the kept equals."""
+    """Search a row of up to N candidates: return whether it was found, smallest kept number, and kept equals."""
     # Candidates are loaded as a matrix, each row of which belongs to one span.
     span_S = tl.arange(0, PADDED_SPANS)
     n_blocks_S = (n_found_S + _BLOCK - 1) // _BLOCK
