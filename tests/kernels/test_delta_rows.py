@@ -148,8 +148,9 @@ def around_in_float64(
 
 def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], lengths: list[int]) -> None:
     """What the kernels around the rule give, rounded once, and twice the same gradients. sizes: G, H, K, V, W."""
-    from areno.kernels.delta.triton_gated_norm import gated_norm, gated_norm_backward
-    from areno.kernels.delta.triton_rows import conv_and_gates, conv_and_gates_backward
+    from areno.kernels.delta.triton import gated_norm, gated_norm_backward
+    from areno.kernels.delta.triton_rows import conv_and_gates
+    from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
 
     n_key_heads, n_heads, key, value, width = sizes
     n, n_channels = sum(lengths), 2 * n_key_heads * key + n_heads * value
@@ -192,7 +193,7 @@ def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, 
 def compare_around_interpreted() -> None:
     compare_around("cpu", torch.float32, (2, 4, 6, 5, 3), ROWS)
     # Sums over several blocks of tokens, and over heads of a token in several programs.
-    with mock.patch("areno.kernels.delta.triton_rows.CONV_TOKENS", 8):
+    with mock.patch("areno.kernels.delta.triton_rows_backward.CONV_TOKENS", 8):
         compare_around("cpu", HALF, (1, 3, 8, 4, 4), [9, 1, 30])
 
 

@@ -131,7 +131,6 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
 
 def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.delta import triton as triton_step
-    from areno.kernels.delta import triton_gated_norm
 
     gates = dict.fromkeys(["proj_ptr", "A_log_ptr", "bias_ptr"], "bf16")
     states = {"matrices_ptr": "fp32", "slots_ptr": "i64"}
@@ -144,7 +143,7 @@ def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_
     assert re.fullmatch(r"let( read)+ wait( read)+( write)+", head)
 
     before, norm = _compiled(
-        triton_gated_norm._gated_norm_kernel,
+        triton_step._gated_norm_kernel,
         dict.fromkeys(["out_ptr", "proj_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
         {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "PDL": True},
     )  # fmt: skip

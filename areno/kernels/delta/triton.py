@@ -1,10 +1,11 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-"""The gated delta rule as Triton kernels: packed rows forward and backward, and one token of each row.
+"""The gated delta rule as Triton kernels: packed rows forward and backward, one token of each row, and the gated norm.
 
-Packed rows combine the kernels of `triton_rows.py` (convolution and gates), `triton_chunks.py` (the rule) and
-`triton_gated_norm.py`. One token of each row takes two kernels, which are here: the convolution, then everything else
-of a head. If a program has only some of a state's columns, the norm is a third kernel.
-Shape letters as in `areno.kernels.delta`.
+Packed rows combine `triton_rows.py` (convolution and gates), `triton_chunks.py` (the rule) and the gated norm, which is
+here. One token of each row takes two kernels: the convolution, then everything else of a head. If a program has only
+some of a state's columns, the norm is a third kernel.
+
+Shape letters as in `areno.kernels.delta`; L programs of a kernel. A head of a token is a line of the norm.
 """
 
 from __future__ import annotations
@@ -18,21 +19,17 @@ from areno.kernels import jit
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 from areno.kernels.delta.triton_chunks import chunks_forward
 from areno.kernels.delta.triton_chunks_backward import chunks_backward
-from areno.kernels.delta.triton_gated_norm import gated_norm, gated_norm_backward
-from areno.kernels.delta.triton_rows import (
-    LENGTH_EPS,
-    conv_and_gates,
-    conv_and_gates_backward,
-    conv_states,
-    rounded,
-    softplus,
-)
+from areno.kernels.delta.triton_rows import LENGTH_EPS, conv_and_gates, conv_states, rounded, softplus
+from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
+from areno.kernels.elementwise.triton_norm import add_sums, n_processors
 from areno.kernels.jit import kernel
 
 _CHANNELS = 256  # channels of a program of the convolution
 # Columns of a state of one program, and its warps. An H200 takes 276 us for 256 rows of 32 heads of 128 x 128, of which
 # 256 us are memory traffic. With all 128 columns and 8 warps it takes 411 us, with 32 columns 296 us.
 COLUMNS, WARPS = 64, 4
+NORM_LINES, NORM_WARPS = 32, 8  # of a program of the norm: lines (heads of a token) at once, and warps
+NORM_PROGRAMS = 8  # of its backward kernel, for each multiprocessor
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
@@ -191,3 +188,144 @@ def delta_rows_backward(
     if found is None or grad_norm_V is None:
         return grad_proj_NP, None
     return grad_proj_NP, DeltaGradients(*found, grad_norm_V)
+
+
+def gated_norm(out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, pdl: bool = False) -> Tensor:
+    """Return the norm of each head of the rule's output times silu(z).
+
+    Args:
+        out_NHV: the output of the rule.
+        proj_NP: the projections, contiguous, which include z.
+        weights: the weights of the layer.
+        pdl: the previous kernel made out and lets this kernel begin early (`kernels/jit.py`).
+
+    Returns:
+        (N, H V) in the dtype of the projections.
+    """
+    n, n_heads, value_dim = out_NHV.shape
+    normed_NI = proj_NP.new_empty(n, n_heads * value_dim)
+    if n:
+        options = jit.pdl_options(proj_NP.device) if pdl else {}
+        tensors = (out_NHV.contiguous(), proj_NP, weights.norm_V, normed_NI)
+        _gated_norm_kernel[(triton.cdiv(n * n_heads, NORM_LINES),)](
+            *tensors, n * n_heads, weights.eps, **_norm_sizes(weights), **options
+        )
+    return normed_NI
+
+
+def gated_norm_backward(
+    grad_NI: Tensor, out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, grad_proj_NP: Tensor, of_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gradients of `gated_norm`.
+
+    Args:
+        grad_NI: the gradient of its result.
+        out_NHV: the output of the rule.
+        proj_NP: the projections, contiguous, which include z.
+        weights: the weights of the layer.
+        grad_proj_NP: the gradient of the projections, whose part z is written.
+        of_weights: also compute the gradient of the norm's weight.
+
+    Returns:
+        The gradient of the rule's output in its dtype, and of the norm's weight (V,) float32, or None.
+    """
+    n, n_heads, value_dim = out_NHV.shape
+    grad_out_NHV = torch.empty_like(out_NHV, memory_format=torch.contiguous_format)
+    n_tiles = triton.cdiv(n * n_heads, NORM_LINES)
+    n_programs = min(n_tiles, NORM_PROGRAMS * n_processors(proj_NP.device))
+    sums_LV = torch.empty(n_programs, value_dim, dtype=torch.float32, device=proj_NP.device) if of_weights else None
+    if n:
+        tensors = (grad_NI.contiguous(), out_NHV.contiguous(), proj_NP, weights.norm_V)
+        results = (grad_out_NHV, grad_proj_NP, sums_LV)
+        _gated_norm_backward_kernel[(n_programs,)](*tensors, *results, n * n_heads, weights.eps, **_norm_sizes(weights))
+    if sums_LV is None:
+        return grad_out_NHV, None
+    grad_norm_V = sums_LV.new_zeros(value_dim)
+    add_sums(sums_LV, grad_norm_V)
+    return grad_out_NHV, grad_norm_V
+
+
+def _norm_sizes(weights: DeltaWeights) -> dict[str, int]:
+    """Return the compile-time constants of the norm kernels, and their warps."""
+    return {
+        "CHANNELS": weights.sizes[0],
+        "HEADS": weights.n_heads,
+        "VALUE": weights.value_dim,
+        "BLOCK": triton.next_power_of_2(weights.value_dim),
+        "LINES": NORM_LINES,
+        "num_warps": NORM_WARPS,
+    }
+
+
+@kernel(do_not_specialize=["n_lines"])
+def _gated_norm_kernel(
+    out_ptr,
+    proj_ptr,
+    norm_ptr,
+    normed_ptr,
+    n_lines,
+    eps,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    value = tl.arange(0, BLOCK)
+    inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
+    place = line[:, None] * VALUE + value[None, :]
+    given = (line // HEADS * PROJ + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
+    z = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
+    if PDL:
+        jit.wait_for_previous()
+    out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    out = out * tl.rsqrt(tl.sum(out * out, axis=1) / VALUE + eps)[:, None] * weight * z * tl.sigmoid(z)
+    tl.store(normed_ptr + place, out.to(normed_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel(do_not_specialize=["n_lines"])
+def _gated_norm_backward_kernel(
+    grad_ptr,
+    out_ptr,
+    proj_ptr,
+    norm_ptr,
+    grad_out_ptr,
+    grad_proj_ptr,
+    sums_ptr,
+    n_lines,
+    eps,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Compute every n_programs-th tile of LINES lines in each program, with a partial sum of the weight's gradient."""
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    value = tl.arange(0, BLOCK)
+    weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
+    sums = tl.zeros([LINES, BLOCK], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_lines, LINES), tl.num_programs(0)):
+        line = tl.cast(tile, tl.int64) * LINES + tl.arange(0, LINES)
+        inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
+        place = line[:, None] * VALUE + value[None, :]
+        given = (line // HEADS * PROJ + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
+        grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(z)
+        per_size = tl.rsqrt(tl.sum(out * out, axis=1) / VALUE + eps)[:, None]
+        out *= per_size
+        grad_z = grad * out * weight * sigmoid * (1.0 + z * (1.0 - sigmoid))
+        tl.store(grad_proj_ptr + given, grad_z.to(grad_proj_ptr.dtype.element_ty), mask=inside)
+        grad *= z * sigmoid
+        sums += grad * out
+        grad *= weight
+        grad = per_size * (grad - out * (tl.sum(grad * out, axis=1) / VALUE)[:, None])
+        tl.store(grad_out_ptr + place, grad.to(grad_out_ptr.dtype.element_ty), mask=inside)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tl.program_id(0) * VALUE + value, tl.sum(sums, axis=0), mask=value < VALUE)

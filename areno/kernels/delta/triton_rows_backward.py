@@ -1,0 +1,298 @@
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+"""The backward pass of `triton_rows.py` as two Triton kernels: through silu and head norms, then the convolution.
+
+The first kernel overwrites the gradients of q, k and v by the gradients of the convolution's output. In the second,
+each program sums its tokens' part of the weights' gradients, and the parts are added in a fixed order.
+Shape letters as in `areno.kernels.delta`; L blocks of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.delta.parts import DeltaWeights, RowChunks
+from areno.kernels.delta.triton_rows import LENGTH_EPS, convolved, sizes_of, softplus
+from areno.kernels.elementwise.triton_norm import add_sums
+from areno.kernels.jit import kernel
+
+HEAD_TOKENS, HEAD_WARPS = 16, 2  # of a program of the first kernel; the fastest of four choices on an H200
+CONV_TOKENS, CONV_WARPS = 32, 4  # of a program of the second kernel
+
+
+def conv_and_gates_backward(
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    proj_NP: Tensor,
+    weights: DeltaWeights,
+    chunks: RowChunks,
+    grad_proj_NP: Tensor,
+    of_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Compute the gradients of `conv_and_gates` for rows that begin with zeros.
+
+    Args:
+        grads: the gradients of q, k, v, decay and beta, contiguous. The first three are overwritten.
+        proj_NP: the projections, contiguous.
+        weights: the weights of the layer.
+        chunks: the rows.
+        grad_proj_NP: the gradient of the projections, which is written except for its part z.
+        of_weights: also compute the gradients of the weights.
+
+    Returns:
+        The gradients of the convolution (X, W), of A_log and dt_bias (H,), float32, or None.
+    """
+    n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
+    grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads
+    n_blocks, n_parts = triton.cdiv(n, CONV_TOKENS), 2 * weights.n_key_heads + n_heads
+    n_conv = weights.conv_XW.numel()
+    sums_LD = of_conv_LD = of_gates_LD = None
+    if of_weights:
+        sums_LD = torch.empty(n_blocks, n_conv + 2 * n_heads, dtype=torch.float32, device=proj_NP.device)
+        of_conv_LD, of_gates_LD = sums_LD, sums_LD[:, n_conv:]
+    if n:
+        inputs, grads_of_heads = (proj_NP, weights.conv_XW), (grad_q_NGK, grad_k_NGK, grad_v_NHV)
+        how = {"TOKENS": HEAD_TOKENS, "num_warps": HEAD_WARPS}
+        _heads_backward_kernel[(triton.cdiv(n, HEAD_TOKENS), n_parts)](
+            *inputs, chunks.positions_N, *grads_of_heads, n, weights.key_dim**-0.5, **sizes, **how
+        )
+        gates = (weights.A_log_H, weights.dt_bias_H, chunks.positions_N)
+        grads_of_gates, results = (grad_decay_NH, grad_beta_NH), (grad_proj_NP, of_conv_LD, of_gates_LD)
+        how = {"TOKENS": CONV_TOKENS, "num_warps": CONV_WARPS}
+        _conv_backward_kernel[(n_blocks, n_parts + 1)](
+            *inputs, *gates, *grads_of_heads, *grads_of_gates, *results, n, n_conv + 2 * n_heads, **sizes, **how
+        )
+    if sums_LD is None:
+        return None
+    grad_D = sums_LD.new_zeros(sums_LD.shape[1])
+    add_sums(sums_LD, grad_D)
+    grad_conv, grad_A_log_H, grad_dt_bias_H = grad_D.split((n_conv, n_heads, n_heads))
+    return grad_conv.view(weights.conv_XW.shape), grad_A_log_H, grad_dt_bias_H
+
+
+@triton.jit
+def _silu_gradient(x):
+    """Return the derivative of silu."""
+    sigmoid = tl.sigmoid(x)
+    return sigmoid * (1.0 + x * (1.0 - sigmoid))
+
+
+@triton.jit
+def _norm_backward(grad_ptr, place, inside, x, scale):
+    """Replace the gradient of a normalised head by that of the convolution's output x."""
+    grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
+    key = x * tl.sigmoid(x)
+    per_length = tl.rsqrt(tl.sum(key * key, axis=1) + LENGTH_EPS)[:, None]
+    key *= per_length
+    along = tl.sum(grad * key, axis=1)[:, None]
+    grad = per_length * (grad - key * along) * _silu_gradient(x)
+    tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel(do_not_specialize=["n"])
+def _heads_backward_kernel(
+    proj_ptr,
+    conv_ptr,
+    positions_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    n,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < n
+    position = tl.load(positions_ptr + token, mask=is_token, other=0)
+    part = tl.program_id(1)
+    if part < 2 * KEY_HEADS:
+        key = tl.arange(0, KEY_BLOCK)
+        channel, real = part * KEY + key, key < KEY
+        x = convolved(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
+        inside = is_token[:, None] & (key < KEY)[None, :]
+        place = token.to(tl.int64)[:, None] * (KEY_HEADS * KEY) + key[None, :]
+        if part < KEY_HEADS:
+            _norm_backward(grad_q_ptr, place + part * KEY, inside, x, scale)
+        else:
+            _norm_backward(grad_k_ptr, place + (part - KEY_HEADS) * KEY, inside, x, 1.0)
+    else:
+        first = (part - 2 * KEY_HEADS) * VALUE
+        value = tl.arange(0, VALUE_BLOCK)
+        channel, real = 2 * KEY_HEADS * KEY + first + value, value < VALUE
+        v = convolved(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
+        is_value = is_token[:, None] & (value < VALUE)[None, :]
+        v_place = grad_v_ptr + token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
+        grad = tl.load(v_place, mask=is_value, other=0.0).to(tl.float32) * _silu_gradient(v)
+        tl.store(v_place, grad.to(grad_v_ptr.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _conv_backward(
+    proj_ptr,
+    conv_ptr,
+    positions_ptr,
+    grad_ptr,
+    out_ptr,
+    sums_ptr,
+    first,
+    dim,
+    n,
+    size,
+    channel,
+    is_channel,
+    PROJ: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Compute the gradients of the convolution's inputs and weights for the channels of one head.
+
+    Token n gets a gradient from token n + shift if both are in the same row, and so do the weights.
+
+    first: where the head's gradients begin among the STRIDE gradients of a token. size: of a row of partial sums.
+    """
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = (token < n)[:, None] & is_channel[None, :]
+    given = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
+    place = token.to(tl.int64)[:, None] * STRIDE + first + dim[None, :]
+    if sums_ptr is not None:
+        x = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros(inside.shape, tl.float32)
+    for shift in tl.static_range(WIDTH):
+        position = tl.load(positions_ptr + token + shift, mask=token + shift < n, other=-1)
+        seen = (position >= shift)[:, None] & inside
+        grad = tl.load(grad_ptr + place + shift * STRIDE, mask=seen, other=0.0).to(tl.float32)
+        weight = conv_ptr + channel * WIDTH + WIDTH - 1 - shift
+        total += grad * tl.load(weight, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        if sums_ptr is not None:
+            sums = sums_ptr + tl.program_id(0).to(tl.int64) * size + channel * WIDTH + WIDTH - 1 - shift
+            tl.store(sums, tl.sum(grad * x, axis=0), mask=is_channel)
+    tl.store(out_ptr + given, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel(do_not_specialize=["n"])
+def _conv_backward_kernel(
+    proj_ptr,
+    conv_ptr,
+    A_log_ptr,
+    bias_ptr,
+    positions_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    grad_decay_ptr,
+    grad_beta_ptr,
+    out_ptr,
+    conv_sums_ptr,
+    gate_sums_ptr,
+    n,
+    size,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Compute the gradients of the convolution for a head, or of the gates, in each program.
+
+    size: the number of partial sums of weight gradients of a block of tokens.
+    """
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
+    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    part = tl.program_id(1)
+    if part < 2 * KEY_HEADS:
+        key = tl.arange(0, KEY_BLOCK)
+        if part < KEY_HEADS:
+            _conv_backward(
+                proj_ptr,
+                conv_ptr,
+                positions_ptr,
+                grad_q_ptr,
+                out_ptr,
+                conv_sums_ptr,
+                part * KEY,
+                key,
+                n,
+                size,
+                part * KEY + key,
+                key < KEY,
+                PROJ,
+                KEY_HEADS * KEY,
+                WIDTH,
+                TOKENS,
+            )
+        else:
+            _conv_backward(
+                proj_ptr,
+                conv_ptr,
+                positions_ptr,
+                grad_k_ptr,
+                out_ptr,
+                conv_sums_ptr,
+                (part - KEY_HEADS) * KEY,
+                key,
+                n,
+                size,
+                part * KEY + key,
+                key < KEY,
+                PROJ,
+                KEY_HEADS * KEY,
+                WIDTH,
+                TOKENS,
+            )
+    elif part < 2 * KEY_HEADS + HEADS:
+        first = (part - 2 * KEY_HEADS) * VALUE
+        value = tl.arange(0, VALUE_BLOCK)
+        _conv_backward(
+            proj_ptr,
+            conv_ptr,
+            positions_ptr,
+            grad_v_ptr,
+            out_ptr,
+            conv_sums_ptr,
+            first,
+            value,
+            n,
+            size,
+            2 * KEY_HEADS * KEY + first + value,
+            value < VALUE,
+            PROJ,
+            HEADS * VALUE,
+            WIDTH,
+            TOKENS,
+        )
+    else:
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        head = tl.arange(0, HEAD_BLOCK)
+        inside = (token < n)[:, None] & (head < HEADS)[None, :]
+        given = token.to(tl.int64)[:, None] * PROJ + CHANNELS + HEADS * VALUE + head[None, :]
+        place = token.to(tl.int64)[:, None] * HEADS + head[None, :]
+        b = tl.load(proj_ptr + given, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(proj_ptr + given + HEADS, mask=inside, other=0.0).to(tl.float32)
+        a += tl.load(bias_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32)[None, :]
+        rate = tl.exp(tl.load(A_log_ptr + head, mask=head < HEADS, other=0.0).to(tl.float32))[None, :]
+        grad_decay = tl.load(grad_decay_ptr + place, mask=inside, other=0.0) * -rate
+        beta = tl.sigmoid(b)
+        grad_b = tl.load(grad_beta_ptr + place, mask=inside, other=0.0) * beta * (1.0 - beta)
+        grad_a = grad_decay * tl.sigmoid(a)
+        tl.store(out_ptr + given, grad_b.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + given + HEADS, grad_a.to(out_ptr.dtype.element_ty), mask=inside)
+        if gate_sums_ptr is not None:
+            sums = gate_sums_ptr + tl.program_id(0).to(tl.int64) * size + head
+            tl.store(sums, tl.sum(grad_decay * softplus(a), axis=0), mask=head < HEADS)
+            tl.store(sums + HEADS, tl.sum(grad_a, axis=0), mask=head < HEADS)
