@@ -1,22 +1,23 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""The gradients of the gated delta rule of packed rows in chunks. Names and formulas as in triton_chunks.py.
+"""The gradients of the gated delta rule of packed rows in chunks, as Triton kernels.
 
-With d for gradients, S' for the state behind a chunk, P_ij = exp(g_i - g_j), and "lower" with the diagonal:
+Names and formulas are those of `triton_chunks.py`. Let d mark gradients, S' the state after a chunk, P_ij =
+exp(g_i - g_j), and "lower" include the diagonal:
 
-    dnew = (lower part of P_ij q_i k_j)^T dout + (exp(g_last - g) k) dS'
-    dS = exp(g_last) dS' + (exp(g) q)^T dout - w^T dnew;  dheld = -dnew S^T;  dvalues = dnew
-    dq = exp(g) dout S^T + (lower part of P_ij dout_i new_j) k
-    dk = exp(g_last - g) v_new dS'^T + (lower part of P_ij dout_i new_j)^T q + what is from A and `w`
-    dsides = inverse^T (dheld, dvalues);  dA = -strictly lower part of (dsides (w, values)^T)
+    dv_new = (lower part of P_ij q_i k_j)^T dout + (exp(g_last - g) k) dS'
+    dS = exp(g_last) dS' + (exp(g) q)^T dout - w^T dv_new;  dw = -dv_new S^T;  du = dv_new
+    dq = exp(g) dout S^T + (lower part of P_ij dout_i v_new_j) k
+    dk = exp(g_last - g) v_new dS'^T + (lower part of P_ij dout_i v_new_j)^T q + the gradients through A and w
+    dsides = inverse^T (dw, du);  dA = -strictly lower part of (dsides (w, u)^T)
 
-The last line needs no gradient of the inverse: inverse^T dinverse inverse^T is a product of what there is anyway.
-g_i's gradient takes, from each factor exp(g_i), what is multiplied with it times its gradient: for q, q_i dq_i.
+The last line needs no gradient of the inverse, as inverse^T dinverse inverse^T is a product of known matrices. g_i gets
+from each factor exp(g_i) the product of what the factor multiplies and its gradient; for q this is q_i dq_i.
 
-Five kernels: what `v_new` has within chunks; the states' gradients, along each row; what q and k have but from the
-triangular systems; what is from these; and what the keys have from A. A program takes all heads of a key head where it
-adds up for q and k, so all g have a fixed order. No result of a product is an operand transposed (see `product`):
-where it would be, it is written and read again, or computed a second time.
+There are five kernels: dv_new within chunks; the gradients of states, along each row; the gradients of q, k and w
+without A; the gradients through w and u; the gradient of k through A. A program that sums for q or k has all heads of a
+key head, so every sum has a fixed order. No transpose of a product's result is an operand (see `dot`): the result is
+written and read again, or computed a second time.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from areno.kernels.delta.triton_chunks import (
 from areno.kernels.jit import kernel
 from areno.kernels.matmul.triton import dot, dot_precision
 
-PRECISION = "bf16"  # or "bf16x3"; see triton_chunks.py
-_ALL = 1 << 20
+PRECISION = "bf16"  # of products with bfloat16 q, k and v, or "bf16x3"; see triton_chunks.py
+_ALL = 1 << 20  # all columns at once
 _LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
     {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1), (4, 1), (4, 1))
-)  # of kernels; fixed, so that two runs add in one order
+)  # fixed, so that the order of sums never changes
 
 
 def chunks_backward(
@@ -58,16 +59,29 @@ def chunks_backward(
     chunks: RowChunks,
     saved: Saved,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients by q, k, v, decay and beta, all of them fp32. grad_out_NHV: bf16 or fp32.
+    """Compute the gradients of `chunks_forward`.
 
-    At work beside what was saved and the gradients: (K + V + K V / C) H + C G numbers a token of 4 bytes, with products
-    in "bf16" of 2 but for C G; 36 KiB with G = 16, H = 32, K = V = 128, C = 64 in "bf16".
+    Temporary tensors take (K + V + K V / C) H + C G numbers for each token. They have 4 bytes; with products in "bf16",
+    all but C G have 2 bytes, which is 36 KiB with G = 16, H = 32, K = V = 128, C = 64.
+
+    Args:
+        grad_out_NHV: the gradient of the outputs, bf16 or fp32.
+        q_NGK: the queries of the forward pass.
+        k_NGK: its keys.
+        v_NHV: its values.
+        decay_NH: its logarithms of decays.
+        beta_NH: its beta.
+        chunks: its chunks.
+        saved: the tensors that it saved.
+
+    Returns:
+        The gradients of q, k, v, decay and beta, fp32.
     """
     n_tokens, n_heads, _ = v_NHV.shape
     n_key_heads, key_dim = q_NGK.shape[1:]
     n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
-    products = dot_precision(v_NHV, PRECISION)
-    kept = torch.bfloat16 if products == "bf16" else torch.float32
+    precision = dot_precision(v_NHV, PRECISION)
+    kept = torch.bfloat16 if precision == "bf16" else torch.float32
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=v_NHV.device)
@@ -76,29 +90,30 @@ def chunks_backward(
     grad_v_NHV, grad_decay_NH, grad_beta_NH = empty(*v_NHV.shape), empty(*decay_NH.shape), empty(*beta_NH.shape)
     if not n_tokens:
         return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
-    sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
+    sizes = kernel_sizes(q_NGK, v_NHV, chunks, precision)
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
     beta_NH, places, g = beta_NH.contiguous(), (chunks.tokens_TC, chunks.sizes_T), (saved.g_THC, saved.g_low_THC)
+    inputs = (grad_out_NHV, q_NGK, k_NGK, *g)
     grad_v_new_NHV = empty(*v_NHV.shape, dtype=kept)
-    _local_kernel[(n_heads, n_chunks)](grad_out_NHV, q_NGK, k_NGK, *g, *places, grad_v_new_NHV, **sizes, **_LOCAL)
+    _local_kernel[(n_heads, n_chunks)](*inputs, *places, grad_v_new_NHV, **sizes, **_LOCAL)
     grad_states_THKV = empty(*saved.states_THKV.shape, dtype=kept)
     columns = state_columns(v_NHV, n_rows)
+    rows = (chunks.borders, chunks.order_R, chunks.first_chunks_J)
+    how = kernel_sizes(q_NGK, v_NHV, chunks, precision, _ALL, columns)
     _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], columns), n_heads, n_rows)](
-        grad_out_NHV, q_NGK, k_NGK, *g, saved.w_NHK, grad_v_new_NHV, grad_states_THKV, chunks.borders,
-        chunks.order_R, chunks.first_chunks_J, **kernel_sizes(q_NGK, v_NHV, chunks, products, _ALL, columns), **_STATES,
-    )  # fmt: skip
+        *inputs, saved.w_NHK, grad_v_new_NHV, grad_states_THKV, *rows, **how, **_STATES
+    )
     grad_w_NHK, grad_g_THC = empty(n_tokens, n_heads, key_dim, dtype=kept), empty(n_chunks, n_heads, size)
-    _chunks_kernel[(n_key_heads, n_chunks)](
-        grad_out_NHV, q_NGK, k_NGK, *g, saved.v_new_NHV, saved.states_THKV, grad_states_THKV, grad_v_new_NHV, *places,
-        grad_w_NHK, grad_g_THC, grad_q_NGK, grad_k_NGK, **sizes, **_CHUNKS,
-    )  # fmt: skip
-    del grad_states_THKV
+    states = (saved.v_new_NHV, saved.states_THKV, grad_states_THKV, grad_v_new_NHV)
+    results = (grad_w_NHK, grad_g_THC, grad_q_NGK, grad_k_NGK)
+    _chunks_kernel[(n_key_heads, n_chunks)](*inputs, *states, *places, *results, **sizes, **_CHUNKS)
+    del grad_states_THKV, states
     grad_system_NGC = empty(n_tokens, n_key_heads, size)
+    factors = (saved.inverse_NHC, saved.w_NHK, saved.u_NHV, grad_w_NHK, grad_v_new_NHV)
+    results = (grad_g_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH)
     _systems_kernel[(n_key_heads, n_chunks)](
-        k_NGK, v_NHV, beta_NH, *g, saved.inverse_NHC, saved.w_NHK, saved.u_NHV, grad_w_NHK, grad_v_new_NHV,
-        *places, grad_g_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH,
-        **sizes, **_SYSTEMS,
-    )  # fmt: skip
+        k_NGK, v_NHV, beta_NH, *g, *factors, *places, *results, **sizes, **_SYSTEMS
+    )
     _keys_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, *places, grad_k_NGK, **sizes, **_KEYS)
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
@@ -122,7 +137,7 @@ def _local_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Of a chunk and a head: what `v_new` has from the results of the same chunk."""
+    """Compute the gradient of v_new from the outputs of the same chunk, for a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
@@ -161,8 +176,10 @@ def _grad_states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Some columns of the gradients of a head's states behind chunks, from a row's last chunk to its first; and what
-    `v_new` has from them."""
+    """Compute some columns of the gradients of a head's states after chunks, and add their part to that of v_new.
+
+    A program goes from a row's last chunk to its first.
+    """
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
@@ -215,7 +232,7 @@ def _chunks_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Of a chunk and the heads of a key head: the gradients of q and `w`, and of k and g what is not from A."""
+    """Compute the gradients of q and w, and those of k and g without A, for a chunk and the heads of a key head."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
@@ -256,7 +273,7 @@ def _chunks_kernel(
             part_k += dot(transposed, q, PRECISION)
             part_q = part_q * tl.exp(g)[:, None] + dot(scores, k, PRECISION)
             grad_g += tl.sum(part_q * q.to(tl.float32) - part_k * k.to(tl.float32), 1)
-            others = inside & (each * 0 + head > key_head * SHARED)  # the heads before this one left their gradients
+            others = inside & (each * 0 + head > key_head * SHARED)  # add the gradients of the previous heads
             part_q += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
             store_rows(grad_q_ptr, part_q, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
             part_k += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
@@ -294,8 +311,10 @@ def _systems_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Of a chunk and the heads of a key head, through `w` and `values`: the gradients of v, beta, g and so of decay;
-    of k what is not from A; and that of k_i k_j in A."""
+    """Compute the gradients through w and u for a chunk and the heads of a key head.
+
+    They are the gradients of v, beta, g and decay, of k without A, and of k_i k_j in A.
+    """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
@@ -334,7 +353,7 @@ def _systems_kernel(
         system *= beta[:, None]
         total += system
         grad_g = tl.load(grad_g_ptr + at + each) + beta * along_k - tl.sum(system * keys, 0)
-        # A token's decay is in the g of all tokens from it on.
+        # A token's decay is a summand of its own g and of g of all later tokens.
         onward = tl.where(each[:, None] >= each[None, :], grad_g[:, None], 0.0)
         tl.store(grad_decay_ptr + place, tl.sum(onward, 0), inside)
     store_rows(grad_system_ptr, total, key_line, inside, HEADS // SHARED, SIZE, SIZE)
@@ -356,7 +375,7 @@ def _keys_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Of a chunk and a key head: the g_low of the gradient of k, each of which is in A as a row and as a column."""
+    """Add the gradient of k through A for a chunk and a key head. Each key is a row and a column of A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     key_line = first * (HEADS // SHARED) + key_head
