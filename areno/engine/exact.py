@@ -71,7 +71,7 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
     found = {shape: _unsplit(module, timed) for shape, module in modules.items()}
     for module in model.modules():
         if isinstance(module, _PRODUCTS):
-            module.unsplit = found[module.weight.shape]
+            module.fixed_order = found[module.weight.shape]
     for adapter in adapters:
         adapter.in_order = use_triton(adapter.a)
     _try_adapters(adapters, 1)
@@ -92,7 +92,7 @@ def _try_adapter(adapter: Adapter, multiple: int) -> None:
     n_columns = max(column + size for column, _, size in adapter.places)
 
     def added(n_rows: int) -> Tensor:
-        h_NR, y_NO = adapter.first_product(x_NI[:n_rows]), x_NI.new_zeros(n_rows, n_columns)
+        h_NR, y_NO = adapter.project_a(x_NI[:n_rows]), x_NI.new_zeros(n_rows, n_columns)
         return add_lora(y_NO, h_NR, b_SR, adapter.places, adapter.tiles, adapter.scaling)
 
     all_NO = added(len(x_NI))

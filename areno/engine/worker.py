@@ -86,7 +86,7 @@ class Worker:
             memory_gib=self.memory_gib(),
             cost=Cost.of(config, self.dtype.itemsize),
             routes=self._route_shape,
-            tp_sums=self.context.tp.sums_by,
+            tp_sums=self.context.tp.sum_backend,
         )
 
     @property

@@ -1,0 +1,1 @@
+"""Layers of the transformer, sharded over tensor-parallel ranks, and the collectives that they use."""

@@ -1,15 +1,16 @@
-"""The low-rank adapter of a linear layer (LoRA, arXiv 2106.09685). The layer calls it; nothing else knows of it.
+"""LoRA adapters of linear layers (arXiv 2106.09685): y = x W^T + scaling * (x A^T) B^T. `Linear` calls them.
 
-It is divided over the tensor-parallel ranks as the layer is. A column-parallel layer divides outputs, so each rank has
-its rows of B and all of A. A row-parallel layer divides inputs, so each rank has its columns of A and all of B; the
-adapter's partial products are summed along with those of the layer. So no collective is added to the forward pass. In
-the backward pass the ranks sum the gradient of the factor that they all hold.
+An adapter is sharded as its layer is. In a column-parallel layer each rank has all of A and its rows of B. In a
+row-parallel layer each rank has its columns of A and all of B, and the adapter's partial sums are reduced with those of
+the layer. So the forward pass has no further collective. In the backward pass, the gradient of the whole factor is
+reduced over the ranks.
 
-Sampling has few rows, and a product of few rows costs about as much with some columns more. So A has a copy below the
-layer's weight, as far as `make_room` was called: one product gives both. It is refreshed before sampling begins, by
-`refresh`, and nothing else looks at it: see `sampling`.
+While sampling, a product with few rows costs little more with more columns. So `Adapter.stack` places a copy of A below
+the layer's weight, and one product gives both x W^T and x A^T. `refresh_stacked` updates the copy before sampling
+begins. It is used within `sampling` only.
 
-Shape letters: N tokens, I input features, O output features, R rank times the number of A matrices.
+Shape letters: N tokens, I input features, O output features, R = rank times the number of A matrices; X columns of the
+stacked product, O + R or more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _is_sampling = False
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Within it adapters may use their copies of A, which training does not refresh."""
+    """Let adapters use their stacked copies of A within this context. Training does not refresh the copies."""
     global _is_sampling
     before, _is_sampling = _is_sampling, True
     try:
@@ -43,67 +44,95 @@ def sampling() -> Iterator[None]:
 
 
 class Adapter(nn.Module):
-    """Of some projections of a layer whose weights are at `parts` of the layer's.
+    """The adapters of some projections of a linear layer.
 
-    groups: the numbers of the projections. Those of one group share an A, as those do that a checkpoint keeps as one;
-    they are side by side in the layer.
-    a: (R, I), the A matrices one below the other, so that one product serves all. b: (sum of the outputs, rank),
-    likewise. on: without it the layer is as if it had no adapter. in_order: products may not divide the sum over I,
-    whatever N; see areno/engine/exact.py.
-    below: the layer's weight with a copy of A below it, (O + R or more, I), and its bias with zeros; None where no room
-    was made.
+    Args:
+        parts: the places of all projections in the layer's weight.
+        groups: the indices of the adapted projections. Projections of a group share an A, as those do that a checkpoint
+            stores as one matrix; they are neighbours in the layer.
+        adapters: rank and scaling.
+        spec: dtype, device and ranks of the weights.
+
+    Attributes:
+        a: the A matrices, stacked (R, I), so that one product serves all.
+        b: the B matrices, stacked (sum of the outputs, rank).
+        layout: the places of checkpoint tensors in a and b.
+        places: the outputs of each A in the layer.
+        on: False computes the layer as if it had no adapter.
+        in_order: compute products in a fixed order, for `engine.exact`.
+        stacked: the layer's weight with a copy of A below (X, I), and its bias padded with zeros. None: not stacked.
     """
 
     def __init__(self, parts: Sequence[Part], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec):
         super().__init__()
         self.groups = tuple(map(tuple, groups))
         self.tp, self.scaling, self.rank = spec.tp, adapters.scaling, adapters.rank
-        self.divides_inputs = parts[0].dim == 1
+        self.row_parallel = parts[0].dim == 1
         self.on, self.in_order = True, False
         rank, of_a, of_b, places, row = self.rank, [], [], [], 0
         for number, group in enumerate(self.groups):
             column, first_row = parts[group[0]].offset, row
             for part in (parts[index] for index in group):
-                assert part.offset - column == row - first_row, "projections that share an A are not side by side"
+                assert part.offset - column == row - first_row, "projections that share an A are not neighbours"
                 cut = {"dim": part.dim, "start": part.start, "size": part.size, "copies": part.copies}
                 n_out, n_in = part.full_shape
-                of_b.append(Part((n_out, rank), offset=row, **({} if self.divides_inputs else cut)))
-                row += n_out if self.divides_inputs else part.size
-            of_a.append(Part((rank, n_in), offset=number * rank, **(cut if self.divides_inputs else {})))
+                of_b.append(Part((n_out, rank), offset=row, **({} if self.row_parallel else cut)))
+                row += n_out if self.row_parallel else part.size
+            of_a.append(Part((rank, n_in), offset=number * rank, **(cut if self.row_parallel else {})))
             places.append(Place(column, first_row, row - first_row))
         self.layout: Layout = {"a": tuple(of_a), "b": tuple(of_b)}
         self.places = tuple(places)
-        n_in = parts[0].size if self.divides_inputs else parts[0].full_shape[1]
+        n_in = parts[0].size if self.row_parallel else parts[0].full_shape[1]
         self.a, self.b = spec.empty(len(groups) * rank, n_in), spec.empty(row, rank)
         self.register_buffer("tiles", tiles(self.places, rank, self.a.device), persistent=False)
         self.tiles: Tensor
-        self.below: tuple[Tensor, Tensor | None] | None = None
+        self.stacked: tuple[Tensor, Tensor | None] | None = None
         self._n_out = 0
         self._tiles_of_all: Tensor | None = None
 
     def forward(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """y with what the adapter adds, perhaps in place of y. x: as the layer multiplies it."""
+        """Add the adapter to the output of the layer.
+
+        Args:
+            y_NO: the layer's output, which may be changed in place.
+            x_NI: the layer's input.
+
+        Returns:
+            (N, O).
+        """
         a, b = self.a, self.b
-        if self.divides_inputs:
+        if self.row_parallel:
             b = self.tp.copy_in(b)
         else:
             a = self.tp.copy_in(a)
-        return add_lora(y_NO, self.first_product(x_NI, a), b, self.places, self.tiles, self.scaling)
+        return add_lora(y_NO, self.project_a(x_NI, a), b, self.places, self.tiles, self.scaling)
 
-    def first_product(self, x_NI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        """x A^T, (N, R). a: A where autograd is to go through what the ranks share."""
+    def project_a(self, x_NI: Tensor, a_RI: Tensor | None = None) -> Tensor:
+        """Return x A^T.
+
+        Args:
+            x_NI: the layer's input.
+            a_RI: A under autograd, if its gradient is reduced over the ranks. None: `self.a`.
+
+        Returns:
+            (N, R).
+        """
         a_RI = self.a if a_RI is None else a_RI
         if self.in_order and not torch.is_grad_enabled():
             return fixed_order_product(x_NI, a_RI, x_NI.dtype)
         return F.linear(x_NI, a_RI)
 
-    # What sampling calls.
+    # Methods for sampling.
 
     @torch.no_grad()
-    def make_room(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
-        """Move the layer's weights to where A has room below them. Nothing without Triton, or a device.
+    def stack(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
+        """Move the layer's weight into a larger tensor with room for a copy of A below. Does nothing without Triton.
 
-        Not for a layer whose products are to be `in_order`.
+        Not for a layer whose products are computed `in_order`.
+
+        Args:
+            weight_OI: the weight of the layer, replaced by a view of the stacked tensor.
+            bias_O: its bias, or None.
         """
         if not use_triton(weight_OI) or weight_OI.is_meta:
             return
@@ -112,52 +141,78 @@ class Adapter(nn.Module):
         weight = weight_OI.new_zeros((end, weight_OI.shape[1]))
         weight[:n_out] = weight_OI
         weight_OI.data, bias = weight[:n_out], None
-        if bias_O is not None and not self.divides_inputs:  # partial products are summed before a bias is added
+        if bias_O is not None and not self.row_parallel:  # partial products are summed before a bias is added
             bias = bias_O.new_zeros(end)
             bias[:n_out] = bias_O
             bias_O.data = bias[:n_out]
-        self.below = weight, bias
+        self.stacked = weight, bias
         self._n_out, self._tiles_of_all = n_out, tiles(self.places, self.rank, weight.device, whole=n_out)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy A to where sampling reads it."""
-        if self.below is not None:
-            self.below[0][self._n_out : self._n_out + len(self.a)] = self.a
+    def refresh_stacked(self) -> None:
+        """Copy A below the layer's weight, after A has changed."""
+        if self.stacked is not None:
+            self.stacked[0][self._n_out : self._n_out + len(self.a)] = self.a
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the layer's own product is left to `output`, or `stacked_product`."""
-        return self.below is not None and _is_sampling and self.on
+        """Whether the layer leaves its product to `output` or `stacked_product`."""
+        return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:
-        """x W^T (with the bias where outputs are divided) and x A^T side by side, (N, O + R or more)."""
-        assert self.below is not None
-        return F.linear(x_NI, *self.below)
+        """Return x W^T and x A^T side by side, (N, X). A column-parallel layer's bias is included.
+
+        Args:
+            x_NI: the layer's input.
+        """
+        assert self.stacked is not None
+        return F.linear(x_NI, *self.stacked)
 
     def output(self, x_NI: Tensor) -> Tensor:
-        """What the layer and the adapter give together, (N, O)."""
+        """Return the output of the layer and its adapter, (N, O).
+
+        Args:
+            x_NI: the layer's input.
+        """
         assert self._tiles_of_all is not None
         return add_lora_stacked(self.stacked_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
 
     def swiglu_stacked(self, both_NX: Tensor, gelu: bool) -> Tensor:
-        """silu(gate) * up, (N, O / 2), of `stacked_product` where the layer gives gate and up side by side."""
+        """Return silu(gate) * up, (N, O / 2), of a layer whose projections are gate and up.
+
+        Args:
+            both_NX: the result of `stacked_product`.
+            gelu: use the tanh form of GELU instead of SiLU.
+        """
         return swiglu_stacked(both_NX, self.b, self.places, self.scaling, self._n_out, gelu)
 
-    # What the fused layers call, outside autograd.
+    # Methods for fused layers, outside autograd.
 
     def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """The gradient of x through the layer, with that through the adapter added in place."""
+        """Add the adapter's part to the gradient of x, in place.
+
+        Args:
+            grad_x_NI: the gradient of x through the layer.
+            grad_NO: the gradient of the output.
+
+        Returns:
+            grad_x_NI.
+        """
         return grad_x_NI.addmm_(self._back(grad_NO), self.a)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add what one product contributes to the float32 gradients of a and b. Nothing where they are frozen."""
+        """Add to the float32 gradients of a and b. Does nothing if they are frozen.
+
+        Args:
+            grad_NO: the gradient of the output.
+            x_NI: the layer's input.
+        """
         if not (self.on and self.a.requires_grad):
             return
         assert self.a.grad is not None
         assert self.b.grad is not None
-        h_NR, back_NR = self.first_product(x_NI), self._back(grad_NO)
-        self.tp.all_reduce(h_NR if self.divides_inputs else back_NR)
+        h_NR, back_NR = self.project_a(x_NI), self._back(grad_NO)
+        self.tp.all_reduce(h_NR if self.row_parallel else back_NR)
         h_NR = h_NR * self.scaling
         for index, (column, row, size) in enumerate(self.places):
             h_Nr = h_NR[:, index * self.rank : (index + 1) * self.rank]
@@ -165,17 +220,20 @@ class Adapter(nn.Module):
         add_product(self.a.grad, back_NR.t(), x_NI)
 
     def _back(self, grad_NO: Tensor) -> Tensor:
-        """The gradient of the first product, (N, R), through this rank's outputs."""
+        """Return the gradient of x A^T, (N, R), from this rank's outputs."""
         pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.places]
         return torch.cat(pieces, dim=-1) * self.scaling
 
-    # Outside training and decoding.
+    # Methods outside of training and decoding.
 
     @torch.no_grad()
     def init(self, generator: torch.Generator) -> None:
-        """A uniform in +-1/sqrt(I), as peft has it, and B zero, so that the model starts as its base.
+        """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the model equals its base.
 
-        The full tensors are drawn on the CPU: they depend on the generator alone, whatever the ranks and the device.
+        The full tensors are drawn on the CPU, so they do not depend on ranks and device.
+
+        Args:
+            generator: a CPU generator.
         """
         for part in self.layout["a"]:
             bound = 1.0 / math.sqrt(part.full_shape[1])
@@ -185,7 +243,11 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """The layer's weight with the adapter's product added, computed in fp32: a copy."""
+        """Return a copy of the layer's weight with scaling * B A added, computed in fp32.
+
+        Args:
+            weight_OI: the weight of the layer.
+        """
         out = weight_OI.detach().clone()
         for index, (column, row, size) in enumerate(self.places):
             a = self.a[index * self.rank : (index + 1) * self.rank].float()

@@ -1,4 +1,10 @@
-"""How attention layers reach their keys and values: a callable, so that one model serves training and decoding."""
+"""How attention layers reach their keys and values: by a callable, so that one model serves training and decoding.
+
+`PackedAttend` is for training and scoring. The decoder passes its own callable, in a `CachedAttend` if the model has
+layers with a recurrent state.
+
+Shape letters: N tokens, R rows, H query heads, K key heads, D head dimension; others as in `areno.kernels.delta`.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +20,23 @@ from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_r
 from areno.layers.parallel import ParallelGroup
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
-"""(layer index, q_NHD, k_NKD, v_NKD, window) -> out_NHD: H query and K key heads of this rank, rope already applied.
+"""(layer index, q_NHD, k_NKD, v_NKD, window) -> out_NHD, for this rank's heads, after rotary embedding.
 
-window: how many tokens each token sees, itself and the last ones before it; None is all.
+window: the number of last tokens that a token attends to, itself included. None: all.
 """
 
 
 @dataclass(frozen=True)
 class PackedAttend:
-    """Attention for training: rows packed end to end, each token seeing itself and the earlier ones of its row.
+    """Causal attention within packed rows, for training and scoring.
 
-    cu_seqlens: (R + 1,) int32, where each row starts, and the number of tokens at the end. max_len: longest row.
-    context: ranks that hold a share of the tokens each, N / size of them in order. They trade tokens for heads, and
-    each attends with some heads over all tokens (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
+    Attributes:
+        cu_seqlens: (R + 1,) int32, where each row begins, and N.
+        max_len: the length of the longest row.
+        backend: the attention backend, a key of `areno.kernels.attention.BACKENDS`.
+        context: the ranks of context parallelism. Each has N / size tokens, in order. They exchange tokens for heads,
+            and each attends over all tokens with some of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses",
+            section 3).
     """
 
     cu_seqlens: Tensor
@@ -36,32 +46,61 @@ class PackedAttend:
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
         borders = self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
-        q_NHD, k_NKD, v_NKD = map(self.context.to_columns, (q_NHD, k_NKD, v_NKD))
-        return self.context.to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, *borders, self.backend, window))
+        q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
+        return self.context.columns_to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, *borders, self.backend, window))
 
     @cached_property
     def chunks(self) -> RowChunks:
-        """Of the rows, for layers with a recurrent state. The host waits for the borders once."""
+        """The chunks of the rows, for layers with a recurrent state. The host waits for cu_seqlens once."""
         return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """What a layer with a recurrent state makes of rows that begin with none; see `layers/delta.py`."""
-        assert self.context.size == 1, "ranks of a context have no states of each other's tokens"
+        """Compute the gated delta rule of rows that begin with zero states, differentiable.
+
+        Args:
+            layer: the index among the layers with a state; unused.
+            proj_NP: the projections of all tokens.
+            weights: the weights of the layer.
+
+        Returns:
+            (N, I).
+        """
+        assert self.context.size == 1, "context parallelism does not support layers with a recurrent state"
         return delta_rows(proj_NP, weights, self.chunks)[0]
 
     def recur_backward(
         self, grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, of_weights: bool
     ) -> tuple[Tensor, DeltaGradients | None]:
-        """Gradients of what `recur` was given, and with `of_weights` of the rule's weights; outside autograd."""
+        """Compute the gradients of `recur`, outside autograd.
+
+        Args:
+            grad_NI: the gradient of its result.
+            proj_NP: its projections.
+            weights: its weights.
+            of_weights: also compute the gradients of the weights.
+
+        Returns:
+            The gradient of the projections, and of the weights or None.
+        """
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
         self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same outside autograd, and what `backward` will want to know of it."""
-        q_NHD, k_NKD, v_NKD = map(self.context.to_columns, (q_NHD, k_NKD, v_NKD))
+        """Compute attention outside autograd, for a later `backward`.
+
+        Args:
+            q_NHD: queries of this rank's tokens.
+            k_NKD: their keys.
+            v_NKD: their values.
+            window: the number of last tokens that a token attends to. None: all.
+
+        Returns:
+            The output (N, H, D), and further tensors that `backward` needs.
+        """
+        q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         out_NHD, saved = varlen_forward(q_NHD, k_NKD, v_NKD, self.cu_seqlens, self.max_len, self.backend, window)
-        return self.context.to_rows(out_NHD), saved
+        return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
         self,
@@ -73,18 +112,36 @@ class PackedAttend:
         saved: Sequence[Tensor],
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from that of the output; out_NHD and saved are what `forward` returned."""
+        """Compute the gradients of attention, outside autograd.
+
+        Args:
+            grad_NHD: the gradient of the output.
+            q_NHD: the queries of `forward`.
+            k_NKD: its keys.
+            v_NKD: its values.
+            out_NHD: its output.
+            saved: the further tensors that it returned.
+            window: its window.
+
+        Returns:
+            The gradients of q, k and v.
+        """
         rows = self.cu_seqlens, self.max_len, self.backend
-        given = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
-        grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.to_columns, given)
+        inputs = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
+        grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
         grads = varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, saved, *rows, window)
-        grad_q, grad_k, grad_v = map(self.context.to_rows, grads)
+        grad_q, grad_k, grad_v = map(self.context.columns_to_rows, grads)
         return grad_q, grad_k, grad_v
 
 
 @dataclass(frozen=True, slots=True)
 class CachedAttend:
-    """Attention with what a cache holds, and beside it what layers do whose state is in a cache."""
+    """Attention over a KV cache, and the recurrent states of a cache, for models that have both.
+
+    Attributes:
+        attend: attention over the KV cache.
+        states: (layer, proj_NP, weights) -> (N, I), the gated delta rule with the states of the cache.
+    """
 
     attend: Attend
     states: Callable[[int, Tensor, DeltaWeights], Tensor]
@@ -93,13 +150,18 @@ class CachedAttend:
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """See `areno/layers/delta.py`."""
+        """Compute the gated delta rule with the states of the cache; arguments as of `Recurs.recur`."""
         return self.states(layer, proj_NP, weights)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokensAttend:
-    """Attention of the first `n` tokens of a pass. What comes after them only fills up the products, and gets zeros."""
+    """Attention of the first n tokens of a pass. Tokens after them are padding of matrix products and get zeros.
+
+    Attributes:
+        attend: attention of the first n tokens.
+        n: their number.
+    """
 
     attend: Attend
     n: int

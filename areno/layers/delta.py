@@ -1,6 +1,6 @@
-"""A layer with the gated delta rule in the place of attention, divided over the tensor-parallel ranks by heads.
+"""A layer with the gated delta rule in place of attention, sharded over the tensor-parallel ranks by heads.
 
-Shape letters as in `areno/kernels/delta`, of this rank; D hidden size, I = H V.
+Shape letters as in `areno.kernels.delta`, for this rank; D hidden size, I = H V.
 """
 
 from __future__ import annotations
@@ -19,15 +19,30 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 @runtime_checkable
 class Recurs(Protocol):
-    """How layers reach the states of rows: what attends has this beside it where a model has such layers."""
+    """The interface by which layers reach the states of rows. `attend` has it if the model has such layers."""
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """(N, I) of the tokens of all rows. layer: its number among the layers with a state."""
+        """Compute the gated delta rule of the tokens of all rows.
+
+        Args:
+            layer: the index among the layers with a state.
+            proj_NP: the projections of all tokens.
+            weights: the weights of the layer.
+
+        Returns:
+            (N, I).
+        """
         ...
 
 
 class RowConvolution(nn.Module):
-    """The weights of each channel's convolution, (X, 1, W) as in checkpoints: those of q, k and v below each other."""
+    """The weights of each channel's convolution, (X, 1, W) as in checkpoints, stacked for q, k and v.
+
+    Args:
+        out_sizes: the channels of q, k and v over all ranks.
+        width: W.
+        spec: dtype, device and ranks of the weights.
+    """
 
     def __init__(self, out_sizes: tuple[int, ...], width: int, spec: WeightSpec):
         super().__init__()
@@ -41,9 +56,14 @@ class RowConvolution(nn.Module):
 
 
 class GatedDelta(nn.Module):
-    """out(norm(delta rule(convolution(q, k, v), b, a)) * silu(z)), all of them projections of the same input.
+    """A layer that computes out(norm(delta_rule(conv(q, k, v), b, a)) * silu(z)) from projections of one input.
 
-    index: the number of the layer among those with a state.
+    Args:
+        hidden_size: D.
+        delta: heads and sizes over all ranks.
+        index: the index among the layers with a state.
+        eps: the epsilon of the norm.
+        spec: dtype, device and ranks of the weights.
     """
 
     def __init__(self, hidden_size: int, delta: Delta, index: int, eps: float, spec: WeightSpec):
@@ -51,7 +71,7 @@ class GatedDelta(nn.Module):
         self.index, self.delta = index, delta
         self.n_key_heads = spec.tp.shard(delta.n_key_heads, "key heads")
         heads, inner = delta.n_value_heads, delta.inner_size
-        self.given = ColumnParallelLinear(hidden_size, delta.projections, spec, bias=False)
+        self.in_proj = ColumnParallelLinear(hidden_size, delta.projections, spec, bias=False)
         self.conv = RowConvolution(delta.projections[:3], delta.width, spec)
         local = spec.tp.shard(heads, "value heads")
         self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # as checkpoints call them
@@ -61,21 +81,41 @@ class GatedDelta(nn.Module):
         self.out = RowParallelLinear(inner, hidden_size, spec, bias=False)
 
     def forward(self, x_ND: Tensor, attend: object, split: bool = False) -> Tensor:
+        """Return the output of the layer, (N, D). attend: implements `Recurs`. split: see `Linear`."""
         norm_V = self.norm.tp.copy_in(self.norm.weight)
-        return self.out(self.mixed(self.given(x_ND, split), attend, self.weights(norm_V)), split)
+        return self.out(self.mixed(self.in_proj(x_ND, split), attend, self.weights(norm_V)), split)
 
     def weights(self, norm_V: Tensor) -> DeltaWeights:
-        """What the rule needs. norm_V: the weight of the norm, as its gradient is to be."""
+        """Return the weights of the delta rule.
+
+        Args:
+            norm_V: the weight of the norm, through which its gradient flows.
+        """
         conv_XW = self.conv.weight.squeeze(1)
         return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)
 
     def mixed(self, proj_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
-        """(N, I): what goes into the last product."""
-        assert isinstance(attend, Recurs), "a layer with a state needs what `attend` of attention does not have"
+        """Return the result of the delta rule, (N, I), the input of the output projection.
+
+        Args:
+            proj_NP: the projections of all tokens.
+            attend: implements `Recurs`.
+            weights: the weights of the rule.
+        """
+        assert isinstance(attend, Recurs), "`attend` has no `recur`, which layers with a state call"
         return attend.recur(self.index, proj_NP, weights)
 
     def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:
-        """The gradient of what was given, outside autograd. Adds to the float32 gradients of the rule's weights."""
+        """Compute the gradient of the projections, outside autograd. Adds to the float32 gradients of the weights.
+
+        Args:
+            grad_NI: the gradient of the result of `mixed`.
+            proj_NP: its projections.
+            attend: the rows of the pass.
+
+        Returns:
+            (N, P).
+        """
         own = [self.conv.weight, self.A_log, self.dt_bias, self.norm.weight]
         of_weights = any(weight.requires_grad for weight in own)
         grad_proj_NP, found = attend.recur_backward(grad_NI, proj_NP, self.weights(self.norm.weight), of_weights)

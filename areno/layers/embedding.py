@@ -1,10 +1,6 @@
-"""The vocabulary matrix, divided by rows over the tensor-parallel ranks: tokens to vectors, and vectors to logits.
+"""Token embedding and LM head, sharded by rows over the tensor-parallel ranks, and the value head of critics.
 
-Shape letters: N tokens, K positions whose logits are wanted, V vocabulary, D hidden size.
-
-One number for each token: the head of critics and reward models.
-
-Shape letters: K positions, D hidden size.
+Shape letters: N tokens, K positions whose logits or values are computed, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -18,9 +14,19 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class VocabParallelEmbedding(nn.Module):
-    """One row for each token. A vocabulary that the ranks do not divide is padded with rows that are zero and stay so.
+    """The embedding matrix (V, D), for token embedding and logits.
 
-    Rank r holds the tokens `first .. first + n_valid`; only the last ranks have padding below their valid rows.
+    The vocabulary is padded with zero rows to a multiple of the ranks.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+        spec: dtype, device and ranks of the weights.
+
+    Attributes:
+        first: the first token of this rank.
+        n_valid: the number of tokens of this rank. Rows of the weight after them are padding.
+        fixed_order: computes products in a fixed order, for `engine.exact`. None: torch computes them.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec):
@@ -33,38 +39,55 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = spec.empty(rows, hidden_size)
         part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
-        self.unsplit: FixedOrderProduct | None = None  # as of Linear
+        self.fixed_order: FixedOrderProduct | None = None
 
     def clear_padding(self) -> None:
-        """Zero the rows below the vocabulary. Loading calls this, since no checkpoint tensor fills them."""
+        """Set the rows of padding to zero. No checkpoint tensor fills them."""
         self.weight.detach()[self.n_valid :].zero_()
 
     def forward(self, tokens_N: Tensor, split: bool = False) -> Tensor:
-        """int64 token ids to (N, D), the same on every rank, or if split to this rank's share of the tokens."""
+        """Embed tokens.
+
+        Args:
+            tokens_N: int64 token ids, the same on every rank.
+            split: return this rank's share of the tokens (sequence parallel).
+
+        Returns:
+            (N, D), or (N / ranks, D) if split.
+        """
         if self.tp.size == 1:
             return F.embedding(tokens_N, self.weight)
         local_N = tokens_N - self.first
         elsewhere_N = (local_N < 0) | (local_N >= self.n_valid)
         x_ND = F.embedding(local_N.masked_fill(elsewhere_N, 0), self.weight)
         x_ND = x_ND.masked_fill(elsewhere_N.unsqueeze(-1), 0)
-        return self.tp.sum_out(x_ND) if split else self.tp.reduce_out(x_ND)
+        return self.tp.scatter_rows(x_ND) if split else self.tp.reduce_out(x_ND)
 
     def product(self, hidden_KD: Tensor) -> Tensor:
-        """This rank's columns of the logits, (K, V / ranks) float32, and zeros for rows of padding.
+        """Return this rank's columns of the logits, with zeros for padding.
 
-        The product is accumulated and kept in fp32 where the device can do so: logits rounded to bf16 would make
+        They are accumulated and returned in fp32 where the device supports it. Logits rounded to bf16 would make the
         log-probabilities of rollout and training disagree.
+
+        Args:
+            hidden_KD: hidden states.
+
+        Returns:
+            (K, V / ranks) float32.
         """
-        if self.unsplit is not None:
-            return self.unsplit(hidden_KD, self.weight, torch.float32)
+        if self.fixed_order is not None:
+            return self.fixed_order(hidden_KD, self.weight, torch.float32)
         return float_product(hidden_KD, self.weight).float()
 
 
 class ValueHead(nn.Module):
-    """hidden w^T without bias, computed in fp32 whatever the dtype: bf16 would round a value of 20 by up to 0.06.
+    """The scalar head of critics and reward models: hidden w^T in fp32. bf16 would round a value of 20 by up to 0.06.
 
-    Tensor-parallel ranks hold equal copies. The hidden states are the same on each of them, so are the values, and the
-    gradients need no collective, as those of the final norm before it.
+    All tensor-parallel ranks hold the whole weight and the same hidden states, so gradients need no collective.
+
+    Args:
+        hidden_size: D.
+        spec: dtype and device of the weight.
     """
 
     def __init__(self, hidden_size: int, spec: WeightSpec):
@@ -73,5 +96,5 @@ class ValueHead(nn.Module):
         self.layout: Layout = {"weight": (Part((1, hidden_size)),)}
 
     def forward(self, hidden_KD: Tensor) -> Tensor:
-        """(K, D) to (K,) float32."""
+        """Return the values (K,) float32 of hidden states (K, D)."""
         return F.linear(hidden_KD.float(), self.weight.float()).squeeze(-1)

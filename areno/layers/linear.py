@@ -1,8 +1,8 @@
-"""Linear layers divided over the tensor-parallel ranks: by output (column) or by input (row).
+"""Linear layers sharded over the tensor-parallel ranks: by output (column-parallel) or by input (row-parallel).
 
-The fused layers of `models/fused.py` write their backward pass out: they call `input_gradient` and `accumulate`.
+The fused layers of `models/fused.py` write their own backward pass with `input_gradient` and `accumulate`.
 
-Shape letters: N tokens, I input features, O output features.
+Shape letters: N tokens, n = N / ranks tokens of one rank, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -20,11 +20,23 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class Linear(nn.Module):
-    """What both kinds share: `weight` (O, I) and `bias` (O,) or None, of this rank.
+    """Base class of both kinds of linear layer. Weights and outputs are those of this rank.
 
-    split (of the methods): outside of such a pair of layers the ranks have a share of the tokens each, n of N.
-    unsplit: None, or how products are computed so that a row has the same bits beside any others; see
-    areno/engine/exact.py.
+    The methods' argument `split` means sequence parallelism: between a row-parallel and a column-parallel layer, each
+    rank has n of the N tokens.
+
+    Args:
+        out_size: O.
+        in_size: I.
+        spec: dtype, device and ranks of the weights.
+        bias: whether there is a bias.
+
+    Attributes:
+        weight: (O, I).
+        bias: (O,) or None.
+        fixed_order: computes products in a fixed order, for `engine.exact`. None: torch computes them.
+        layout: the places of checkpoint tensors in weight and bias.
+        adapter: the LoRA adapter, or None.
     """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):
@@ -32,36 +44,49 @@ class Linear(nn.Module):
         self.tp = spec.tp
         self.weight = spec.empty(out_size, in_size)
         self.bias = spec.empty(out_size) if bias else None
-        self.unsplit: FixedOrderProduct | None = None
+        self.fixed_order: FixedOrderProduct | None = None
         self.layout: Layout = {}
         self.adapter: Adapter | None = None
 
     def add_adapter(self, groups: Sequence[Sequence[int]], adapters: AdapterSpec) -> Adapter:
-        """Give these of the layer's projections an adapter, with uninitialised weights; see Adapter for the groups."""
+        """Add an adapter with uninitialised weights.
+
+        Args:
+            groups: the indices of the adapted projections, as of `Adapter`.
+            adapters: rank and scaling.
+        """
         spec = WeightSpec(self.weight.dtype, self.weight.device, self.tp)
         self.adapter = Adapter(self.layout["weight"], groups, adapters, spec)
         return self.adapter
 
     def _adapted(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """y = x W^T with what the adapter adds."""
+        """Return x W^T with the adapter added."""
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
-    def adapter_below(self) -> Adapter | None:
-        """The adapter whose first product is computed along with the layer's; see there."""
+    def stacked_adapter(self) -> Adapter | None:
+        """Return the adapter if its A is stacked below the weight and one product computes both."""
         return self.adapter if self.adapter is not None and self.adapter.is_stacked else None
 
     def merged_weight(self) -> Tensor:
-        """The weight with what the adapter adds: itself, or a copy."""
+        """Return the weight with the adapter merged: the weight itself, or a copy."""
         return self.adapter.merged(self.weight) if self.adapter is not None and self.adapter.on else self.weight
 
     def product(self, x_NI: Tensor) -> Tensor:
-        """x W^T."""
-        return F.linear(x_NI, self.weight) if self.unsplit is None else self.unsplit(x_NI, self.weight, x_NI.dtype)
+        """Return x W^T.
+
+        Args:
+            x_NI: inputs.
+        """
+        return (
+            F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
+        )
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add what one product contributes to the float32 gradients of weight, bias and adapter.
+        """Add to the float32 gradients of weight, bias and adapter. Frozen parameters are skipped.
 
-        What is frozen has none.
+        Args:
+            grad_NO: the gradient of the output.
+            x_NI: the input.
         """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
@@ -73,6 +98,7 @@ class Linear(nn.Module):
             self.adapter.accumulate(grad_NO, x_NI)
 
     def _input_gradient(self, grad_NO: Tensor) -> Tensor:
+        """Return the gradient of x from this rank's outputs."""
         grad_NI = grad_NO @ self.weight
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
@@ -82,10 +108,18 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """y = x W^T + b for one or several projections of the same input, computed as one matrix product.
 
-    Each rank holds a slice of every projection's outputs; `out_sizes` are the full sizes. The output is this rank's
-    slices side by side, `local_sizes` wide. The input is the same on every rank.
-    copies: for each projection, how many ranks hold the same slice of it; () is one. The gradients of such a slice are
-    those of each rank's own outputs: `Transformer.in_parts` names them to who sums them.
+    Each rank holds a slice of every projection's outputs. Its output is its slices side by side.
+
+    Args:
+        in_size: I.
+        out_sizes: the outputs of each projection over all ranks.
+        spec: dtype, device and ranks of the weights.
+        bias: whether there is a bias.
+        copies: for each projection, how many ranks hold the same slice. (): one. The gradient of such a slice on a rank
+            is that of its own heads; `Transformer.partial_gradients` lists the slices whose gradients must be summed.
+
+    Attributes:
+        local_sizes: the outputs of each projection on this rank.
     """
 
     def __init__(
@@ -106,25 +140,44 @@ class ColumnParallelLinear(Linear):
         self.layout = {"weight": tuple(weights), "bias": tuple(biases)}
 
     def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
-        """(N, I), or (n, I) if split, to (N, O)."""
-        x_NI = self.tp.join(x_NI) if split else self.tp.copy_in(x_NI)
-        if (adapter := self.adapter_below()) is not None:
+        """Return the outputs (N, O) of this rank.
+
+        Args:
+            x_NI: inputs, the same on every rank; (n, I) if split.
+            split: the ranks have different tokens, which are gathered.
+        """
+        x_NI = self.tp.gather_rows(x_NI) if split else self.tp.copy_in(x_NI)
+        if (adapter := self.stacked_adapter()) is not None:
             return adapter.output(x_NI)
-        if self.unsplit is None:
+        if self.fixed_order is None:
             return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
-        y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
+        y_NO = self.product(x_NI)  # with the bias, a library rounds once or twice, depending on the number of rows
         return self._adapted(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
-        """The gradient of x, summed over the ranks: that of this rank's share if split."""
+        """Return the gradient of x, summed over the ranks.
+
+        Args:
+            grad_NO: the gradient of the output.
+            split: return this rank's n tokens.
+
+        Returns:
+            (N, I), or (n, I) if split.
+        """
         grad_NI = self._input_gradient(grad_NO)
-        return self.tp.summed(grad_NI) if split else self.tp.all_reduce(grad_NI)
+        return self.tp.reduce_scatter_rows(grad_NI) if split else self.tp.all_reduce(grad_NI)
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b where each rank holds a slice of the input features, as a column-parallel layer leaves them.
+    """y = x W^T + b where each rank holds a slice of the input features, the output of a column-parallel layer.
 
-    The ranks' partial products are summed; the output is the same on every rank, or each has its share of the tokens.
+    The ranks' partial products are summed.
+
+    Args:
+        in_size: I over all ranks.
+        out_size: O.
+        spec: dtype, device and ranks of the weights.
+        bias: whether there is a bias.
     """
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
@@ -136,16 +189,29 @@ class RowParallelLinear(Linear):
         }
 
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
-        """(N, I) to (N, O), or to (n, O) if split. Not `whole`: this rank's part of the sum, without the bias."""
-        adapter = self.adapter_below()
+        """Return the output.
+
+        Args:
+            x_NI: this rank's slice of the inputs.
+            split: return this rank's n tokens.
+            whole: sum over the ranks. False returns this rank's partial product, without the bias.
+
+        Returns:
+            (N, O), the same on every rank; (n, O) if split.
+        """
+        adapter = self.stacked_adapter()
         y_NO = self._adapted(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
         if not whole:
             return y_NO
-        y_NO = self.tp.sum_out(y_NO) if split else self.tp.reduce_out(y_NO)
+        y_NO = self.tp.scatter_rows(y_NO) if split else self.tp.reduce_out(y_NO)
         if self.bias is None:
             return y_NO
         return y_NO.add_(self.tp.copy_in(self.bias) if split else self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """The gradient of this rank's slice of x."""
+        """Return the gradient of this rank's slice of x.
+
+        Args:
+            grad_NO: the gradient of the output.
+        """
         return self._input_gradient(grad_NO)

@@ -1,16 +1,14 @@
-"""The MLP of a layer.
+"""The MLP of a layer: a gated MLP, or a mixture of experts sharded over the tensor-parallel ranks by whole experts.
 
-Shape letters: N tokens, D hidden size, I inner size of this rank.
+In a mixture, a router gives each token a probability for each expert. The token goes through the most probable experts,
+and their outputs are summed with these weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al. 2021, "Switch
+Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens, so the ranks
+exchange only the sum of a row-parallel layer.
 
-The MLP of a layer as a mixture of experts, divided over the tensor-parallel ranks by whole experts.
+Both have `forward` for autograd, and `fused_forward` and `fused_backward` for the fused layers, outside autograd.
 
-A router gives each token a probability of each expert. The token goes through the most probable ones, and their outputs
-are added up with these weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al. 2021, "Switch Transformers", arXiv
-2101.03961). No token is dropped. Each rank computes its own experts for all tokens, so the sum over the ranks that
-follows every row-parallel layer is all they exchange.
-
-Shape letters: N tokens, D hidden size, E experts (of all ranks, for the router; of this rank elsewhere), k experts of a
-token, M = N k copies of tokens, sorted by expert, I inner size of an expert.
+Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, else of this rank), k experts of a
+token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert.
 """
 
 from __future__ import annotations
@@ -40,11 +38,14 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), arXiv 2002.05202; gelu: with the tanh form of GELU instead.
+    """down(silu(gate x) * up x), arXiv 2002.05202.
 
-    split: see Linear. Input and output, and their gradients, are then shares of the tokens.
-
-    `forward` runs under autograd, the two fused halves outside it.
+    Args:
+        hidden_size: D.
+        inner_size: I over all ranks.
+        spec: dtype, device and ranks of the weights.
+        bias: whether the linear layers have biases.
+        gelu: use the tanh form of GELU instead of SiLU.
     """
 
     def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool, gelu: bool = False):
@@ -54,20 +55,28 @@ class GatedMLP(nn.Module):
         self.down = RowParallelLinear(inner_size, hidden_size, spec, bias=bias)
 
     def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
+        """Return the output (N, D). split: input and output are this rank's tokens, as of `Linear`."""
         gate, up = self.gate_up(x_ND, split).chunk(2, dim=-1)
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
     def fused_forward(
         self, x_ND: Tensor, split: bool = False, whole: bool = True
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs.
+        """Compute the output outside autograd, for a later `fused_backward`.
 
-        whole: of RowParallelLinear.
+        Args:
+            x_ND: inputs.
+            split: input and output are this rank's tokens, as of `Linear`.
+            whole: sum the output over the ranks. False returns this rank's partial sum.
+
+        Returns:
+            The output (N, D); an intermediate result, which `fused_backward` uses if it is kept; further tensors that
+            `fused_backward` needs.
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
-        if (adapter := self.gate_up.adapter_below()) is not None:
-            assert not split, "sampling divides no tokens"
+        if (adapter := self.gate_up.stacked_adapter()) is not None:
+            assert not split, "sampling is not sequence-parallel"
             both_NX = adapter.stacked_product(x_ND)
             return self.down(adapter.swiglu_stacked(both_NX, self.gelu), split, whole), both_NX, ()
         gate_up_N2I = self.gate_up(x_ND, split)
@@ -81,13 +90,24 @@ class GatedMLP(nn.Module):
         saved: tuple[Tensor, ...] = (),
         split: bool = False,
     ) -> Tensor:
-        """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again."""
+        """Compute the gradient of x outside autograd. Adds to the float32 gradients of the parameters.
+
+        Args:
+            grad_ND: the gradient of the output.
+            x_ND: the inputs of the forward pass.
+            kept: its intermediate result. None: compute it again.
+            saved: its further tensors.
+            split: input and output are this rank's tokens, as of `Linear`.
+
+        Returns:
+            (N, D).
+        """
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
 
         work = None
-        if split:  # the input comes while the output's gradient goes through what was kept
-            grad_ND = self.down.tp.joined(grad_ND)
-            x_ND, work = self.down.tp.begin_join(x_ND)
+        if split:  # gather the input while the gradient of `down` is computed
+            grad_ND = self.down.tp.all_gather_rows(grad_ND)
+            x_ND, work = self.down.tp.begin_all_gather_rows(x_ND)
             if kept is None:
                 wait_for(work)
         gate_up_N2I = self.gate_up(x_ND) if kept is None else kept
@@ -101,10 +121,15 @@ class GatedMLP(nn.Module):
 
 
 class Router(Linear):
-    """Scores of the experts. Every rank has all of it, and the same gradient.
+    """The router's scores of the experts. Every rank has the whole weight and the same gradient.
 
-    Its logits are kept in fp32 where the device can, and the softmax is over all experts in fp32: a rounded logit may
-    choose another expert.
+    Logits are fp32 where the device supports it, and so is the softmax over all experts: a rounded logit may choose
+    another expert.
+
+    Args:
+        hidden_size: D.
+        n_experts: E.
+        spec: dtype and device of the weight.
     """
 
     def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
@@ -112,14 +137,18 @@ class Router(Linear):
         self.layout: Layout = {"weight": (Part((n_experts, hidden_size)),)}
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """(N, E) float32 logits."""
+        """Return the logits (N, E) float32."""
         return float_product(x_ND, self.weight).float()
 
 
 class ExpertMatrices(nn.Module):
-    """A matrix for each expert of this rank, one below the other: `weight` is (E * O, I).
+    """The matrices of this rank's experts, stacked: `weight` is (E * O, I).
 
-    sizes: outputs of the checkpoint tensors that each matrix consists of, from the first row down.
+    Args:
+        n_experts: the experts of all ranks.
+        sizes: the outputs of each checkpoint tensor of an expert's matrix, from the first row.
+        in_size: I.
+        spec: dtype, device and ranks of the weights.
     """
 
     def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
@@ -138,35 +167,49 @@ class ExpertMatrices(nn.Module):
 
     @property
     def stack_EOI(self) -> Tensor:
+        """The weight as (E, O, I)."""
         return self.weight.unflatten(0, (self.n_local, self.out_size))
 
     def accumulate(self, grad_MO: Tensor, x_MI: Tensor, groups: Groups) -> None:
-        """Add what one product contributes to the float32 gradient; a frozen matrix has none."""
+        """Add to the float32 gradient of the weight. Does nothing if it is frozen.
+
+        Args:
+            grad_MO: the gradients of the outputs, sorted by expert.
+            x_MI: the inputs, sorted by expert.
+            groups: the groups of the experts.
+        """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_grouped_product(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)
 
 
 class ExpertMLP(nn.Module):
-    """The sum of down(silu(gate x) * up x) over a token's experts, times their weights.
+    """The weighted sum of down(silu(gate x) * up x) over a token's experts.
 
-    layer: its number among the model's expert layers. routing: what these share; see there for what can be told and
-    read. `forward` runs under autograd, the two fused halves outside it. split: see Linear. A rank then has a share of
-    the tokens as input and output, but all of them are routed on every rank.
+    Args:
+        hidden_size: D.
+        experts: number and sizes of the experts.
+        layer: the index among the layers with experts.
+        routing: settings and results of a pass, shared by all layers.
+        spec: dtype, device and ranks of the weights.
+
+    Attributes:
+        row_multiple: the rows of an expert's products are padded to a multiple of this, for `engine.exact`.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
         super().__init__()
         self.tp, self.experts, self.layer, self.routing = spec.tp, experts, layer, routing
-        self.row_multiple = 1  # of the rows of an expert's products; see areno/engine/exact.py
+        self.row_multiple = 1
         inner = experts.inner_size
         self.router = Router(hidden_size, experts.n_experts, spec)
         self.experts_gate_up = ExpertMatrices(experts.n_experts, (inner, inner), hidden_size, spec)
         self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
 
     def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
-        if split:  # the router's gradient is the same on every rank, and `copy_in` sums that of the experts
-            x_ND = self.tp.join_equal(x_ND)
+        """Return the output (N, D). split: input and output are this rank's tokens; every rank routes all tokens."""
+        if split:  # the router's gradient is the same on every rank, and `copy_in` sums the experts' gradients
+            x_ND = self.tp.gather_rows_equal(x_ND)
         logits_NE = self.router(x_ND)
         chosen_Nk = self.routing.choose(self.layer, logits_NE)
         weights_Nk = self.tp.copy_in(self._weights(logits_NE, chosen_Nk))
@@ -176,14 +219,15 @@ class ExpertMLP(nn.Module):
         gate_MI, up_MI = reference.grouped_product(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
         y_MD = reference.grouped_product(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
         out_ND = reference.combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
-        return self.tp.sum_out(out_ND) if split else self.tp.reduce_out(out_ND)
+        return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
     def _groups(self, chosen_Nk: Tensor) -> Groups:
+        """Sort the copies of tokens by this rank's experts."""
         n_local = self.experts_gate_up.n_local
         return group_by_expert(chosen_Nk, self.tp.rank * n_local, n_local)
 
     def _weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
-        """(N, k) float32, of the chosen experts."""
+        """Return the weights of the chosen experts, (N, k) float32."""
         probs_NE = logits_NE.softmax(-1)
         if self.routing.balance_E is not None and torch.is_grad_enabled():
             n_tokens = self.routing.n_tokens
@@ -194,11 +238,21 @@ class ExpertMLP(nn.Module):
     def fused_forward(
         self, x_ND: Tensor, split: bool = False, whole: bool = True
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
+        """Compute the output outside autograd, for a later `fused_backward`.
+
+        Args:
+            x_ND: inputs.
+            split: input and output are this rank's tokens, as of `Linear`.
+            whole: sum the output over the ranks. False returns this rank's partial sum.
+
+        Returns:
+            The output (N, D); an intermediate result, which `fused_backward` uses if it is kept; further tensors that
+            `fused_backward` needs.
+        """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if split:
-            x_ND = self.tp.joined(x_ND)
+            x_ND = self.tp.all_gather_rows(x_ND)
         logits_NE, routing = self.router(x_ND), self.routing
         if routing.is_free:
             chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
@@ -213,18 +267,26 @@ class ExpertMLP(nn.Module):
         y_MD = grouped_product(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
         out_ND = combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
         if whole:
-            out_ND = self.tp.summed(out_ND) if split else self.tp.reduce_out(out_ND)
+            out_ND = self.tp.reduce_scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
         return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
 
     def fused_backward(
         self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool = False
     ) -> Tensor:
-        """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again.
+        """Compute the gradient of x outside autograd. Adds to the float32 gradients of the parameters.
 
-        saved: what `fused_forward` returned last. The experts are those of the forward pass, not chosen again.
+        Args:
+            grad_ND: the gradient of the output.
+            x_ND: the inputs of the forward pass.
+            kept: its intermediate result. None: compute it again.
+            saved: its further tensors. Their experts are used, not chosen again.
+            split: input and output are this rank's tokens, as of `Linear`.
+
+        Returns:
+            (N, D).
         """
         if split:
-            grad_ND, x_ND = self.tp.joined(grad_ND), self.tp.joined(x_ND)
+            grad_ND, x_ND = self.tp.all_gather_rows(grad_ND), self.tp.all_gather_rows(x_ND)
         chosen_Nk = saved[0].long()
         groups = self._groups(chosen_Nk)
         gate_up, down, ends_E = self.experts_gate_up, self.experts_down, groups.ends_E
@@ -244,18 +306,18 @@ class ExpertMLP(nn.Module):
         del rows_MD
         grad_x_MD = grouped_product(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
         grad_x_ND = combine(grad_x_MD, groups.places_Nk, None, ends_E)
-        grad_x_ND = self.tp.summed(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
+        grad_x_ND = self.tp.reduce_scatter_rows(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
         grad_weights_Nk = grad_weights_M.index_select(0, groups.places_Nk.flatten()).view_as(weights_Nk)
-        # All ranks have the same of this half, so it is added after their sum.
+        # The router's part of the gradient is the same on all ranks, so it is added after the sum.
         grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
         (grad_logits_NE,) = torch.autograd.grad(weights_Nk, logits_NE, grad_weights_Nk)
         grad_logits_NE = grad_logits_NE.to(x_ND.dtype)
         self.router.accumulate(grad_logits_NE, x_ND)
-        return grad_x_ND + (self.tp.rows(grad_logits_NE) if split else grad_logits_NE) @ self.router.weight
+        return grad_x_ND + (self.tp.own_rows(grad_logits_NE) if split else grad_logits_NE) @ self.router.weight
 
 
 class _Balance(torch.autograd.Function):
-    """Identity. Its backward pass adds the gradient of the auxiliary loss to that of each token that is not padding."""
+    """Identity whose backward pass adds the auxiliary loss's gradient to that of each token that is not padding."""
 
     @staticmethod
     def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""Rotary position embedding (arXiv 2104.09864): plain, and with the scalings that `Rope` describes.
+"""Rotary position embedding (arXiv 2104.09864), with the scalings that `Rope` describes.
+
+`Rotary` computes angles from positions, `rotate` applies them, and `head_order` reorders the numbers of a checkpoint.
 
 Shape letters: N tokens, H heads, D head dimension, F = D / 2 frequencies.
 """
@@ -15,7 +17,15 @@ from areno.layers.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """(F,) float32 on the CPU: radians turned from one position to the next, 0 for what is not rotated."""
+    """Return the frequencies: radians from one position to the next, 0 for numbers that are not rotated.
+
+    Args:
+        rope: base and scaling.
+        head_dim: D.
+
+    Returns:
+        (F,) float32 on the CPU.
+    """
     if rope.kind == "none":
         return torch.zeros(head_dim // 2)
     freqs_R = _frequencies(rope, rope.rotary_dim(head_dim))
@@ -23,10 +33,17 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def head_order(rope: Rope, head_dim: int) -> Tensor | None:
-    """(D,) int64: which number of a head in the checkpoint each of ours is. None where they are the same.
+    """Return the order in which the numbers of a checkpoint's heads are stored here.
 
-    `rotate` turns pairs of numbers that are half a head apart. Queries and keys may have their numbers in any order, if
-    it is the same one, so what a checkpoint pairs in another way is put there once, when weights are read.
+    `rotate` turns pairs of numbers that are half a head apart. Queries and keys may have any common order, so a
+    checkpoint with other pairs is reordered once, when weights are read.
+
+    Args:
+        rope: which numbers are rotated, and which are pairs.
+        head_dim: D.
+
+    Returns:
+        (D,) int64, the index in the checkpoint of each of our numbers. None if the orders are equal.
     """
     dim = rope.rotary_dim(head_dim)
     if dim == head_dim and not rope.interleaved:
@@ -38,12 +55,17 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
 
 
 def in_order(rows: Tensor, order_D: Tensor) -> Tensor:
-    """A copy of rows (heads * D, ...) with the numbers of each head in another order."""
+    """Return a copy of rows with the numbers of each head in another order.
+
+    Args:
+        rows: (heads * D, ...).
+        order_D: the index of each number in `rows`.
+    """
     return rows.unflatten(0, (-1, len(order_D)))[:, order_D].flatten(0, 1)
 
 
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Of the numbers that are rotated, head_dim of them."""
+    """Return the frequencies of the head_dim numbers that are rotated."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
     if rope.kind in ("default", "dynamic"):
@@ -57,17 +79,17 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _kept_by_llama3(freqs_F: Tensor, rope: Rope) -> Tensor:
-    """Between 0, where a frequency is divided by the factor, and 1, where it is kept."""
+    """Return the share of each frequency that is kept: 0 if it is divided by the factor, 1 if it is kept."""
     wavelengths_F = 2 * math.pi / freqs_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
-    """The same, by the index of the frequency."""
+    """Return the share of each frequency that is kept, which depends on its index."""
 
     def index_of(turns: float) -> float:
-        """Of the frequency that turns so often within the original context."""
+        """Return the index of the frequency with this many turns within the original context."""
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
@@ -80,7 +102,13 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Angles from positions, computed in each forward pass: as cheap as a table, and no context length to outgrow."""
+    """Computes angles from positions in each forward pass, which costs as little as a table and has no maximum length.
+
+    Args:
+        rope: base and scaling.
+        head_dim: D.
+        device: the device of the frequencies.
+    """
 
     freqs_F: Tensor
     scale_F: Tensor | None
@@ -89,20 +117,33 @@ class Rotary(nn.Module):
         super().__init__()
         self.register_buffer("freqs_F", frequencies(rope, head_dim).to(device), persistent=False)
         scale_F = None
-        if rope.attention_factor != 1.0:  # not of what is not rotated
+        if rope.attention_factor != 1.0:  # numbers that are not rotated are not scaled
             scale_F = torch.where(self.freqs_F > 0, rope.attention_factor, 1.0)
         self.register_buffer("scale_F", scale_F, persistent=False)
 
     @torch.no_grad()
     def forward(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 positions to cos and sin, each (N, 1, F) float32, times the scale of queries and keys."""
+        """Return cos and sin, each (N, 1, F) float32, multiplied by the scale of queries and keys.
+
+        Args:
+            positions_N: int64.
+        """
         angles_N1F = (positions_N.float().unsqueeze(-1) * self.freqs_F).unsqueeze(1)
         cos_N1F, sin_N1F = angles_N1F.cos(), angles_N1F.sin()
         return (cos_N1F, sin_N1F) if self.scale_F is None else (cos_N1F * self.scale_F, sin_N1F * self.scale_F)
 
 
 def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    """Turn the pairs (x[f], x[f + F]) of each head by their angle; computed in fp32, returned in the dtype of x."""
+    """Rotate the pairs (x[f], x[f + F]) of each head by their angle, in fp32.
+
+    Args:
+        x_NHD: queries or keys.
+        cos_N1F: cosines of the angles.
+        sin_N1F: sines of the angles.
+
+    Returns:
+        (N, H, D) in the dtype of x.
+    """
     return _Rotate.apply(x_NHD, cos_N1F, sin_N1F)  # type: ignore[return-value]
 
 
@@ -113,7 +154,7 @@ def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation, scaled or not, is the rotation back: nothing but the angles is kept for it."""
+    """Rotation, of which only the angles are saved: its gradient is the inverse rotation, with the same scale."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:

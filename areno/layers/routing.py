@@ -1,6 +1,7 @@
-"""What the expert layers of a model are told for a pass, and what they tell of it. One object serves all of them.
+"""Settings and results of routing in a pass, shared by all expert layers of a model.
 
-Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token.
+`Routing.begin` sets which experts to use, and what to record, for the next passes. The fields `chosen` and `loads` hold
+the results. Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from areno.layers.config import Experts
 
 @dataclass
 class LayerLoad:
-    """How one layer spread the tokens of a pass, on the device.
+    """How one layer spread the tokens of a pass over its experts, on the device.
 
-    chosen_E: (token, choice) pairs of each expert, int64. probability_E: the router's probabilities, added up, float32.
-    entropy: of the router, added up over the tokens. changed: choices that were given and that the router would not
-    have made itself.
+    Attributes:
+        chosen_E: int64, the (token, choice) pairs of each expert.
+        probability_E: float32, the router's probabilities, summed over tokens.
+        entropy: the router's entropy, summed over tokens.
+        changed: the number of given choices that the router would not have made.
     """
 
     chosen_E: Tensor
@@ -30,13 +33,19 @@ class LayerLoad:
 
 @dataclass
 class Routing:
-    """Set the fields below before a pass, and read the others after it. A backward pass that recomputes needs them too.
+    """Settings and results of routing in a pass. A backward pass that recomputes needs the same settings.
 
-    given_NLk: the experts to use, of any integer dtype; tokens whose first number is `none`, or that are beyond its
-    end, are routed by the router. None: all are.
-    balance_E: the gradient of an auxiliary loss by each token's probabilities, float32. None: there is no such loss.
-    n_tokens: of the pass, those that are not padding. None: all.
-    records: keep `chosen`, the experts of each layer, (N, k) int64. observes: keep `loads`.
+    Attributes:
+        experts: number and sizes of the experts.
+        n_layers: L.
+        given_NLk: the experts to use, any integer dtype. The router routes tokens whose first number is `none`, and
+            tokens after its end. None: the router routes all tokens.
+        balance_E: float32, the gradient of an auxiliary loss by the probabilities of each token. None: no such loss.
+        n_tokens: the number of tokens that are not padding. None: all.
+        records: keep `chosen`.
+        observes: keep `loads`.
+        chosen: the experts of each layer, (N, k) int64, after a pass.
+        loads: the load of each layer, after a pass.
     """
 
     experts: Experts
@@ -51,12 +60,12 @@ class Routing:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which numbers of experts are kept."""
+        """The dtype of recorded expert indices."""
         return torch.uint8 if self.experts.id_bytes == 1 else torch.int16
 
     @property
     def none(self) -> int:
-        """What stands in the place of an expert's number where it is not known."""
+        """The index that means no expert."""
         return torch.iinfo(self.dtype).max
 
     def begin(
@@ -68,27 +77,48 @@ class Routing:
         records: bool = False,
         observes: bool = False,
     ) -> None:
-        """Say all that holds for the next passes. Without arguments: the router decides, and nothing is kept."""
+        """Set how the next passes are routed. Without arguments the router decides, and nothing is recorded.
+
+        Args:
+            given_NLk: the experts to use.
+            balance_E: the gradient of an auxiliary loss.
+            n_tokens: the number of tokens that are not padding.
+            records: keep `chosen`.
+            observes: keep `loads`.
+        """
         self.given_NLk, self.balance_E, self.n_tokens = given_NLk, balance_E, n_tokens
         self.records, self.observes = records, observes
         self.chosen, self.loads = {}, {}
 
     def recorded(self) -> Tensor:
-        """The experts of the last pass, (N, L, k), in `dtype`."""
+        """Return the experts of the last pass, (N, L, k), in `dtype`."""
         return torch.stack([self.chosen[layer] for layer in range(self.n_layers)], dim=1).to(self.dtype)
 
     @property
     def is_free(self) -> bool:
-        """Whether the router alone decides, and nothing is asked of it but its choice."""
+        """Whether the router alone decides, and only its choices are recorded."""
         return self.given_NLk is None and not self.observes
 
     def note(self, layer: int, chosen_Nk: Tensor) -> None:
-        """What a layer has chosen by itself."""
+        """Record the router's own choice of a layer.
+
+        Args:
+            layer: the index among the expert layers.
+            chosen_Nk: the experts.
+        """
         if self.records:
             self.chosen[layer] = chosen_Nk
 
     def choose(self, layer: int, logits_NE: Tensor) -> Tensor:
-        """The experts of each token, (N, k) int64: those given, or the most probable ones, the most probable first."""
+        """Choose the experts of each token, and record them.
+
+        Args:
+            layer: the index among the expert layers.
+            logits_NE: the router's logits.
+
+        Returns:
+            (N, k) int64: the given experts, or the most probable ones, in descending order.
+        """
         with torch.no_grad():
             own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
             chosen_Nk = own_Nk
@@ -103,6 +133,7 @@ class Routing:
         return chosen_Nk
 
     def _load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> LayerLoad:
+        """Return the load of a layer. own_Nk: the router's choice; chosen_Nk: the experts that were used."""
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
         flat = chosen_Nk.flatten()

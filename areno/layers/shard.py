@@ -1,6 +1,6 @@
-"""Where a checkpoint tensor lives inside a parameter: what each layer declares, and loading and saving follow.
+"""The places of checkpoint tensors in the parameters of this rank, as each layer declares them for loading and saving.
 
-A parameter may hold several checkpoint tensors one below the other (fused q, k, v) and only this rank's piece of each.
+A parameter may hold several checkpoint tensors, stacked (fused q, k, v), and only this rank's piece of each.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 
 from areno.layers.parallel import ParallelGroup
 
-GATHERED_BYTES = 2**26  # that each rank sends at once when a tensor is gathered
-GATHERED_ON_CPU = 2**20  # the same, where what is received takes host memory, beside the tensor that is put together
+GATHERED_BYTES = 2**26  # that each rank sends at a time when a tensor is gathered
+GATHERED_ON_CPU = 2**20  # the same on the CPU, where received pieces and the gathered tensor share host memory
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """How every layer of a model makes its weights on this rank.
+    """How the layers of a model create their weights on this rank.
 
-    tp: the ranks that share one copy of the model. placed: False where a parameter has a shape and no memory until
-    somebody gives it some (`parameter.data = view`).
+    Attributes:
+        dtype: the dtype of weights.
+        device: their device.
+        tp: the ranks that share one copy of the model.
+        placed: allocate memory. False: a parameter has a shape, and gets its memory later (`parameter.data = view`).
     """
 
     dtype: torch.dtype
@@ -32,7 +35,11 @@ class WeightSpec:
     placed: bool = True
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """A parameter with uninitialised values."""
+        """Return a parameter with uninitialised values.
+
+        Args:
+            shape: its shape on this rank.
+        """
         if not self.placed:
             return nn.Parameter(torch.empty(1, dtype=self.dtype, device=self.device).expand(shape))
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
@@ -40,13 +47,16 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor's place inside a parameter.
+    """The place of one checkpoint tensor in a parameter.
 
-    full_shape: of the checkpoint tensor. offset: first row of the parameter that it fills.
-    dim: dimension that is divided over the tensor-parallel ranks, None where every rank holds all of it.
-    start, size: this rank's range along `dim`; `size` may be smaller on the last ranks (a padded vocabulary).
-    holder: the rank that has all of it, `dim` being 0 and `size` 0 on the others; None where `dim` is really divided.
-    copies: so many ranks that follow each other hold the same range (key-value heads that are fewer than the ranks).
+    Attributes:
+        full_shape: the shape of the checkpoint tensor.
+        offset: the first row of the parameter that it fills.
+        dim: the dimension that is divided over the tensor-parallel ranks. None: every rank holds the whole tensor.
+        start: the begin of this rank's range along `dim`.
+        size: its length, which may be smaller on the last ranks (a padded vocabulary).
+        holder: the rank that holds the whole tensor; `dim` is 0, and `size` is 0 on other ranks. None: no such rank.
+        copies: the number of neighbouring ranks that hold the same range (fewer key-value heads than ranks).
     """
 
     full_shape: tuple[int, ...]
@@ -58,22 +68,36 @@ class Part:
     copies: int = 1
 
     def cut(self, full: Any) -> Tensor:
-        """This rank's piece of the checkpoint tensor; `full` is a tensor or a safetensors slice."""
+        """Return this rank's piece of the checkpoint tensor.
+
+        Args:
+            full: the checkpoint tensor, or a safetensors slice.
+        """
         if self.dim is None:
             return full[:]
         piece = slice(self.start, self.start + self.size)
         return full[piece] if self.dim == 0 else full[:, piece]
 
     def region(self, parameter: Tensor) -> Tensor:
-        """The view of `parameter` that holds this rank's piece."""
+        """Return the view of the parameter that holds this rank's piece.
+
+        Args:
+            parameter: the parameter.
+        """
         rows = self.size if self.dim == 0 else self.full_shape[0]
         return parameter.detach()[self.offset : self.offset + rows]
 
     def gather(self, parameter: Tensor, tp: ParallelGroup, owner: int, out: Tensor | None) -> None:
-        """Copy the full checkpoint tensor to `out` on the rank `owner`; the other ranks pass None.
+        """Copy the full checkpoint tensor to `out` on one rank. A collective call unless `dim` is None.
 
-        A collective call where `dim` is not None, which sends GATHERED_BYTES at a time: no device holds more of each
-        rank beside its own piece. A copy to pinned memory is under way when this returns.
+        At most GATHERED_BYTES of each rank are sent at a time, which limits the memory beside a rank's own piece. A
+        copy to pinned memory may still be in progress on return.
+
+        Args:
+            parameter: the parameter of this rank.
+            tp: the tensor-parallel ranks.
+            owner: the rank that receives.
+            out: the full tensor on the rank `owner`, None on the others.
         """
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:
@@ -81,7 +105,7 @@ class Part:
                 out.copy_(piece, non_blocking=True)
             return
         total = self.full_shape[self.dim]
-        share = total if self.holder is not None else -(-total * self.copies // tp.size)  # of a rank along `dim`
+        share = total if self.holder is not None else -(-total * self.copies // tp.size)  # one rank's range along `dim`
         n_rows = share if self.dim == 0 else piece.shape[0]
         at_once = GATHERED_ON_CPU if piece.device.type == "cpu" else GATHERED_BYTES
         step = max(1, at_once // (piece.element_size() * math.prod(piece.shape[1:])))
@@ -103,4 +127,4 @@ class Part:
                 place.copy_(block[: len(place)], non_blocking=True)
 
 
-Layout = dict[str, tuple[Part, ...]]  # parameter name inside its layer -> its parts, from the first row down
+Layout = dict[str, tuple[Part, ...]]  # name of a parameter in its layer -> its parts, from the first row

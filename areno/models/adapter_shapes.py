@@ -17,20 +17,26 @@ OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 class _Linear(NamedTuple):
     """A linear layer of ours. outputs: of each of its projections.
 
-    divides_inputs: over tensor-parallel ranks; others divide outputs. least: outputs of a projection on each rank.
+    row_parallel: over tensor-parallel ranks; others divide outputs. least: outputs of a projection on each rank.
     """
 
     outputs: tuple[int, ...]
     n_in: int
     n_layers: int
-    divides_inputs: bool = False
+    row_parallel: bool = False
     least: int = 0
 
     def on_rank(self, layout: Layout) -> tuple[int, list[int]]:
         """Return the inputs of one rank, and its outputs of each projection."""
-        if self.divides_inputs:
+<<<<<<< HEAD
+        if self.row_parallel:
             return layout.share(self.n_in), list(self.outputs)
         return self.n_in, [max(layout.share(size), self.least) for size in self.outputs]
+=======
+        if self.row_parallel:
+            return self.n_in // tp_size, list(self.outputs)
+        return self.n_in, [max(size // tp_size, self.least) for size in self.outputs]
+>>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
 
 
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:
@@ -40,15 +46,15 @@ def _linears(config: TransformerConfig) -> dict[str, _Linear]:
     qkv = (q_size * (1 + config.attention_gate), kv_size, kv_size)
     found = {
         "attention.qkv": _Linear(qkv, size, n_attend, least=config.head_dim),  # a rank has one head at least
-        "attention.out": _Linear((size,), q_size, n_attend, divides_inputs=True),
+        "attention.out": _Linear((size,), q_size, n_attend, row_parallel=True),
     }
     if config.delta is not None:
         n_recur = len(config.delta.layers)
-        found["delta.given"] = _Linear(config.delta.projections, size, n_recur)
-        found["delta.out"] = _Linear((size,), config.delta.inner_size, n_recur, divides_inputs=True)
+        found["delta.in_proj"] = _Linear(config.delta.projections, size, n_recur)
+        found["delta.out"] = _Linear((size,), config.delta.inner_size, n_recur, row_parallel=True)
     if config.experts is None:
         found["mlp.gate_up"] = _Linear((inner, inner), size, config.num_layers)
-        found["mlp.down"] = _Linear((size,), inner, config.num_layers, divides_inputs=True)
+        found["mlp.down"] = _Linear((size,), inner, config.num_layers, row_parallel=True)
     return found
 
 

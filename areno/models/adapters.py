@@ -49,17 +49,17 @@ def init_adapters(model: Transformer, seed: int) -> None:
         adapter.init(generator)
 
 
-def make_room(model: Transformer) -> None:
+def stack_adapters(model: Transformer) -> None:
     """Move the weights of layers with adapters to where sampling needs them, once they are set. See Adapter."""
     for _, module in _adapted(model):
         assert module.adapter is not None
-        module.adapter.make_room(module.weight, module.bias)
+        module.adapter.stack(module.weight, module.bias)
 
 
 def refresh_adapters(model: Transformer) -> None:
     """Before sampling begins, since the weights may have changed."""
     for _, adapter in _adapters(model):
-        adapter.refresh()
+        adapter.refresh_stacked()
 
 
 def adapter_table(model: Transformer) -> list[Entry]:

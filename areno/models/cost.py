@@ -222,9 +222,14 @@ def model_bytes(
 ) -> ModelBytes:
     """Of a model that the devices of `layout` train with this optimizer; None is a frozen one.
 
-    zero_stage: see EngineConfig. adapters: all that is trained; None trains every parameter. copies_a: the weights have
-    copies of the adapters' A below them (Adapter.make_room). Without the padding that makes parameters start at
-    multiples of some elements.
+    <<<<<<< HEAD
+        zero_stage: see EngineConfig. adapters: all that is trained; None trains every parameter. copies_a: the weights have
+        copies of the adapters' A below them (`Adapter.stack`). Without the padding that makes parameters start at
+    =======
+        zero_stage: see EngineSpec. adapters: all that is trained; None trains every parameter. copies_a: the weights have
+        copies of the adapters' A below them (`Adapter.stack`). Without the padding that makes parameters start at
+    >>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
+        multiples of some elements.
     """
     n_weights = n = parameters(config, layout)
     layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size

@@ -42,7 +42,7 @@ def mixed(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: boo
     if layer.attention is not None:
         return _attended(layer.attention, x_ND, angles, attend, split, whole)
     assert layer.delta is not None
-    proj_NP = layer.delta.given(x_ND, split)
+    proj_NP = layer.delta.in_proj(x_ND, split)
     mixed_NI = layer.delta.mixed(proj_NP, attend, layer.delta.weights(layer.delta.norm.weight))
     return layer.delta.out(mixed_NI, split, whole), proj_NP, (mixed_NI,)
 
@@ -62,8 +62,8 @@ def mixed_backward(
     assert module is not None
     first, tp, work = _first_product(module), module.out.tp, None
     if split:  # the input comes while the output's gradient goes through attention
-        grad_ND = tp.joined(grad_ND)
-        x_ND, work = tp.begin_join(x_ND)
+        grad_ND = tp.all_gather_rows(grad_ND)
+        x_ND, work = tp.begin_all_gather_rows(x_ND)
 
     def again() -> Tensor:
         if kept is not None:
@@ -84,7 +84,7 @@ def mixed_backward(
 
 
 def _first_product(module: Attention | GatedDelta) -> Any:
-    return module.qkv if isinstance(module, Attention) else module.given
+    return module.qkv if isinstance(module, Attention) else module.in_proj
 
 
 def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:

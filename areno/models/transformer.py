@@ -97,7 +97,7 @@ class Transformer(nn.Module):
             assert delta_ND is not None, "a model without layers"
             self._mark(x_ND, len(self.layers))
             hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND, memory)
-            return self.tp.join_equal(hidden_ND) if split else hidden_ND
+            return self.tp.gather_rows_equal(hidden_ND) if split else hidden_ND
         for index, layer in enumerate(self.layers):
             self._mark(x_ND, index)
             cos, sin = angles[self.rotary_of[index]]
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
                 x_ND = layer(x_ND, cos, sin, attend, split)
         self._mark(x_ND, len(self.layers))
         hidden_ND = self.final_norm(x_ND)[:n_tokens]
-        return self.tp.join_equal(hidden_ND) if split else hidden_ND
+        return self.tp.gather_rows_equal(hidden_ND) if split else hidden_ND
 
     def _memory_for_norms(self, x_ND: Tensor) -> SymmetricMemory | None:
         """The memory through which norms sum what ranks add to these tokens, where they can: few, and no gradient."""
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
         """Whether the ranks hold different pieces of the named parameter, rather than equal copies."""
         return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
 
-    def in_parts(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
+    def partial_gradients(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
         """Of which elements of the named parameter a backward pass leaves only a part of the gradient on each rank.
 
         With the number of ranks, which follow each other and hold copies of these elements, to sum it over.

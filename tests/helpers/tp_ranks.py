@@ -160,5 +160,5 @@ def _assert_copies_are_equal(trained: TrainBackend) -> None:
             n = tp.size if part.dim is None else part.copies
             if n > 1:
                 mine = part.region(parameter).flatten()
-                for theirs in tp.of_copies(mine, n):
+                for theirs in tp.gather_copies(mine, n):
                     assert torch.equal(theirs, mine), name

@@ -82,7 +82,7 @@ def compare_calls(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
         expected = torch.stack(pieces).float().sum(0)
         expected[-1, -1] = 0
         assert torch.equal(memory.all_reduce(wide), expected)
-        assert torch.equal(tp.every(part), torch.stack(pieces))
+        assert torch.equal(tp.all_gather_stacked(part), torch.stack(pieces))
         stream, weight = torch.linspace(-2, 2, n * size).view(n, size), torch.full((size,), 0.5).bfloat16()
         summed, normed = memory.add_and_norm(stream, part, weight, 1e-6, True)
         assert torch.equal(summed, stream + total.float())
@@ -90,7 +90,9 @@ def compare_calls(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
         torch.testing.assert_close(normed.float(), expected, atol=1e-6, rtol=2**-7)
     left = torch.full((3, 1, 19), float(rank))  # what a draw from columns tells of one row
     assert memory.can_gather(left)
-    assert torch.equal(tp.every(left), torch.arange(n_ranks).float().view(-1, 1, 1, 1).expand(-1, *left.shape))
+    assert torch.equal(
+        tp.all_gather_stacked(left), torch.arange(n_ranks).float().view(-1, 1, 1, 1).expand(-1, *left.shape)
+    )
     assert -(2**31) <= int(memory._shared.counts[0]) < 0  # they have wrapped
 
 

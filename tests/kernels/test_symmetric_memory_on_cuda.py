@@ -50,7 +50,7 @@ def given(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def work(memory: SymmetricMemory, tp: ParallelGroup, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
     stream, weight = given(part)
-    return memory.all_reduce(part), tp.every(part), *memory.add_and_norm(stream, part, weight, 1e-6, False)
+    return memory.all_reduce(part), tp.all_gather_stacked(part), *memory.add_and_norm(stream, part, weight, 1e-6, False)
 
 
 def by_nccl(tp: ParallelGroup, part: torch.Tensor) -> tuple[torch.Tensor, ...]:

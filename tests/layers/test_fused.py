@@ -122,7 +122,7 @@ def compare_share(rank: int, **like: Any) -> None:
             mine, expected_grad = parameter.grad, whole[name].grad
             assert mine is not None
             assert expected_grad is not None
-            for elements, n in divided.in_parts(name, split="split" in how):
+            for elements, n in divided.partial_gradients(name, split="split" in how):
                 tp.sum_copies(mine.view(-1)[elements], n)
             for part, full in zip(divided.layout(name), alone.layout(name), strict=True):
                 theirs = part.cut(full.region(expected_grad))

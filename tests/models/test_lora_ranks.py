@@ -30,7 +30,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
-from areno.models.adapters import add_adapters, init_adapters, make_room, refresh_adapters, without_adapters
+from areno.models.adapters import add_adapters, init_adapters, refresh_adapters, stack_adapters, without_adapters
 from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
@@ -334,13 +334,13 @@ def compare_sampled(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, 
         if name.endswith("bias"):
             weight.detach().fill_(0.5)
     weights = {name: weight.clone() for name, weight in model.named_parameters()}
-    make_room(model)
+    stack_adapters(model)
     assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
     seen: list[Tensor] = []
     for _ in range(2):
         expected = hidden_of(model)
         refresh_adapters(model)
-        with sampling(), mock.patch.object(Adapter, "first_product", side_effect=AssertionError("two products")):
+        with sampling(), mock.patch.object(Adapter, "project_a", side_effect=AssertionError("two products")):
             found = hidden_of(model)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert all((expected - each).abs().max() > 1e-2 for each in seen)
@@ -380,16 +380,16 @@ def compare_engine() -> None:
             assert apart(scored(other, "actor", ROWS[:1]), now) < 1e-5
             sampled_as_scored(other, few)
         with engine_of(base_folder, adapters, exact=True) as exact:
-            assert all(module.below is None for module in modules_of(exact, Adapter))
+            assert all(module.stacked is None for module in modules_of(exact, Adapter))
 
 
 def sampled_as_scored(engine: Engine, requests: list[GenerationRequest]) -> Outputs:
     """A rollout by one product for each layer, whose log-probabilities are those of the model."""
     for module in modules_of(engine, Linear):
         assert module.adapter is not None
-        assert module.adapter.below is not None
-        assert module.weight.data_ptr() == module.adapter.below[0].data_ptr()  # it is in memory once
-    with mock.patch.object(Adapter, "first_product", side_effect=AssertionError("two products")):
+        assert module.adapter.stacked is not None
+        assert module.weight.data_ptr() == module.adapter.stacked[0].data_ptr()  # it is in memory once
+    with mock.patch.object(Adapter, "project_a", side_effect=AssertionError("two products")):
         outputs = rollout(engine, requests)
     rows = train_rows(outputs, requests)
     expected = scored(engine, "actor", [row.tokens for row in rows])

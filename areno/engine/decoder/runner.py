@@ -172,7 +172,7 @@ class Runner:
         if more := -n_rows % tp.size:  # rows of the scratch slot
             local_BV = F.pad(local_BV, (0, 0, 0, more))
             slots_B, index_B = F.pad(slots_B, (0, more), value=self.n_slots - 1), F.pad(index_B, (0, more))
-        logits_RV = tp.to_rows(local_BV)[:, : self.model.config.vocab_size]
+        logits_RV = tp.columns_to_rows(local_BV)[:, : self.model.config.vocab_size]
         share = slice(tp.rank * len(logits_RV), (tp.rank + 1) * len(logits_RV))
         out_2R = self.sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]

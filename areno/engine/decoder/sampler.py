@@ -172,7 +172,9 @@ class SlotSampler:
     ) -> Tensor:
         """As `sample`, where each rank has some columns of the logits; see `kernels/sampling`."""
         vocab = self._counts_shape[1]
-        out_2B = sample_columns(columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.every)
+        out_2B = sample_columns(
+            columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.all_gather_stacked
+        )
         self.tensors.last_token[slots_B] = out_2B[0].long()
         return out_2B
 

@@ -136,8 +136,13 @@ def tp_rank(backend: TrainBackend) -> int:
     return backend.model.tp.rank
 
 
-# Names of the norms of a layer in the files of a state, which keep those of the first format.
-_STORED_NORMS = {"post_attention_norm": "attention_norm", "pre_mlp_norm": "post_norm", "post_mlp_norm": "mlp_norm"}
+# Modules of a layer that have another name in the files of a state, so that older states stay readable.
+_STORED_MODULES = {
+    "post_attention_norm": "attention_norm",
+    "pre_mlp_norm": "post_norm",
+    "post_mlp_norm": "mlp_norm",
+    "in_proj": "given",
+}
 
 
 def vector(
@@ -155,7 +160,7 @@ def vector(
     """
     size = (stretch.stop - stretch.start,)
     *before, module, leaf = name.split(".")
-    name = ".".join((*before, _STORED_NORMS.get(module, module), leaf))
+    name = ".".join((*before, _STORED_MODULES.get(module, module), leaf))
     stored = f"{role}.{kind}.{name}.{holder.rank}-of-{holder.size}"
     return _boxes(stored, size, (0,), size, f"{role}.{kind}", stretch.start, repeated)
 

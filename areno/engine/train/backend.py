@@ -92,7 +92,7 @@ class TrainBackend:
                 model,
                 model.is_sharded,
                 BLOCK if optimizer.type == "adam_8bit" else ALIGN,
-                in_parts=partial(model.in_parts, split=self._split),
+                in_parts=partial(model.partial_gradients, split=self._split),
                 stage=model.stage if zero_stage else None,
                 dp=dp,
                 divide_grads=zero_stage == 2,

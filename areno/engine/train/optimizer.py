@@ -153,7 +153,7 @@ class Optimizer:
         for chunk, n in flat.copies(bucket):
             if chunk.segment.sharded:
                 masters = flat.masters[chunk.local]
-                masters.copy_(self.tp.of_copies(masters, n)[0])
+                masters.copy_(self.tp.gather_copies(masters, n)[0])
                 flat.params[chunk.place].copy_(masters)
 
     def _update(self, chunk: Chunk, how: Update) -> None:
