@@ -65,15 +65,10 @@ class Model:
 class Footprint:
     """Models on a layout.
 
-        itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
-    <<<<<<< HEAD
-        budget: tokens of a micro-batch for each copy that shares it; None where rows are counted.
-        copies_a: whether the weights of adapted layers have copies of A below them (`Adapter.stack`).
-    =======
-        budget: tokens of a micro-batch for each of cp_size copies that share it; None where rows are counted.
-        copies_a: whether the weights of adapted layers have copies of A below them (`Adapter.stack`).
-    >>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
-        on_cuda: whether devices have memory of their own. may_adapt: whether the actor could be trained by adapters alone.
+    itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
+    budget: tokens of a micro-batch for each copy that shares it; None where rows are counted.
+    copies_a: whether the weights of adapted layers have copies of A below them (`Adapter.stack`).
+    on_cuda: whether devices have memory of their own. may_adapt: whether the actor could be trained by adapters alone.
     """
 
     models: tuple[Model, ...]

@@ -30,13 +30,8 @@ from areno.engine.train.backend import TrainBackend
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
 from areno.kernels.backend import is_before_ampere, runs_triton
-<<<<<<< HEAD
 from areno.models.adapters import add_adapters, init_adapters, load_adapters, stack_adapters, without_adapters
 from areno.models.registry import build_model, layout_problems, load_config
-=======
-from areno.models.adapters import add_adapters, init_adapters, load_adapters, stack_adapters, without_adapters
-from areno.models.registry import build_model, load_config, tp_problems
->>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
 
@@ -289,13 +284,8 @@ class Roles:
 
     def _adapt(self, model: Transformer, lora: LoraSpec) -> None:
         add_adapters(model, lora.adapters)
-<<<<<<< HEAD
         if not self.spec.engine.exact:  # which computes each product by itself
             stack_adapters(model)
-=======
-        if not self.spec.exact:  # which computes each product by itself
-            stack_adapters(model)
->>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
         if not lora.init_from:
             init_adapters(model, self.spec.seed)
             return

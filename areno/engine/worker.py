@@ -50,13 +50,8 @@ class Worker:
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
-<<<<<<< HEAD
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)
         self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
-=======
-        self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
-        self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
->>>>>>> 12c58a2 (Names of the field in the kernels: fixed order, symmetric memory, programmatic dependent launch; a norm is named for where it stands)
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))

@@ -75,7 +75,6 @@ class Delta:
         """The outputs of the input projection."""
         return sum(self.projections)
 
-<<<<<<< HEAD
     def divided_parameters(self, hidden_size: int) -> int:
         """Return the parameters of one layer that ranks divide: all but its own norm, which has `value_dim`.
 
@@ -93,25 +92,6 @@ class Delta:
         Args:
             itemsize: the bytes of an input of the convolution.
         """
-=======
-    def parameters(self, hidden_size: int, tp_size: int = 1) -> int:
-        """Return the parameters of one layer on one rank, without its MLP and the norms around it.
-
-        Args:
-            hidden_size: the hidden size of the model.
-            tp_size: the number of tensor-parallel ranks.
-        """
-        matrices = hidden_size * (self.projected + self.inner_size) + self.width * self.n_channels
-        return (matrices + 2 * self.n_value_heads) // tp_size + self.value_dim
-
-    def state_bytes(self, itemsize: int, tp_size: int = 1) -> int:
-        """Return the bytes of the states of one row in all layers: float32 matrices, and inputs of the convolution.
-
-        Args:
-            itemsize: the bytes of an input of the convolution.
-            tp_size: the number of tensor-parallel ranks.
-        """
->>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
         matrices = 4 * self.n_value_heads * self.key_dim * self.value_dim
         return len(self.layers) * (matrices + itemsize * (self.width - 1) * self.n_channels)
 

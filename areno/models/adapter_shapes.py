@@ -1,4 +1,7 @@
-"""Which layers of a model may have adapters, and what these take. Imports no torch."""
+"""Which layers of a model may have LoRA adapters, and how many parameters adapters take. Imports no torch.
+
+Names are those of the checkpoint, such as "q_proj", unless a docstring says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from areno.models.config import TransformerConfig
 from areno.models.families import stored_modules, stored_names
 
 OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""The names in checkpoints of a router and of the layers of experts, which have no adapters."""
+"""Checkpoint names of routers and of layers of experts, which have no adapters."""
 
 
 class _Linear(NamedTuple):
-    """A linear layer of ours. outputs: of each of its projections.
+    """A linear layer, which may compute several projections.
 
-    row_parallel: over tensor-parallel ranks; others divide outputs. least: outputs of a projection on each rank.
+    outputs: the outputs of each projection. n_in: its inputs. n_layers: how many layers have it. row_parallel: ranks
+    divide the inputs, not the outputs. least: the fewest outputs of a projection on a rank.
     """
 
     outputs: tuple[int, ...]
@@ -28,24 +32,18 @@ class _Linear(NamedTuple):
 
     def on_rank(self, layout: Layout) -> tuple[int, list[int]]:
         """Return the inputs of one rank, and its outputs of each projection."""
-<<<<<<< HEAD
         if self.row_parallel:
             return layout.share(self.n_in), list(self.outputs)
         return self.n_in, [max(layout.share(size), self.least) for size in self.outputs]
-=======
-        if self.row_parallel:
-            return self.n_in // tp_size, list(self.outputs)
-        return self.n_in, [max(size // tp_size, self.least) for size in self.outputs]
->>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
 
 
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:
-    """By our names in a layer. Those of experts are left out; a model that has some has none in other MLPs either."""
+    """Return the linear layers by module name, without experts. Models with experts adapt no other MLPs."""
     size, inner, n_attend = config.hidden_size, config.intermediate_size, len(config.attention_layers)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (q_size * (1 + config.attention_gate), kv_size, kv_size)
     found = {
-        "attention.qkv": _Linear(qkv, size, n_attend, least=config.head_dim),  # a rank has one head at least
+        "attention.qkv": _Linear(qkv, size, n_attend, least=config.head_dim),  # a rank has at least one head
         "attention.out": _Linear((size,), q_size, n_attend, row_parallel=True),
     }
     if config.delta is not None:
@@ -59,9 +57,12 @@ def _linears(config: TransformerConfig) -> dict[str, _Linear]:
 
 
 def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """The linear layers of a model's layers that may have adapters: (outputs, inputs) by the files' names.
+    """Return the linear layers that may have adapters, except for experts: name -> (outputs, inputs).
 
-    All that the files have, but for experts. What they keep as one has one adapter, as peft would give it.
+    Projections that the checkpoint stores as one matrix count as one, as in peft.
+
+    Args:
+        config: the shape of the model.
     """
     return {
         name.rsplit(".", 1)[-1]: (sum(linear.outputs[index] for index in group), linear.n_in)
@@ -70,13 +71,23 @@ def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def kept_within(config: TransformerConfig) -> dict[str, str]:
-    """The names of linear layers that the files keep as one with others -> their name of that one."""
+def fused_names(config: TransformerConfig) -> dict[str, str]:
+    """Return the projections that the checkpoint stores within a fused matrix: name -> name of the matrix.
+
+    Args:
+        config: the shape of the model.
+    """
     return {part.rsplit(".", 1)[-1]: whole.rsplit(".", 1)[-1] for part, whole in stored_names(config).items()}
 
 
 def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Elements of all adapters on one rank."""
+    """Return the parameters of all adapters on one rank.
+
+    Args:
+        config: the shape of the model.
+        adapters: rank and targets.
+        layout: how the model is divided over devices.
+    """
     total = 0
     for linear, groups in _adapted(config, adapters):
         n_in, outputs = linear.on_rank(layout)
@@ -85,8 +96,14 @@ def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
     return total
 
 
-def copied_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Elements of the copies of A below the layers' weights on one rank, with the rows that fill up a multiple."""
+def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
+    """Return the elements of the copies of A that `Adapter.stack` creates on one rank, with padding.
+
+    Args:
+        config: the shape of the model.
+        adapters: rank and targets.
+        layout: how the model is divided over devices.
+    """
     total = 0
     for linear, groups in _adapted(config, adapters):
         n_in, outputs = linear.on_rank(layout)

@@ -1,6 +1,7 @@
-"""Adapters in a model: where they are, their names in a folder of peft, the base without them.
+"""LoRA adapters of a model: created, initialised, switched off, and read from and written to peft folders.
 
-Folders of peft (adapter_config.json, adapter_model.safetensors): read and written.
+A peft folder has adapter_config.json and adapter_model.safetensors. `read_adapter_config` and `load_adapters` read one,
+`adapter_writes` writes one. Tensors have peft's names.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ from areno.layers.rotary import head_order
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.families import module_names, stored_modules, stored_names
-from areno.models.folder import ADAPTER_CONFIG, TOKENIZER, RawConfig, copy_companions, opened, read_json, resolve
+from areno.models.folder import ADAPTER_CONFIG, TOKENIZER, RawConfig, copy_tokenizer_files, opened, read_json, resolve
 from areno.models.transformer import Transformer
 from areno.models.weights import Entry, Stored, fill, gathered, listing, order_in, reached, write_json, write_tensors
 
-PREFIX = "base_model.model."  # of every tensor in a folder of peft
+PREFIX = "base_model.model."  # of every tensor name in a peft folder
 
 
 def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
-    """Give the model adapters with uninitialised weights. From now on only they are trained."""
+    """Add adapters with uninitialised weights to a model, and freeze all other parameters.
+
+    Args:
+        model: the model.
+        adapters: rank, scaling and targets.
+    """
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear):
@@ -43,29 +49,45 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 
 
 def init_adapters(model: Transformer, seed: int) -> None:
-    """Weights drawn from the seed, whatever the ranks and the device, with which the model still is its base."""
+    """Initialise the adapters so that the model still equals its base.
+
+    Args:
+        model: a model with adapters.
+        seed: determines the weights, for any ranks and device.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _, adapter in _adapters(model):
         adapter.init(generator)
 
 
 def stack_adapters(model: Transformer) -> None:
-    """Move the weights of layers with adapters to where sampling needs them, once they are set. See Adapter."""
+    """Give the weights of adapted layers room for a copy of A, for sampling; see `Adapter.stack`.
+
+    Args:
+        model: a model whose weights are placed.
+    """
     for _, module in _adapted(model):
         assert module.adapter is not None
         module.adapter.stack(module.weight, module.bias)
 
 
 def refresh_adapters(model: Transformer) -> None:
-    """Before sampling begins, since the weights may have changed."""
+    """Copy A below the weights of adapted layers. Call this before sampling, as A may have changed.
+
+    Args:
+        model: a model with adapters.
+    """
     for _, adapter in _adapters(model):
         adapter.refresh_stacked()
 
 
 def adapter_table(model: Transformer) -> list[Entry]:
-    """Every tensor of the model's adapters in a fixed order, under peft's name. None where it has no adapters.
+    """Return every tensor of the model's adapters in a fixed order, under peft's names. Empty without adapters.
 
-    The rows of a B that the files keep as one are a tensor for each projection here, and the A goes by the first.
+    A matrix B that the checkpoint stores fused is a tensor for each projection here. Its A has the name of the first.
+
+    Args:
+        model: the model.
     """
     found = []
     for name, adapter in _adapters(model):
@@ -78,7 +100,11 @@ def adapter_table(model: Transformer) -> list[Entry]:
 
 
 def stored_adapters(model: Transformer) -> dict[str, Stored]:
-    """The tensors of a folder of peft by name. Rows of a head are in the order of the file, as those of its weight."""
+    """Return the tensors of a peft folder by name, with the file's order of the numbers of a head.
+
+    Args:
+        model: a model with adapters.
+    """
     config = model.config
     order, whole = head_order(config.rope, config.head_dim), stored_names(config)
     found: dict[str, Stored] = {}
@@ -93,7 +119,13 @@ def stored_adapters(model: Transformer) -> dict[str, Stored]:
 
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
-    """Within it the model computes as its base does. Not for captured CUDA graphs, which keep what they are."""
+    """Switch all adapters off within this context, so the model computes as its base.
+
+    Captured CUDA graphs do not change.
+
+    Args:
+        model: the model.
+    """
     adapters = [adapter for _, adapter in _adapters(model)]
     try:
         for adapter in adapters:
@@ -105,14 +137,14 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 
 def _adapters(model: Transformer) -> Iterator[tuple[str, Adapter]]:
-    """The name of a layer, and its adapter."""
+    """Yield the name of each adapted layer, and its adapter."""
     for name, module in _adapted(model):
         assert module.adapter is not None
         yield name, module.adapter
 
 
 def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
-    """The layers that have one."""
+    """Yield each adapted layer with its name."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.adapter is not None:
             yield name, module
@@ -121,34 +153,74 @@ def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
 WEIGHTS = "adapter_model.safetensors"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
-# Fields that say nothing of the numbers, or only of how the adapters were trained elsewhere.
-_HARMLESS = {
-    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core", "megatron_config",
-    "qalora_group_size", "task_type", "loftq_config", "eva_config", "target_modules", "base_model_name_or_path",
-    "exclude_modules", "runtime_config", "init_lora_weights",
-}  # fmt: skip
-_NOT_HERE = (
-    "modules_to_save", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out", "lora_bias",
-    "layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "target_parameters",
-)  # fmt: skip
-_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that do
+# Fields that do not change the computation, or only describe how the adapters were trained.
+_HARMLESS = frozenset(
+    [
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "megatron_config",
+        "qalora_group_size",
+        "task_type",
+        "loftq_config",
+        "eva_config",
+        "target_modules",
+        "base_model_name_or_path",
+        "exclude_modules",
+        "runtime_config",
+        "init_lora_weights",
+    ]
+)
+_UNSUPPORTED = [
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "layers_to_transform",
+    "layers_pattern",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+]
+_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that change the base model
 
 
 class PeftFolder(NamedTuple):
-    """What adapter_config.json says. base: the model that the adapters were trained on; "" where it is not said."""
+    """The contents of adapter_config.json.
+
+    Attributes:
+        adapters: rank, scaling and targets.
+        base: the model that the adapters were trained on. "": not recorded.
+    """
 
     adapters: AdapterSpec
     base: str
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a local folder holds adapters and no model."""
+    """Return whether a local folder holds adapters and no model.
+
+    Args:
+        folder: the folder, which may not exist.
+    """
     folder = Path(folder).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: str | Path) -> str:
-    """The model that the adapters of a folder were trained on. CheckpointError where it is not said."""
+    """Return the model that the adapters of a folder were trained on.
+
+    Args:
+        folder: a peft folder.
+
+    Raises:
+        CheckpointError: the folder does not record the model.
+    """
     file = Path(folder).expanduser() / ADAPTER_CONFIG
     raw = RawConfig(read_json(file), str(file))
     base = raw.get("base_model_name_or_path", str, "")
@@ -160,9 +232,14 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
-    """Of a folder or hub id, for a model of this shape.
+    """Read the adapter_config.json of a folder or hub id.
 
-    CheckpointError where there is none, and naming every field that asks for something that is not implemented.
+    Args:
+        path: the folder or hub id.
+        model: the shape of the model that gets the adapters.
+
+    Raises:
+        CheckpointError: there is no such file, or its fields ask for something unsupported; names all of them.
     """
     folder = resolve(path)
     file = folder / ADAPTER_CONFIG
@@ -181,10 +258,10 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
     init = raw.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
         raw.refuse("init_lora_weights", "adapters whose base is the model as it was published")
-    for name in _NOT_HERE:
+    for name in _UNSUPPORTED:
         if raw.values.get(name):
             raw.refuse(name, "none, since adapters of one rank on whole linear layers are all that there is")
-    raw.refuse_unknown({*_HARMLESS, *_NOT_HERE})
+    raw.refuse_unknown({*_HARMLESS, *_UNSUPPORTED})
     if raw.problems:
         raise raw.error()
     targets = _targets(folder, model, raw.values.get("target_modules"))
@@ -192,18 +269,19 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
 
 
 def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
-    """The adapted modules by the names of the tensors. given: target_modules, which may also be a pattern."""
+    """Return the adapted modules by the names of the tensors. given: target_modules, a list or a pattern."""
     with opened(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
     known = linear_shapes(model)
     of_module = {name: name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B) for name in names}
-    strange = [
-        name for name, module in of_module.items()
+    unknown = [
+        name
+        for name, module in of_module.items()
         if not name.startswith(PREFIX) or not name.endswith((_A, _B)) or module.rsplit(".", 1)[-1] not in known
-    ]  # fmt: skip
-    if strange:
+    ]
+    if unknown:
         raise CheckpointError(
-            f"{folder}: the weights hold {listing(strange)}; expected adapters of {', '.join(known)} only"
+            f"{folder}: the weights hold {listing(unknown)}; expected adapters of {', '.join(known)} only"
         )
     unnamed = [name for name, module in of_module.items() if not _is_named(module.removeprefix(PREFIX), given)]
     if unnamed:
@@ -214,7 +292,7 @@ def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str
 
 
 def _is_named(module: str, given: object) -> bool:
-    """Whether peft would give the module of a model an adapter. given: target_modules."""
+    """Return whether peft would adapt a module. given: target_modules."""
     if isinstance(given, str) and given != "all-linear":
         try:
             return re.fullmatch(given, module) is not None
@@ -224,9 +302,14 @@ def _is_named(module: str, given: object) -> bool:
 
 
 def load_adapters(model: Transformer, path: str | Path) -> None:
-    """Fill the model's adapters, which must be those of `read_adapter_config`, reading only this rank's pieces.
+    """Load the model's adapters from a peft folder, reading only this rank's pieces.
 
-    CheckpointError where tensors are missing, left over, not finite, or not of the shape that the model asks for.
+    Args:
+        model: a model with the adapters of `read_adapter_config`.
+        path: the folder or hub id.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected, not finite, or have another shape.
     """
     folder = resolve(path)
     file, table = _weights_file(folder), stored_adapters(model)
@@ -245,6 +328,7 @@ def load_adapters(model: Transformer, path: str | Path) -> None:
 
 
 def _weights_file(folder: Path) -> Path:
+    """Return the weight file of a peft folder. Raises CheckpointError if there is none."""
     if not (folder / WEIGHTS).is_file():
         advice = "; save it again with safe_serialization" if (folder / "adapter_model.bin").is_file() else ""
         raise CheckpointError(f"{folder} has no {WEIGHTS}{advice}")
@@ -261,9 +345,16 @@ def adapter_writes(
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """The work of this rank in writing a folder that peft loads, as functions for `weights.write_all`.
+    """Return the work of this rank in writing a peft folder, as functions for `weights.write_all`.
 
-    As `weights.file_writes`, whose arguments these are. base: recorded as the model that they belong to.
+    Args:
+        model: a model with adapters.
+        folder: the folder, created if needed.
+        adapters: rank, scaling and targets.
+        base: recorded as the model that the adapters belong to.
+        source: folders or hub ids to copy tokenizer files from; the first that has them counts.
+        dp: the ranks with copies of the model, of which the first writes. None: only the model's `tp` calls.
+        pin_memory: copy to pinned host memory.
     """
     if dp is not None and dp.rank > 0:
         return
@@ -271,11 +362,12 @@ def adapter_writes(
     table = stored_adapters(model)
     tensors = gathered(table, model, 0, model.embed.weight.dtype, pin_memory)
     if model.tp.rank == 0:
-        yield partial(_write_companions, folder, source, _config(adapters, base))
+        yield partial(_write_other_files, folder, source, _config(adapters, base))
         yield partial(write_tensors, tensors, table, folder / WEIGHTS, reached(model.device))
 
 
 def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
+    """Return the contents of adapter_config.json."""
     alpha = int(adapters.alpha) if math.floor(adapters.alpha) == adapters.alpha else adapters.alpha
     return {
         "peft_type": "LORA",
@@ -291,9 +383,10 @@ def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
     }
 
 
-def _write_companions(folder: Path, source: Sequence[str | Path], config: dict[str, Any]) -> None:
+def _write_other_files(folder: Path, source: Sequence[str | Path], config: dict[str, Any]) -> None:
+    """Write everything but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = copy_companions([resolve(path) for path in source], folder, (TOKENIZER,))
+    written = copy_tokenizer_files([resolve(path) for path in source], folder, (TOKENIZER,))
     written.append(write_json(folder / ADAPTER_CONFIG, config))
     for path in written:
         sync_tree(path) if path.is_dir() else sync(path)

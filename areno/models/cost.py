@@ -1,9 +1,7 @@
-"""What one token costs in a model, in bytes and in arithmetic, computed from its config alone. Imports no torch.
+"""The cost of a model, computed from its config alone: FLOPs and bytes of a token, and memory on a device. No torch.
 
-What a model takes in memory, computed from its config alone. This module imports no torch.
-
-itemsize: bytes of a weight, an activation, or a cached key or value. layout: the ranks that divide the model; memory is
-that of one of them. Bytes count tensors, not what an allocator adds.
+Common arguments: `itemsize` is the bytes of a weight, an activation, or a cached key or value. `layout` is the division
+of the model over devices; results are those of one rank. Bytes count tensors, without the overhead of an allocator.
 """
 
 from __future__ import annotations
@@ -15,30 +13,51 @@ from dataclasses import dataclass
 from areno.config.models import OptimizerType
 from areno.config.run import ALONE, Layout
 from areno.layers.config import AdapterSpec, Delta, Experts
-from areno.models.adapter_shapes import adapter_parameters, copied_parameters
+from areno.models.adapter_shapes import adapter_parameters, stacked_parameters
 from areno.models.config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one token costs in a model. itemsize: bytes of a weight, and of a cached key or value."""
+    """The cost of one token in a model, over all tensor-parallel ranks.
+
+    Attributes:
+        n_params: parameters of the model.
+        body_params: parameters of the layers that a token is multiplied with, including only its own experts.
+        head_params: parameters of the LM head, for tokens whose next token is predicted.
+        kv_bytes: bytes of a token's keys and values, all layers.
+        attn_flops: FLOPs of one query with one key, all layers and heads, forward.
+        itemsize: bytes of a weight, and of a cached key or value.
+        windows: attention windows of layers, and the share of layers with each. None: no window.
+        state_bytes: bytes of a sequence's recurrent states, all layers.
+        rule_flops: FLOPs of a token with the recurrent states, all layers, forward.
+        experts: number and sizes of experts.
+        expert_params: parameters of one expert, in all layers with experts.
+        adapter_params: parameters of adapters, which alone are trained. 0: all parameters are trained.
+    """
 
     n_params: int
-    body_params: int  # multiplied with every token; of experts, those that it goes through
-    head_params: int  # multiplied with tokens whose successor matters
-    kv_bytes: int  # of one token, all layers
-    attn_flops: int  # of one query with one key, all layers and heads, forward
+    body_params: int
+    head_params: int
+    kv_bytes: int
+    attn_flops: int
     itemsize: int
-    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # how far layers see, and the share that sees so far
-    state_bytes: int = 0  # of one sequence, all layers, whatever its length
-    rule_flops: float = 0.0  # of one token with the states of all layers, forward
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    state_bytes: int = 0
+    rule_flops: float = 0.0
     experts: Experts | None = None
-    expert_params: int = 0  # of one expert, in all layers that have experts
-    adapter_params: int = 0  # the only ones that are trained; 0: all are
+    expert_params: int = 0
+    adapter_params: int = 0
 
     @staticmethod
     def of(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> Cost:
-        """From the shape alone, of all ranks together."""
+        """Compute the cost from the shape of a model.
+
+        Args:
+            config: the shape of the model.
+            itemsize: bytes of a weight, and of a cached key or value.
+            adapters: the adapters that are trained. None: all parameters are trained.
+        """
         experts, of_experts = config.experts, 0
         windows = Counter(config.kind(layer).window for layer in config.attention_layers)
         if experts is not None:
@@ -60,41 +79,67 @@ class Cost:
 
     @property
     def active_params(self) -> int:
-        """What one token is multiplied with."""
+        """The parameters that one token is multiplied with."""
         return self.body_params + self.head_params
 
     def moved_params(self, n_tokens: float) -> float:
-        """What is read to compute so many tokens: of the experts, those that some token goes through, on average."""
+        """Return the parameters that are read to compute a batch, with the expected number of distinct experts.
+
+        Args:
+            n_tokens: the tokens of the batch.
+        """
         if self.experts is None:
             return self.active_params
         return self.active_params + self.expert_params * (self.experts.distinct(n_tokens) - self.experts.top_k)
 
 
 def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Of scoring rows. head_tokens: those that the head is computed for; None is all, as is customary."""
+    """Return the FLOPs of scoring rows.
+
+    Args:
+        cost: the cost of a token.
+        row_lens: the tokens of each row.
+        head_tokens: the tokens that the LM head is computed for. None: all, as is customary.
+    """
     n_tokens = sum(row_lens)
     flops = _weight_flops(cost, n_tokens, head_tokens) + (2.0 * cost.adapter_params + cost.rule_flops) * n_tokens
     return flops + cost.attn_flops * mean_pairs(cost, row_lens)
 
 
 def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Of training on rows: the backward pass multiplies twice what the forward pass does, but frozen weights once."""
+    """Return the FLOPs of training on rows: backward takes twice those of forward, and once for frozen weights.
+
+    Args:
+        cost: the cost of a token.
+        row_lens: the tokens of each row.
+        head_tokens: the tokens that the LM head is computed for. None: all.
+    """
     frozen = _weight_flops(cost, sum(row_lens), head_tokens) if cost.adapter_params else 0.0
     return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen
 
 
 def _weight_flops(cost: Cost, n_tokens: int, head_tokens: int | None) -> float:
-    """Of products with the model's own weights, forward."""
+    """Return the FLOPs of products with the model's own weights, forward."""
     return 2.0 * (cost.body_params * n_tokens + cost.head_params * (n_tokens if head_tokens is None else head_tokens))
 
 
 def mean_pairs(cost: Cost, row_lens: Sequence[int]) -> float:
-    """(query, key) pairs of causal attention, as the mean over layers."""
+    """Return the (query, key) pairs of causal attention in a layer, the mean over layers.
+
+    Args:
+        cost: the cost of a token.
+        row_lens: the tokens of each row.
+    """
     return sum(share * pairs(row_lens, window) for window, share in cost.windows)
 
 
 def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
-    """Those of a layer in which a token sees the last `window` ones, itself included; None is all."""
+    """Return the (query, key) pairs of causal attention in one layer.
+
+    Args:
+        row_lens: the tokens of each row.
+        window: the number of last tokens that a token attends to, itself included. None: all.
+    """
     found = 0
     for n in row_lens:
         beyond = 0 if window is None else max(0, n - window)
@@ -102,31 +147,36 @@ def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
     return float(found)
 
 
-BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
+BUCKET = 2**25  # fewest parameters of layers that are reduced together: enough for the full bandwidth of links
 _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
 def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Elements of all parameters."""
+    """Return the parameters of the model on one rank.
+
+    Args:
+        config: the shape of the model.
+        layout: the division of the model over devices.
+    """
     size, table = config.hidden_size, layout.share_up(config.vocab_size) * config.hidden_size
     head = size if config.head == "value" else 0 if config.tie_word_embeddings else table
     return body_parameters(config, layout) + table + head
 
 
 def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Elements of the layers and the final norm."""
+    """Return the parameters of the layers and the final norm on one rank."""
     experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
     return _body(config, layout, experts)
 
 
 def active_body_parameters(config: TransformerConfig) -> int:
-    """Those that a token is multiplied with: all but the experts that it does not go through."""
+    """Return the parameters of the layers that a token is multiplied with, including only its own experts."""
     return _body(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
 def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Elements of the largest layer."""
+    """Return the parameters of the largest layer on one rank."""
     size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, layout)
     if config.delta is not None:
         of_attention = _attention(config, layout)
@@ -138,7 +188,7 @@ def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def _body(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
-    """With so many experts in a layer that has some."""
+    """Return the parameters of the layers and the final norm, with n_experts in each layer with experts."""
     body = config.num_layers * _plain_layer(config, layout) + config.hidden_size
     if config.experts is not None:
         of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, layout)
@@ -155,7 +205,7 @@ def _plain_layer(config: TransformerConfig, layout: Layout) -> int:
 
 
 def _attention(config: TransformerConfig, layout: Layout) -> int:
-    """What another kind of layer has not."""
+    """Return the parameters of attention in one layer."""
     qkv, heads = _qkv_size(config, layout), q_size(config, layout)
     found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
@@ -175,30 +225,56 @@ def _plain_mlp(config: TransformerConfig, layout: Layout) -> int:
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
-    """Cached keys and values of one token in all layers that have them."""
+    """Return the bytes of a token's keys and values, in all layers with attention.
+
+    Args:
+        config: the shape of the model.
+        itemsize: bytes of a key or value.
+        layout: the division of the model over devices.
+    """
     return 2 * len(config.attention_layers) * kv_heads(config, layout) * config.head_dim * itemsize
 
 
 def state_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
-    """What the layers with a recurrent state remember of one sequence, however long it is."""
+    """Return the bytes of a sequence's recurrent states, in all layers that have them.
+
+    Args:
+        config: the shape of the model.
+        itemsize: bytes of an input of the convolution.
+        layout: the division of the model over devices.
+    """
     return 0 if config.delta is None else layout.share(config.delta.state_bytes(itemsize))
 
 
 def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, layout: Layout = ALONE) -> int:
-    """What layers need of the keys and values of one row: those with a window, of its last tokens alone."""
+    """Return the bytes of a row's keys and values; layers with a window need its last tokens alone.
+
+    Args:
+        config: the shape of the model.
+        n_tokens: the tokens of the row.
+        itemsize: bytes of a key or value.
+        layout: the division of the model over devices.
+    """
     layers = config.attention_layers
     n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, layers))
     return n_kept * kv_bytes(config, itemsize, layout) // len(layers)
 
 
 def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Key-value heads of one rank. Where there are fewer than ranks, several ranks hold the same one."""
+    """Return the key-value heads of one rank. With fewer heads than ranks, several ranks hold the same head."""
     return layout.share_up(config.num_kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBytes:
-    """What one model takes on each device, whatever it works on. All but the weights is there for training only."""
+    """The bytes of one model on each device. Frozen models have weights alone.
+
+    Attributes:
+        weights: bytes of the weights.
+        gradients: bytes of the gradients.
+        masters: bytes of the fp32 master weights.
+        moments: bytes of the optimizer's moments.
+    """
 
     weights: int
     gradients: int = 0
@@ -207,6 +283,7 @@ class ModelBytes:
 
     @property
     def total(self) -> int:
+        """The sum of all."""
         return self.weights + self.gradients + self.masters + self.moments
 
 
@@ -220,23 +297,25 @@ def model_bytes(
     adapters: AdapterSpec | None = None,
     copies_a: bool = False,
 ) -> ModelBytes:
-    """Of a model that the devices of `layout` train with this optimizer; None is a frozen one.
+    """Return the bytes of a model on each device of the layout that trains it.
 
-    <<<<<<< HEAD
-        zero_stage: see EngineConfig. adapters: all that is trained; None trains every parameter. copies_a: the weights have
-        copies of the adapters' A below them (`Adapter.stack`). Without the padding that makes parameters start at
-    =======
-        zero_stage: see EngineSpec. adapters: all that is trained; None trains every parameter. copies_a: the weights have
-        copies of the adapters' A below them (`Adapter.stack`). Without the padding that makes parameters start at
-    >>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
-        multiples of some elements.
+    Padding of parameters to aligned starts is not included.
+
+    Args:
+        config: the shape of the model.
+        itemsize: bytes of a weight.
+        optimizer: the optimizer. None: the model is frozen.
+        layout: the division of the model over devices.
+        zero_stage: the setting `engine.zero_stage`.
+        adapters: the adapters that are trained. None: all parameters are trained.
+        copies_a: the weights have copies of A below (`Adapter.stack`).
     """
     n_weights = n = parameters(config, layout)
     layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size
     if adapters is not None:
         n = of_layers = adapter_parameters(config, adapters, layout)
         n_weights, layer = n_weights + n, n // config.num_layers
-        n_weights += copied_parameters(config, adapters, layout) if copies_a else 0
+        n_weights += stacked_parameters(config, adapters, layout) if copies_a else 0
     if optimizer is None:
         return ModelBytes(weights=n_weights * itemsize)
     divided = layout.dp_size if zero_stage else 1
@@ -256,12 +335,13 @@ def model_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """What one layer holds for each token in training, in bytes.
+    """The bytes that one layer holds for each token in training.
 
-    always: from the forward pass to the backward pass, under recompute too: the float32 residual stream before and
-    after attention, attention's output, and those of both halves where norms follow. kept: in addition, where the layer
-    is not recomputed: the results of the qkv and gate-up products. at_work: while the backward pass is in the layer, a
-    bound on what it holds at once.
+    Attributes:
+        always: from the forward to the backward pass, also under recompute: the float32 residual stream before and
+            after attention, the output of attention, and outputs of attention and MLP if norms follow them.
+        kept: additional bytes without recompute: the outputs of the qkv and gate-up products.
+        at_work: an upper bound during the layer's backward pass.
     """
 
     always: int
@@ -272,11 +352,15 @@ class ActivationBytes:
 def activation_bytes(
     config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
 ) -> ActivationBytes:
-    """Of one fused layer and one token. With experts, a rank makes room for all of a token's copies.
+    """Return the bytes of one fused layer for one token, of the larger kind if layers are of two kinds.
 
-    Where layers are of two kinds, of the larger of each.
+    With experts, a rank reserves room for all copies of a token.
 
-    split: the ranks divide the tokens of the residual stream.
+    Args:
+        config: the shape of the model.
+        itemsize: bytes of an activation.
+        layout: the division of the model over devices.
+        split: sequence parallelism divides the residual stream over the ranks.
     """
     experts, inner, size = config.experts, layout.share(2 * config.intermediate_size), config.hidden_size
     residual = layout if split else ALONE
@@ -285,7 +369,7 @@ def activation_bytes(
         ids, copies, scores = experts.top_k * experts.id_bytes, 3 * experts.top_k * size, experts.n_experts
         of_experts = 2 * experts.inner_size * experts.top_k
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
-    behind = 0 if config.norms == "before" else itemsize  # what norms behind attention and MLP are given
+    after = 0 if config.norms == "before" else itemsize  # inputs of the norms after attention and MLP
     first, mixed, rule = _qkv_size(config, layout), q_size(config, layout), 0
     if config.delta is not None:
         first = max(first, layout.share(config.delta.projected))
@@ -293,39 +377,54 @@ def activation_bytes(
         rule = layout.share(_rule_bytes(config.delta, itemsize))
     products = first + inner
     return ActivationBytes(
-        always=residual.share(2 * size * (4 + behind)) + mixed * itemsize + ids,
+        always=residual.share(2 * size * (4 + after)) + mixed * itemsize + ids,
         kept=products * itemsize,
-        # Products and their gradients, and both halves of the layer at once; experts' copies of inputs and of their
-        # gradients. A third of what has the size of the residual stream goes into products or comes out of them, and
-        # is there for all tokens.
+        # Outputs of products and their gradients, attention and MLP together; experts' copies of inputs and of their
+        # gradients. A third of the tensors of the residual stream's size are inputs or outputs of products, which
+        # have all tokens.
         at_work=(3 * products + (4 + residual.share(8)) * size + copies) * itemsize + 24 * scores + rule,
     )
 
 
 def _rule_bytes(delta: Delta, itemsize: int) -> int:
-    """What the backward pass of a layer with the gated delta rule holds at most between its two products.
+    """Return the bytes for one token of the backward pass of the gated delta rule between its two products.
 
-    What the rule is given and gives, with its gradients. And what its kernels keep from the forward pass, in float32,
-    and write for one another: see areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py.
+    They are the projections, the result and their gradients; and the fp32 tensors that the kernels of
+    areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and exchange.
     """
     key, value = delta.key_dim, delta.value_dim
-    given = (itemsize + 4) * delta.n_channels + 2 * itemsize * delta.inner_size
+    projected = (itemsize + 4) * delta.n_channels + 2 * itemsize * delta.inner_size
     kept = 4 * (_CHUNK + key + 2 * value + key * value // _CHUNK) * delta.n_value_heads
     between = itemsize * (key + value + key * value // _CHUNK) * delta.n_value_heads
-    return given + kept + between + 4 * _CHUNK * delta.n_key_heads
+    return projected + kept + between + 4 * _CHUNK * delta.n_key_heads
 
 
 def token_bytes(
     config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, recompute: bool = True, split: bool = False
 ) -> int:
-    """Of one token in training, apart from logits; without `recompute`, all layers keep what can be kept."""
+    """Return the bytes of one token in training, without logits.
+
+    Args:
+        config: the shape of the model.
+        itemsize: bytes of an activation.
+        layout: the division of the model over devices.
+        recompute: layers recompute activations. False: all layers keep them.
+        split: sequence parallelism divides the residual stream over the ranks.
+    """
     layer = activation_bytes(config, itemsize, layout, split=split)
     kept = 0 if recompute else layer.kept
     return config.num_layers * (layer.always + kept) + layer.at_work
 
 
 def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, layout: Layout = ALONE) -> int:
-    """Float32 logits of so many positions, with their gradients."""
+    """Return the bytes of float32 logits and their gradients.
+
+    Args:
+        config: the shape of the model.
+        n_positions: the number of positions.
+        itemsize: bytes of a gradient.
+        layout: the division of the model over devices.
+    """
     return n_positions * layout.share_up(config.vocab_size) * (4 + itemsize)
 
 
@@ -335,6 +434,6 @@ def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def _qkv_size(config: TransformerConfig, layout: Layout) -> int:
-    """Of what the first product gives, gates of the queries included."""
+    """Return the outputs of the qkv product on one rank, including gates."""
     of_queries = layout.share(config.num_heads) * (1 + config.attention_gate)
     return (of_queries + 2 * kv_heads(config, layout)) * config.head_dim

@@ -1,10 +1,7 @@
-"""From what the user wrote in `path` to a local folder, downloading from the Hugging Face hub where needed.
+"""Model folders: finding or downloading them, reading config.json, and listing their weight and tokenizer files.
 
-A JSON file of a model folder with typed look-ups. What is wrong with it is gathered, so that all of it is told.
-
-The weight files of a model folder: which there are and which tensors they hold, from their headers alone.
-
-The files of a model folder beside weights and config.json: tokenizer, chat template, generation settings.
+`resolve` turns a path or hub id into a local folder. `RawConfig` looks up fields of a JSON file, and collects all
+problems, so that one error reports them together. `tensor_files` reads the headers of weight files.
 """
 
 from __future__ import annotations
@@ -24,18 +21,21 @@ from safetensors import SafetensorError, safe_open
 
 from areno.errors import CheckpointError, Key, Problem, printable
 
-MODEL = Key("actor.path")  # where a model commonly comes from; callers with another setting rename it
+MODEL = Key("actor.path")  # the usual setting of a model's path; callers with another setting rename it
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-TIMEOUT_S = 5.0  # for the one question asked before a download, so that a machine without network is told quickly
+TIMEOUT_S = 5.0  # of the one request before a download, so that a machine without network gets an error quickly
 
 
 def resolve(path: str | Path, what: str = "model") -> Path:
-    """The local folder of a model: `path` itself if it is a folder, else the downloaded (or cached) hub repository.
+    """Return the local folder of a model: the path itself, or the downloaded or cached hub repository.
 
-    what: it is expected to be, for messages: "model" or "adapter".
+    Args:
+        path: a folder or hub id.
+        what: "model" or "adapter", for messages.
 
-    CheckpointError where it is neither, or cannot be downloaded.
+    Raises:
+        CheckpointError: the path is neither, or cannot be downloaded.
     """
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # unlike Path.is_dir, no error for a name that is too long
@@ -49,7 +49,8 @@ def resolve(path: str | Path, what: str = "model") -> Path:
 
 
 def _download(repo: str, what: str) -> Path:
-    # Imported here: a local folder needs none of it.
+    """Return the folder of a hub repository, from the cache if the hub cannot be reached."""
+    # Imported here, as local folders do not need it.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -61,7 +62,7 @@ def _download(repo: str, what: str) -> Path:
     except RepositoryNotFoundError as error:
         message = "{} is neither a local folder nor a repository that the hub shows us; check {}"
         raise CheckpointError(message, repo, MODEL) from error
-    except Exception as error:  # the client raises whatever its transport does
+    except Exception as error:  # the client passes on exceptions of its transport
         try:
             return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
@@ -76,11 +77,18 @@ def _download(repo: str, what: str) -> Path:
 
 
 T = TypeVar("T")
-MOST = 2**31 - 1  # of every int: no size of a model comes near, and kernels count so far
+MOST = 2**31 - 1  # the largest int of a field, as kernels index with int32
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in the file. CheckpointError where it cannot be read or is something else."""
+    """Read a JSON object.
+
+    Args:
+        file: the file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else.
+    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -91,9 +99,17 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 class RawConfig:
-    """The fields of a file, or of a section in it. Every problem names the file and the field.
+    """The fields of a JSON file, or of a section in it.
 
-    A look-up that fails adds to `problems` and returns something of the right type, so that reading goes on.
+    A failed look-up adds to `problems` and returns a value of the right type, so that reading can continue.
+
+    Args:
+        values: the fields.
+        origin: the file and section, for messages.
+        problems: the list to add to. None: a new one.
+
+    Attributes:
+        problems: all problems so far. Each names the file and the field.
     """
 
     def __init__(self, values: dict[str, Any], origin: str, problems: list[Problem] | None = None):
@@ -103,11 +119,19 @@ class RawConfig:
         self._assumed: dict[str, Any] = {}
 
     def assume(self, **values: Any) -> None:
-        """What transformers takes for fields of a family that are absent, where it is not what `get` is asked for."""
+        """Set defaults of absent fields that differ from those of `get`, as transformers has them for a family.
+
+        Args:
+            values: the defaults by field.
+        """
         self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
-        """The object in a field; without fields where it is absent or null."""
+        """Return the object in a field, without fields if it is absent or null.
+
+        Args:
+            name: the field.
+        """
         return RawConfig(self.get(name, dict, {}), f"{self.origin}: {name}", self.problems)
 
     def get(
@@ -120,9 +144,15 @@ class RawConfig:
         gt: float | None = None,
         le: float | None = None,
     ) -> T:
-        """The field, or `default` where it is absent or null. Without a default the field is required.
+        """Return a field.
 
-        ge, gt, le: bounds of a number: at least, more than, at most. An int is at most MOST, a float is finite.
+        Args:
+            name: the field.
+            kind: its type. An int is at most MOST, a float is finite.
+            default: returned if the field is absent or null. None: the field is required.
+            ge: the smallest number.
+            gt: numbers must be larger than this.
+            le: the largest number.
         """
         self._read.add(name)
         value: Any = self.values.get(name, self._assumed.get(name))
@@ -143,18 +173,30 @@ class RawConfig:
         return cast(T, kind(1) if kind in (int, float) else kind())  # type: ignore[call-arg]
 
     def wrong(self, what: str) -> None:
-        """Add a problem."""
+        """Add a problem.
+
+        Args:
+            what: the problem, which names the field.
+        """
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
     def refuse(self, name: str, supported: str, found: object = None) -> None:
-        """Add the problem of a field whose value this code would compute wrongly. found: what to show of the value."""
+        """Add a problem for a field whose value is not supported.
+
+        Args:
+            name: the field.
+            supported: the supported values.
+            found: the value to show. None: that of the field.
+        """
         shown = reprlib.repr(self.values.get(name) if found is None else found)
         self.wrong(f"{name} is {shown}, which is not supported; expected {supported}")
 
     def refuse_unknown(self, harmless: Collection[str], where: str = "") -> None:
-        """Add a problem for each field that nothing has looked up, unless it is harmless or says nothing.
+        """Add a problem for each unknown field: a field without look-up whose value is set.
 
-        Names that start with an underscore are a library's own notes. where: for the message.
+        Args:
+            harmless: fields that do not change the computation. Names with a leading underscore are harmless, too.
+            where: the place of the fields, for messages.
         """
         for name, value in self.values.items():
             if name in self._read or name in harmless or name.startswith("_") or not value:
@@ -164,12 +206,12 @@ class RawConfig:
             self.wrong(f"{name} is {reprlib.repr(value)}, a field that areno does not know{where}; {advice}")
 
     def error(self) -> CheckpointError:
-        """All problems in one error, each told once."""
+        """Return one error with all problems, each once."""
         return CheckpointError(dict.fromkeys(self.problems))
 
 
 def _holds(value: Any, kind: type, ge: float | None, gt: float | None, le: float | None) -> bool:
-    """Whether the value has the type, a bool being no int, and is finite and within the bounds if it is a number."""
+    """Return whether a value has a type and is within bounds. A bool is no int, and floats must be finite."""
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
         return False
     if kind not in (int, float):
@@ -182,10 +224,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the name of each tensor with the file that holds it.
+    """Return the file of each tensor.
+
+    Args:
+        folder: a model folder.
 
     Raises:
-        CheckpointError: if there are no weights, or with all files that are missing, cut off or damaged.
+        CheckpointError: there are no weights, or files are missing, truncated or damaged; names all of them.
     """
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
@@ -227,13 +272,20 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is one of a safetensors file in the same folder, which file systems can have."""
+    """Return whether a name is a safetensors file in the same folder, which file systems allow."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0") and len(os.fsencode(name)) <= 255
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises CheckpointError, which names the file, for all that is wrong with it."""
+    """Open a safetensors file within this context.
+
+    Args:
+        file: the file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+    """
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -263,12 +315,18 @@ GENERATION = ("generation_config.json",)
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def copy_companions(
+def copy_tokenizer_files(
     sources: Sequence[Path], folder: Path, sets: Sequence[Sequence[str]] = (TOKENIZER, GENERATION)
 ) -> list[Path]:
-    """Copy them to `folder`. A set is taken from the first source that has any file of it, never mixed from several.
+    """Copy tokenizer, chat template and generation settings to a folder.
 
-    Returns the copies: files and folders in `folder`.
+    Args:
+        sources: model folders. A set of files comes from the first folder that has any of them.
+        folder: the destination.
+        sets: the sets of files.
+
+    Returns:
+        The copies: files and folders in `folder`.
     """
     copies = []
     for names in sets:
@@ -278,7 +336,7 @@ def copy_companions(
                 if path.is_dir():
                     shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
                 else:
-                    # Content only: a read-only source or a link into a download cache must not make the copy so.
+                    # Copy the content alone: the copy must not be read-only, or a link into a download cache.
                     shutil.copyfile(path, folder / path.name)
                 copies.append(folder / path.name)
             if found:
@@ -287,7 +345,11 @@ def copy_companions(
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Whether what stands there is an empty folder, or a model's files and nothing else that could be of value."""
+    """Return whether a folder is empty, or has only the files of a model, so that a new model may replace it.
+
+    Args:
+        folder: the folder, which may not exist.
+    """
     if not folder.is_dir():
         return False
     names = {entry.name for entry in folder.iterdir()}

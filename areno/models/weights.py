@@ -26,7 +26,7 @@ from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
 from areno.models.families import FAMILIES, module_names, stored_names
-from areno.models.folder import INDEX, copy_companions, opened, resolve, tensor_files
+from areno.models.folder import INDEX, copy_tokenizer_files, opened, resolve, tensor_files
 from areno.models.transformer import Transformer
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read
@@ -239,7 +239,7 @@ def file_writes(
         max_shard_size=min(max_shard_bytes, -(-sum(sizes.values()) // n_files)),
     )
     if dp.rank == model.tp.rank == 0:
-        yield partial(_write_companions, model, folder, source, dtype, plan)
+        yield partial(_write_other_files, model, folder, source, dtype, plan)
     shares = _shares({file: sum(sizes[n] for n in names) for file, names in plan.filename_to_tensors.items()}, n_ranks)
     # Each copy of the model gathers its own files, one for each of its ranks at a time, so that these write together.
     for files in zip_longest(*shares[dp.rank * model.tp.size :][: model.tp.size]):
@@ -334,13 +334,13 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
     sync(file.parent)
 
 
-def _write_companions(
+def _write_other_files(
     model: Transformer, folder: Path, source: str | Path | Sequence[str | Path], dtype: torch.dtype, plan: Any
 ) -> None:
     """All but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = [source] if isinstance(source, str | Path) else source
-    written = copy_companions([resolve(path) for path in sources], folder)
+    written = copy_tokenizer_files([resolve(path) for path in sources], folder)
     written.append(write_json(folder / "config.json", _saved_config(model, dtype)))
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

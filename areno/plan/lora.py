@@ -13,7 +13,7 @@ from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
 from areno.files.paths import existing_path, model_of
 from areno.layers.config import AdapterSpec
-from areno.models.adapter_shapes import OF_EXPERTS, kept_within, linear_shapes
+from areno.models.adapter_shapes import OF_EXPERTS, fused_names, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder import HUB_ID, TOKENIZER, resolve
 from areno.schema.values import show
@@ -61,7 +61,7 @@ def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tu
 
 
 def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    known, within = list(linear_shapes(model)), kept_within(model)
+    known, within = list(linear_shapes(model)), fused_names(model)
     for name in actor.target_modules:
         if name not in (*known, ALL_LINEAR):
             there = f"there are {', '.join(known)}, or {ALL_LINEAR} for all of them"

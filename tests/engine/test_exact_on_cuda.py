@@ -19,13 +19,8 @@ from areno.bench.shapes import model_folder
 from areno.config.rollout import SamplingConfig
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
-<<<<<<< HEAD
 from areno.engine.spec import RolloutSpec
 from areno.kernels.fixed_order import SPAN
-=======
-from areno.engine.spec import EngineSpec, RolloutSpec
-from areno.kernels.fixed_order import SPAN
->>>>>>> 12c58a2 (Names of the field in the kernels: fixed order, symmetric memory, programmatic dependent launch; a norm is named for where it stands)
 from areno.types import GenerationRequest
 from tests.helpers.tiny_engine import Outputs, engine_spec, logprobs_of, request, tokens_of, train_rows
 

@@ -225,15 +225,9 @@ def test_copies_of_a_are_counted(monkeypatch: pytest.MonkeyPatch, changes: dict[
     model, layout = build(config, tp_size), Layout.one_copy(tp_size)
     add_adapters(model, adapters)
     before = _held(model)
-<<<<<<< HEAD
     assert before == cost.model_bytes(config, 4, layout=layout, adapters=adapters).weights
     stack_adapters(model)
     after = cost.model_bytes(config, 4, layout=layout, adapters=adapters, copies_a=True).weights
-=======
-    assert before == cost.model_bytes(config, 4, tp_size=tp_size, adapters=adapters).weights
-    stack_adapters(model)
-    after = cost.model_bytes(config, 4, tp_size=tp_size, adapters=adapters, copies_a=True).weights
->>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
     assert before < _held(model) == after
 
 

@@ -146,7 +146,6 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).tolist())
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).T.tolist())
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
-<<<<<<< HEAD
     (dp_rank, tp_rank), together, exact = layout.place_of(rank), layout.copy_of(rank), spec.engine.exact
     symmetric_memory = None
     hosts = {spec.addresses[each].host for each in together}
@@ -154,16 +153,6 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         symmetric_memory = open_symmetric_memory(tp_group, device)
     tp = ParallelGroup(tp_rank, len(together), tp_group, in_order=exact, symmetric_memory=symmetric_memory)
     dp = ParallelGroup(dp_rank, layout.dp_size, dp_group)
-=======
-    dp_rank, tp_rank = divmod(rank, spec.tp_size)
-    symmetric_memory = None
-    first = rank - tp_rank
-    hosts = {address.host for address in spec.addresses[first : first + spec.tp_size]}
-    if spec.tp_size > 1 and device.type == "cuda" and len(hosts) == 1 and (spec.tp_size == 2 or not spec.exact):
-        symmetric_memory = open_symmetric_memory(tp_group, device)
-    tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact, symmetric_memory=symmetric_memory)
-    dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)
->>>>>>> 12c58a2 (Names of the field in the kernels: fixed order, symmetric memory, programmatic dependent launch; a norm is named for where it stands)
     cp, data = ParallelGroup(), dp
     if layout.cp_size > 1:
         data_rank, cp_rank = divmod(dp_rank, layout.cp_size)

@@ -114,7 +114,6 @@ QWEN3_5 = Family(
     unused=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}),
     names={
         "delta": ("linear_attn",),
-<<<<<<< HEAD
         "delta.in_proj": (
             "linear_attn.in_q",
             "linear_attn.in_k",
@@ -122,11 +121,6 @@ QWEN3_5 = Family(
             "linear_attn.in_proj_z",
             "linear_attn.in_proj_b",
             "linear_attn.in_proj_a",
-=======
-        "delta.in_proj": (
-            "linear_attn.in_q", "linear_attn.in_k", "linear_attn.in_v",
-            "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a",
->>>>>>> 2ef0816 (Layers: docstrings with shapes and dtypes, collectives by their usual names, checked by pydocstyle)
         ),
         "delta.conv": ("linear_attn.conv_q", "linear_attn.conv_k", "linear_attn.conv_v"),
         "delta.norm": ("linear_attn.norm",),
