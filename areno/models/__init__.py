@@ -1,0 +1,1 @@
+"""Models: the transformer of all families, their configs, weight files, adapters and costs."""

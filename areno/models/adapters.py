@@ -26,9 +26,19 @@ from areno.layers.rotary import head_order
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.families import module_names, stored_modules, stored_names
-from areno.models.folder import ADAPTER_CONFIG, TOKENIZER, RawConfig, copy_tokenizer_files, opened, read_json, resolve
+from areno.models.folder import (
+    ADAPTER_CONFIG,
+    TOKENIZER,
+    RawConfig,
+    copy_tokenizer_files,
+    listing,
+    opened,
+    read_json,
+    resolve,
+    write_json,
+)
 from areno.models.transformer import Transformer
-from areno.models.weights import Entry, Stored, fill, gathered, listing, order_in, reached, write_json, write_tensors
+from areno.models.weights import Entry, Stored, fill, gathered, order_in, reached, write_tensors
 
 PREFIX = "base_model.model."  # of every tensor name in a peft folder
 

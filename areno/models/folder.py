@@ -77,6 +77,7 @@ def _download(repo: str, what: str) -> Path:
 
 
 T = TypeVar("T")
+SHOWN = 5  # names listed in an error
 MOST = 2**31 - 1  # the largest int of a field, as kernels index with int32
 
 
@@ -96,6 +97,27 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
     return values
+
+
+def write_json(file: Path, values: dict[str, Any]) -> Path:
+    """Write a JSON file, and return its path.
+
+    Args:
+        file: the file.
+        values: its contents.
+    """
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return file
+
+
+def listing(names: list[str]) -> str:
+    """Join names for an error message, at most SHOWN of them.
+
+    Args:
+        names: the names.
+    """
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 class RawConfig:

@@ -1,20 +1,15 @@
-"""What a fused layer does between its two norms: attention, or the gated delta rule. Written out, outside autograd.
-
-A forward function returns what is added to the residual stream, the result of its first product, which the backward
-pass takes if it is kept, and what that needs in any case.
-
-A layer as one autograd function: fused kernels between the matrix products, and a backward pass written out.
+"""A layer as one autograd function: fused kernels between the matrix products, and a backward pass written out.
 
 Compared with the plain layer this saves three things. No elementwise result is kept for the backward pass, since the
 kernels compute it again on the way. Under recompute, attention and the two products whose results the backward pass
-does not need (attention's output and the MLP's `down`) are not computed a second time. And the matrix products
-accumulate the weight gradients in the fp32 gradient buffer themselves.
+does not need (the output projection and the MLP's `down`) are not computed again. And the matrix products accumulate
+the weight gradients in the fp32 gradient buffer themselves.
 
-The residual stream is float32 whatever the dtype of the weights. Rounding it to bf16 after each addition is the largest
-single source of error in a log-probability, and so of disagreement between rollout and training.
+The residual stream is float32 for any dtype of the weights. Rounding it to bf16 after each addition would be the
+largest source of error in log-probabilities, and of disagreement between rollout and training.
 
-This file imports Triton: import it only where `Transformer.runs_fused`.
-Shape letters as in `transformer.py`; X outputs of the first product of attention.
+This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters as in
+`transformer.py`; X outputs of the qkv product.
 """
 
 from __future__ import annotations
@@ -37,8 +32,21 @@ Forward = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 Angles = tuple[Tensor, Tensor]
 
 
-def mixed(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool = True) -> Forward:
-    """Of the layer's attention, or of what it has in that place. whole: of RowParallelLinear."""
+def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool = True) -> Forward:
+    """Compute attention, or the gated delta rule, outside autograd.
+
+    Args:
+        layer: the layer.
+        x_ND: its normalised input.
+        angles: cos and sin of the rotary embedding.
+        attend: attention over all tokens.
+        split: the ranks have different tokens, as of `Layer`.
+        whole: sum the output over the ranks. False returns this rank's partial sum.
+
+    Returns:
+        The output (N, D); the result of the input product, which `mix_tokens_backward` uses if it is kept; further
+        tensors that it needs.
+    """
     if layer.attention is not None:
         return _attended(layer.attention, x_ND, angles, attend, split, whole)
     assert layer.delta is not None
@@ -47,7 +55,7 @@ def mixed(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: boo
     return layer.delta.out(mixed_NI, split, whole), proj_NP, (mixed_NI,)
 
 
-def mixed_backward(
+def mix_tokens_backward(
     layer: Layer,
     grad_ND: Tensor,
     x_ND: Tensor,
@@ -57,43 +65,60 @@ def mixed_backward(
     attend: PackedAttend,
     split: bool,
 ) -> Tensor:
-    """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again."""
+    """Compute the gradient of the input of `mix_tokens`. Adds to the float32 gradients of the parameters.
+
+    Args:
+        layer: the layer.
+        grad_ND: the gradient of the output.
+        x_ND: the input of the forward pass.
+        kept: the result of its input product. None: compute it again.
+        needed: its further tensors.
+        angles: cos and sin of the rotary embedding.
+        attend: attention over all tokens.
+        split: the ranks have different tokens, as of `Layer`.
+
+    Returns:
+        (N, D).
+    """
     module: Attention | GatedDelta | None = layer.attention or layer.delta
     assert module is not None
-    first, tp, work = _first_product(module), module.out.tp, None
-    if split:  # the input comes while the output's gradient goes through attention
+    product, tp, work = _input_product(module), module.out.tp, None
+    if split:  # gather the input during the backward pass of attention
         grad_ND = tp.all_gather_rows(grad_ND)
         x_ND, work = tp.begin_all_gather_rows(x_ND)
 
-    def again() -> Tensor:
+    def recompute() -> Tensor:
+        """Return the result of the input product."""
         if kept is not None:
             return kept
         if work is not None:
             wait_for(work)
-        return first(x_ND)
+        return product(x_ND)
 
     if isinstance(module, Attention):
-        grad_NX = _attended_backward(module, grad_ND, again, needed, angles, attend)
+        grad_NX = _attended_backward(module, grad_ND, recompute, needed, angles, attend)
     else:
         module.out.accumulate(grad_ND, needed[0])
-        grad_NX = module.mixed_backward(module.out.input_gradient(grad_ND), again(), attend)
+        grad_NX = module.mixed_backward(module.out.input_gradient(grad_ND), recompute(), attend)
     if work is not None:
         wait_for(work)
-    first.accumulate(grad_NX, x_ND)
-    return first.input_gradient(grad_NX, split)
+    product.accumulate(grad_NX, x_ND)
+    return product.input_gradient(grad_NX, split)
 
 
-def _first_product(module: Attention | GatedDelta) -> Any:
+def _input_product(module: Attention | GatedDelta) -> Any:
+    """Return the linear layer of the input."""
     return module.qkv if isinstance(module, Attention) else module.in_proj
 
 
 def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
+    """Compute attention; arguments and results as of `mix_tokens`."""
     both_NX = attention.qkv(x_ND, split)
-    qkv_NX, gate_NQ = attention.ungated(both_NX)
+    qkv_NX, gate_NQ = attention.split_gate(both_NX)
     heads = _to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(*heads, attention.window)
-    else:  # the decoder's, which has no backward pass
+    else:  # of the decoder, which has no backward pass
         out_NHC, saved = attend(attention.index, *heads, attention.window), ()
     del heads, qkv_NX
     out_ND = attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split, whole)
@@ -101,13 +126,18 @@ def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend
 
 
 def _attended_backward(
-    attention: Attention, grad_ND: Tensor, again: Any, needed: Sequence[Tensor], angles: Angles, attend: PackedAttend
+    attention: Attention,
+    grad_ND: Tensor,
+    recompute: Any,
+    needed: Sequence[Tensor],
+    angles: Angles,
+    attend: PackedAttend,
 ) -> Tensor:
-    """The gradient of what the first product gave. again: gives that."""
+    """Compute the gradient of the qkv product. recompute: returns the result of that product."""
     out_NHC, *saved = needed
     grad_gate_NQ = None
     if attention.gated:
-        qkv_NX, gate_NQ = attention.ungated(again())
+        qkv_NX, gate_NQ = attention.split_gate(recompute())
         assert gate_NQ is not None
         sigmoid_NQ, out_NQ = gate_NQ.float().sigmoid(), out_NHC.flatten(-2)
         attention.out.accumulate(grad_ND, attention.gate(out_NQ, gate_NQ))
@@ -117,7 +147,7 @@ def _attended_backward(
     else:
         attention.out.accumulate(grad_ND, out_NHC.flatten(-2))
         grad_out_NHC = attention.out.input_gradient(grad_ND).view(out_NHC.shape)
-        qkv_NX = again()
+        qkv_NX = recompute()
     heads = _to_heads(attention, qkv_NX, angles)
     grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved, attention.window)
     del heads
@@ -127,21 +157,22 @@ def _attended_backward(
     for norm, grad_C in ((attention.q_norm, grad_q_weight), (attention.k_norm, grad_k_weight)):
         if isinstance(norm, RMSNorm) and grad_C is not None:
             norm.accumulate(grad_C)
-    return attention.ungated_gradient(attention.whole_gradient(grad_qkv_NX, qkv_NX), grad_gate_NQ)
+    return attention.join_gate_gradient(attention.norm_all_heads_backward(grad_qkv_NX, qkv_NX), grad_gate_NQ)
 
 
 def _to_heads(
     attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values by heads, normalised and rotated. decodes: the decode kernels come next."""
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
     sizes = q_size // dim, kv_size // dim, dim
-    return qk_norm_rope(attention.norm_whole(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one, decodes)
+    return qk_norm_rope(attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one, decodes)
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
-    """Weights of the norms of query and key heads, their eps, and whether their factors are 1 + weight."""
+    """Return the weights of the query and key norms, their eps, and whether factors are 1 + weight."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
         return None, None, 0.0, False
@@ -159,29 +190,47 @@ def fused_layer(
     split: bool = False,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the layer on the residual stream + delta. Returns the stream that the MLP saw, and what the MLP adds to it.
+    """Run a layer on the residual stream + delta.
 
-    Their sum is left to the next norm, which adds and normalises in one pass.
-    keep: hold the large intermediate results of attention and MLP for the backward pass instead of recomputing them.
-    split: of Layer.
-    memory: delta, and what the MLP adds, are this rank's parts of a sum, which the next norm takes through this memory.
-    Without gradients only, and not if split.
+    The addition of the MLP's output is left to the next norm, which adds and normalises in one pass.
+
+    Args:
+        layer: the layer.
+        stream_ND: the residual stream, float32.
+        delta_ND: the output to add to it. None: nothing.
+        cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
+        sin: its sines.
+        attend: attention over all tokens.
+        keep: keep the large intermediate results of attention and MLP for the backward pass. False: recompute them.
+        split: the ranks have different tokens, as of `Layer`.
+        memory: delta, and the MLP's output, are partial sums of this rank, which the next norm sums through this
+            symmetric memory. Only without gradients, and not with `split`. None: they are whole.
+
+    Returns:
+        The residual stream before the MLP, and the output of the MLP.
     """
     stream_ND = _tracked(stream_ND, layer)
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None = None) -> Tensor:
-    """The norm of stream + delta: the end of a model of fused layers."""
+    """Return the norm of stream + delta, the last step of a model of fused layers.
+
+    Args:
+        norm: the final norm.
+        stream_ND: the residual stream.
+        delta_ND: the output of the last MLP.
+        memory: delta is a partial sum, as of `fused_layer`.
+    """
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
     return _FusedNorm.apply(_tracked(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
 
 
 def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
-    """The stream, made a leaf of autograd if the module has the first parameters that are not frozen.
+    """Return the stream as a leaf of autograd, if the module has the first parameters with gradients.
 
-    Parameters are no inputs of the functions below: autograd calls their backward pass for the sake of the stream.
+    Parameters are not inputs of the functions below. Autograd calls their backward pass because of the stream.
     """
     if not torch.is_grad_enabled() or stream_ND.requires_grad:
         return stream_ND
@@ -189,14 +238,14 @@ def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
     return stream_ND.detach().requires_grad_() if trained else stream_ND
 
 
-def _add(
+def _add_norm(
     norm: RMSNorm | None,
     stream_ND: Tensor,
     delta_ND: Tensor | None,
     dtype: torch.dtype,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """stream + delta, and its norm in the dtype of the weights; without a norm, the sum in this dtype."""
+    """Return stream + delta, and its norm in the dtype of the weights. Without a norm, the latter is the sum itself."""
     if memory is not None and delta_ND is not None:
         assert norm is not None
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)
@@ -206,25 +255,28 @@ def _add(
     return sum_ND, sum_ND.to(dtype)
 
 
-def _add_backward(norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of what `_add` summed, in the dtypes of the sum and of the other gradient."""
+def _add_norm_backward(
+    norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the sum of `_add_norm`, in the dtypes of the sum and of grad."""
     if norm is not None:
         return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
     grad_sum_ND = grad_sum_ND + grad_ND
     return grad_sum_ND, grad_sum_ND.to(grad_ND.dtype)
 
 
-def _normed(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
-    """The norm behind attention or MLP, where there is one."""
+def _post_norm(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
+    """Return the norm after attention or MLP, or x if there is none."""
     return x_ND if norm is None else norm.add_and_norm(x_ND, None)[1]
 
 
-def _normed_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
+def _post_norm_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
+    """Return the gradient of the input of `_post_norm`."""
     return grad_ND if norm is None or x_ND is None else norm.sum_gradient(grad_ND, None, x_ND)[1]
 
 
 class _FusedLayer(torch.autograd.Function):
-    """Parameters are not inputs: their gradients go straight into their buffers."""
+    """A fused layer. Parameters are not inputs: their gradients are added to their buffers."""
 
     @staticmethod
     def forward(
@@ -240,40 +292,40 @@ class _FusedLayer(torch.autograd.Function):
         memory: SymmetricMemory | None,
     ) -> tuple[Tensor, Tensor]:
         dtype, whole = layer.dtype, memory is None
-        stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype, memory)
-        added_ND, given_NX, mixer = mixed(layer, normed_ND, (cos, sin), attend, split, whole)
-        middle_ND, normed_ND = _add(
-            layer.pre_mlp_norm, stream_ND, _normed(layer.post_attention_norm, added_ND), dtype, memory
+        stream_ND, normed_ND = _add_norm(layer.input_norm, stream_ND, delta_ND, dtype, memory)
+        added_ND, proj_NX, mixer = mix_tokens(layer, normed_ND, (cos, sin), attend, split, whole)
+        middle_ND, normed_ND = _add_norm(
+            layer.pre_mlp_norm, stream_ND, _post_norm(layer.post_attention_norm, added_ND), dtype, memory
         )
         down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole)
-        kept = (given_NX, inner) if keep else (None, None)
-        behind = (
+        kept = (proj_NX, inner) if keep else (None, None)
+        norm_inputs = (
             None if layer.post_attention_norm is None else added_ND,
             None if layer.post_mlp_norm is None else down_ND,
         )
-        ctx.save_for_backward(stream_ND, middle_ND, cos, sin, *kept, *behind, *needed, *mixer)
+        ctx.save_for_backward(stream_ND, middle_ND, cos, sin, *kept, *norm_inputs, *needed, *mixer)
         ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
         ctx.n_needed = len(needed)
-        return middle_ND, _normed(layer.post_mlp_norm, down_ND)
+        return middle_ND, _post_norm(layer.post_mlp_norm, down_ND)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stream_ND, middle_ND, cos, sin, given_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
+        stream_ND, middle_ND, cos, sin, proj_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
         needed, mixer = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
         layer: Layer = ctx.layer
         split, dtype = ctx.split, layer.dtype
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
 
-        grad_down_ND = _normed_backward(layer.post_mlp_norm, grad_down_ND, down_ND)
-        _, normed_ND = _add(layer.pre_mlp_norm, middle_ND, None, dtype)
+        grad_down_ND = _post_norm_backward(layer.post_mlp_norm, grad_down_ND, down_ND)
+        _, normed_ND = _add_norm(layer.pre_mlp_norm, middle_ND, None, dtype)
         grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed, split)
-        grad_ND, grad_added_ND = _add_backward(layer.pre_mlp_norm, grad_normed_ND, grad_middle_ND, middle_ND)
-        grad_added_ND = _normed_backward(layer.post_attention_norm, grad_added_ND, added_ND)
+        grad_ND, grad_added_ND = _add_norm_backward(layer.pre_mlp_norm, grad_normed_ND, grad_middle_ND, middle_ND)
+        grad_added_ND = _post_norm_backward(layer.post_attention_norm, grad_added_ND, added_ND)
 
-        _, normed_ND = _add(layer.input_norm, stream_ND, None, dtype)
+        _, normed_ND = _add_norm(layer.input_norm, stream_ND, None, dtype)
         angles, attend = (cos, sin), ctx.attend
-        grad_normed_ND = mixed_backward(layer, grad_added_ND, normed_ND, given_NX, mixer, angles, attend, split)
-        grad_ND, grad_delta_ND = _add_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
+        grad_normed_ND = mix_tokens_backward(layer, grad_added_ND, normed_ND, proj_NX, mixer, angles, attend, split)
+        grad_ND, grad_delta_ND = _add_norm_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
         return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None, None
 
 

@@ -1,4 +1,7 @@
-"""One layer of the transformer, and its attention. Shape letters as in `transformer.py`; Q = H C, P = K C."""
+"""One layer of the transformer, its attention, and the choice of its MLP.
+
+Shape letters as in `transformer.py`; Q = H C, P = K C, X outputs of the qkv product of this rank.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,22 @@ from areno.models.config import TransformerConfig
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rope; the keys of all tokens are the business of `attend`.
+    """Grouped-query attention with rotary embedding. `attend` reaches the keys and values of all tokens.
 
-    index: the number of the layer among those with keys. gated: behind the queries of each head come as many numbers
-    whose sigmoid its output is multiplied by.
+    With `config.attention_gate`, the product has a gate after the query of each head, by whose sigmoid the head's
+    output is multiplied.
+
+    Args:
+        config: the shape of the model.
+        index: the index of the layer.
+        spec: dtype, device and ranks of the weights.
+
+    Attributes:
+        index: the index among the layers with attention.
+        window: the number of last tokens that a token attends to. None: all.
+        sizes: the sizes of queries, keys and values on this rank, without gates: Q, P, P.
+        q_norm: the norm of queries: of each head, of all heads together, or None.
+        k_norm: the norm of keys, likewise.
     """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
@@ -29,12 +44,12 @@ class Attention(nn.Module):
         self.head_dim, self.gated = config.head_dim, config.attention_gate
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         copies = max(1, spec.tp.size // config.num_kv_heads)  # of each key-value head
+        outputs = (q_size * (1 + self.gated), kv_size, kv_size)
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, (q_size * (1 + self.gated), kv_size, kv_size), spec, bias=config.qkv_bias,
-            copies=(1, copies, copies),
-        )  # fmt: skip
+            config.hidden_size, outputs, spec, bias=config.qkv_bias, copies=(1, copies, copies)
+        )
         kv_local = self.qkv.local_sizes[1]
-        self.sizes = (self.qkv.local_sizes[0] // (1 + self.gated), kv_local, kv_local)  # Q, P, P
+        self.sizes = (self.qkv.local_sizes[0] // (1 + self.gated), kv_local, kv_local)
         self.q_norm = self.k_norm = None
         if config.qk_norm_whole:
             self.q_norm = ShardedRMSNorm(q_size, config.rms_norm_eps, spec)
@@ -46,24 +61,37 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        qkv_NX, gate_NQ = self.ungated(self.qkv(x_ND, split))
-        parts = self.norm_whole(qkv_NX).split(self.sizes, dim=-1)
+        """Return the output (N, D). split: input and output are this rank's tokens, as of `Linear`."""
+        qkv_NX, gate_NQ = self.split_gate(self.qkv(x_ND, split))
+        parts = self.norm_all_heads(qkv_NX).split(self.sizes, dim=-1)
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
         out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC, self.window)
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
 
-    def ungated(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values without the numbers that gate, and these, where the family has them."""
+    def split_gate(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Split the projection into queries, keys and values, and the gate, if there is one.
+
+        Args:
+            qkv_NX: the output of the qkv product.
+
+        Returns:
+            Queries, keys and values, side by side (N, Q + 2 P), and the gate (N, Q) or None.
+        """
         if not self.gated:
             return qkv_NX, None
         both_NQ2, keys_values = qkv_NX.tensor_split((2 * self.sizes[0],), dim=-1)
         q_NHC, gate_NHC = both_NQ2.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         return torch.cat((q_NHC.flatten(-2), keys_values), dim=-1), gate_NHC.flatten(-2)
 
-    def ungated_gradient(self, grad_NX: Tensor, grad_gate_NQ: Tensor | None) -> Tensor:
-        """The gradient of what `ungated` was given."""
+    def join_gate_gradient(self, grad_NX: Tensor, grad_gate_NQ: Tensor | None) -> Tensor:
+        """Return the gradient of the qkv product from those of the results of `split_gate`.
+
+        Args:
+            grad_NX: the gradient of queries, keys and values.
+            grad_gate_NQ: the gradient of the gate, or None.
+        """
         if grad_gate_NQ is None:
             return grad_NX
         grad_q_NQ, keys_values = grad_NX.tensor_split((self.sizes[0],), dim=-1)
@@ -72,18 +100,35 @@ class Attention(nn.Module):
 
     @staticmethod
     def gate(out_NQ: Tensor, gate_NQ: Tensor | None) -> Tensor:
-        """What goes into the last product."""
+        """Return the gated output of attention, the input of the output projection.
+
+        Args:
+            out_NQ: the output of attention.
+            gate_NQ: the gate, or None.
+        """
         return out_NQ if gate_NQ is None else out_NQ * torch.sigmoid(gate_NQ)
 
-    def norm_whole(self, qkv_NX: Tensor) -> Tensor:
-        """With the norms of all queries and of all keys of a token, where the family has these; else as it is."""
+    def norm_all_heads(self, qkv_NX: Tensor) -> Tensor:
+        """Normalise the queries of all heads together, and the keys, if the family does so.
+
+        Args:
+            qkv_NX: queries, keys and values, side by side.
+
+        Returns:
+            The same with the norms applied, or qkv_NX itself.
+        """
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return qkv_NX
         q_NQ, k_NP, v_NP = qkv_NX.split(self.sizes, dim=-1)
         return torch.cat((self.q_norm(q_NQ), self.k_norm(k_NP), v_NP), dim=-1)
 
-    def whole_gradient(self, grad_NX: Tensor, qkv_NX: Tensor) -> Tensor:
-        """The gradient of what `norm_whole` was given. Adds to those of the norms' weights."""
+    def norm_all_heads_backward(self, grad_NX: Tensor, qkv_NX: Tensor) -> Tensor:
+        """Return the gradient of the input of `norm_all_heads`. Adds to the gradients of the norms' weights.
+
+        Args:
+            grad_NX: the gradient of its result.
+            qkv_NX: its input.
+        """
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return grad_NX
         q_NQ, k_NP, _ = qkv_NX.split(self.sizes, dim=-1)
@@ -92,7 +137,14 @@ class Attention(nn.Module):
 
 
 def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None) -> GatedMLP | ExpertMLP:
-    """The MLP of a layer; the one place that knows which kinds there are."""
+    """Create the MLP of a layer: a mixture of experts, or a gated MLP.
+
+    Args:
+        config: the shape of the model.
+        index: the index of the layer.
+        spec: dtype, device and ranks of the weights.
+        routing: shared by all layers with experts. None: the model has none.
+    """
     experts = config.experts
     if experts is not None and routing is not None and index not in experts.dense_layers:
         place = experts.layers(config.num_layers).index(index)
@@ -103,10 +155,21 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm (or before one, or both) and added to the residual stream.
+    """Attention and MLP, each with a norm before it, after it, or both, and added to the residual stream.
 
-    A layer with a recurrent state has `delta` in the place of `attention`.
-    split: tensor-parallel ranks have a share of the residual stream's tokens each. Attention sees all of them.
+    A layer with a recurrent state has `delta` in place of `attention`.
+
+    Args:
+        config: the shape of the model.
+        index: the index of the layer.
+        spec: dtype, device and ranks of the weights.
+        routing: shared by all layers with experts. None: the model has none.
+
+    Attributes:
+        input_norm: before attention, or None.
+        post_attention_norm: after attention, before the addition, or None.
+        pre_mlp_norm: before the MLP, or None.
+        post_mlp_norm: after the MLP, before the addition, or None.
     """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
@@ -130,20 +193,29 @@ class Layer(nn.Module):
         self.post_mlp_norm = norm("after", "both")
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        y_ND = self._mixed(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
+        """Return the new residual stream (N, D).
+
+        Args:
+            x_ND: the residual stream.
+            cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
+            sin: its sines.
+            attend: attention over all tokens.
+            split: the tensor-parallel ranks have different tokens of the residual stream. Attention sees all tokens.
+        """
+        y_ND = self._mix_tokens(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
         x_ND = x_ND + (y_ND if self.post_attention_norm is None else self.post_attention_norm(y_ND))
         y_ND = self.mlp(x_ND if self.pre_mlp_norm is None else self.pre_mlp_norm(x_ND), split)
         return x_ND + (y_ND if self.post_mlp_norm is None else self.post_mlp_norm(y_ND))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         module = self.attention or self.delta
         assert module is not None
         return module.out.weight.dtype
 
-    def _mixed(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool) -> Tensor:
-        """What a token takes from those before it."""
+    def _mix_tokens(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool) -> Tensor:
+        """Return the output of attention, or of the gated delta rule."""
         if self.attention is not None:
             return self.attention(x_ND, cos, sin, attend, split)
         assert self.delta is not None

@@ -1,8 +1,9 @@
-"""The decoder-only transformer all families share: pre-norm, rotary positions, grouped heads, gated MLP.
+"""The decoder-only transformer of all families: norms, rotary positions, grouped heads, gated MLP or experts.
 
-Rows are packed end to end; which tokens see which is decided by `attend`, so the same model trains and decodes.
+Rows are packed end to end. `attend` decides which tokens attend to which, so the same model trains and decodes.
+
 Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, V vocabulary; H, K and V are this
-rank's share under tensor parallelism.
+rank's share under tensor parallelism. In logits and values, K is the number of positions.
 """
 
 from __future__ import annotations
@@ -31,16 +32,26 @@ from areno.models.layer import Layer
 
 
 class Transformer(nn.Module):
-    """Parameters come in a fixed order, may be replaced by views of a flat buffer (`parameter.data = view`), and a tied
+    """The decoder-only transformer of all families.
+
+    Parameters have a fixed order, may be replaced by views of a flat buffer (`parameter.data = view`), and a tied
     embedding is one parameter. Norm weights and biases have one dimension, matrices two.
+
+    Args:
+        config: the shape of the model.
+        spec: dtype, device and ranks of the weights.
+
+    Attributes:
+        row_multiple: the tokens of a pass are padded to a multiple of this, for `engine.exact`.
+        passed: called in the backward pass with a stage when the gradients of all parameters from that stage on are
+            complete; see `stage`.
     """
 
     def __init__(self, config: TransformerConfig, spec: WeightSpec):
         super().__init__()
         self.config = config
         self.tp = spec.tp
-        self.row_multiple = 1  # of the tokens of a pass; see areno/engine/exact.py
-        # Called in a backward pass with a stage, when the gradients of all parameters from that stage on are there.
+        self.row_multiple = 1
         self.passed: Callable[[int], None] | None = None
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
@@ -66,22 +77,27 @@ class Transformer(nn.Module):
         n_kept: int = 0,
         split: bool = False,
     ) -> Tensor:
-        """Hidden states after the final norm, (N, D), the same on every rank.
+        """Return the hidden states after the final norm, (N, D), the same on every rank.
 
-        tokens_N, positions_N: int64; positions count from 0 in each row.
-        recompute: keep little of each layer for the backward pass and compute the rest again; not so the last `n_kept`
-        layers.
-        split: sequence parallel. Each tensor-parallel rank has a share of the residual stream's tokens, whose number
-        they divide.
+        Args:
+            tokens_N: int64 token ids.
+            positions_N: int64, the position of each token in its row, from 0.
+            attend: attention over all tokens.
+            recompute: keep little of each layer for the backward pass, and compute the rest again.
+            n_kept: the number of last layers that keep everything nevertheless.
+            split: sequence parallelism. Each tensor-parallel rank has a share of the residual stream's tokens. The
+                ranks must divide their number.
         """
-        assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, "tokens that ranks cannot share"
+        assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, (
+            "the ranks do not divide the tokens"
+        )
         n_tokens = len(tokens_N)
         if more := -n_tokens % self.row_multiple:
             tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
             attend = FirstTokensAttend(attend, n_tokens)
         angles = [rotary(positions_N) for rotary in self.rotaries]  # cos and sin
         x_ND = self.embed(tokens_N, split)
-        if self.config.embed_scale != 1.0:  # rounded as transformers does
+        if self.config.embed_scale != 1.0:  # rounded as in transformers
             x_ND = x_ND * torch.tensor(self.config.embed_scale, dtype=x_ND.dtype).item()
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
@@ -110,23 +126,26 @@ class Transformer(nn.Module):
         return self.tp.gather_rows_equal(hidden_ND) if split else hidden_ND
 
     def _memory_for_norms(self, x_ND: Tensor) -> SymmetricMemory | None:
-        """The memory through which norms sum what ranks add to these tokens, where they can: few, and no gradient."""
+        """Return the symmetric memory for sums in norms, if these tokens are few and have no gradient; else None."""
         memory, config, (n, size) = self.tp.symmetric_memory, self.config, x_ND.shape
         if memory is None or torch.is_grad_enabled() or not memory.can_add_and_norm(n, size, self.embed.weight.dtype):
             return None
-        if self.tp.in_order:  # the norm of training adds the squares of a row in another order
+        if self.tp.in_order:  # the norm of training sums the squares of a row in another order
             return None
         return memory if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 
     def _mark(self, x_ND: Tensor, stage: int) -> None:
-        """Report in the backward pass that it has come to x, the input of a stage. Autograd runs later nodes first."""
+        """Call `passed` when the backward pass reaches x, the input of a stage. Autograd runs later nodes first."""
         if self.passed is not None and x_ND.requires_grad:
             x_ND.register_hook(partial(_report, self.passed, stage))
 
     def stage(self, parameter: str) -> int:
-        """When the backward pass has the whole gradient of a named parameter: the largest stage comes first.
+        """Return the stage of a parameter. The backward pass completes the gradients of the largest stage first.
 
-        The stage of a layer is its index. What follows the layers comes before them, and the embedding at the end.
+        The stage of a layer is its index. The parameters after the layers have the largest stage, the embedding -1.
+
+        Args:
+            parameter: the name of the parameter.
         """
         module, _, rest = parameter.partition(".")
         if module == "layers":
@@ -134,10 +153,13 @@ class Transformer(nn.Module):
         return -1 if module == "embed" else len(self.layers)
 
     def runs_fused(self, attend: Attend) -> bool:
-        """Whether the layers run as fused kernels (`models/fused.py`), with the same results as the plain ones.
+        """Return whether the layers run as fused kernels (`models/fused.py`), with the same results as plain layers.
 
-        With gradients, every parameter that is not frozen needs a float32 `grad` to accumulate in, and attention a
-        backward pass that can be called.
+        With gradients, this requires a float32 `grad` of every trained parameter, to accumulate in, and a
+        `PackedAttend`, which has a backward function.
+
+        Args:
+            attend: attention over all tokens.
         """
         if not use_triton(self.embed.weight):
             return False
@@ -149,44 +171,75 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.embed.weight.device
 
     @property
     def output(self) -> VocabParallelEmbedding:
-        """The vocabulary matrix of an "lm" head, this rank's rows of it: the embedding itself when tied."""
+        """The LM head, this rank's rows of it; the embedding itself if tied."""
         assert self.score is None, "a value model has no vocabulary head"
         return self.embed if self.head is None else self.head
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
-        """(K, vocab_size) float32, gathered over the ranks; without gradient when there are several."""
+        """Return the logits (K, vocab_size) float32, gathered over the ranks; without gradient if there are several.
+
+        Args:
+            hidden_KD: hidden states.
+        """
         return self.tp.gather(self.logit_columns(hidden_KD))[:, : self.config.vocab_size]
 
     def logit_columns(self, hidden_KD: Tensor) -> Tensor:
-        """(K, V) float32: this rank's columns of `logits`, as many on each rank. Those of padding are zero."""
+        """Return this rank's columns of the logits, (K, V) float32, equally many on each rank. Padding is zero.
+
+        Args:
+            hidden_KD: hidden states.
+        """
         return self.output.product(fill_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
-        """(K, n_valid) float32: this rank's part of `logits`."""
+        """Return this rank's columns of the logits without padding, (K, n_valid) float32.
+
+        Args:
+            hidden_KD: hidden states.
+        """
         return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
-        """(K,) float32, the output of a "value" head."""
+        """Return the values (K,) float32 of a value head.
+
+        Args:
+            hidden_KD: hidden states.
+        """
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)
 
     def layout(self, parameter: str) -> tuple[Part, ...]:
-        """The checkpoint tensors that the named parameter holds, from the first row down."""
+        """Return the places of the checkpoint tensors in a parameter, from the first row.
+
+        Args:
+            parameter: the name of the parameter.
+        """
         layer, kind = parameter.rsplit(".", 1)
         return self.get_submodule(layer).layout[kind]  # type: ignore[return-value, index]
 
     def is_sharded(self, parameter: str) -> bool:
-        """Whether the ranks hold different pieces of the named parameter, rather than equal copies."""
+        """Return whether the ranks hold different pieces of a parameter, rather than copies.
+
+        Args:
+            parameter: the name of the parameter.
+        """
         return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
 
     def partial_gradients(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
-        """Of which elements of the named parameter a backward pass leaves only a part of the gradient on each rank.
+        """Return the elements of a parameter whose gradient is partial on each rank after a backward pass.
 
-        With the number of ranks, which follow each other and hold copies of these elements, to sum it over.
+        Args:
+            parameter: the name of the parameter.
+            split: the pass was sequence-parallel.
+
+        Returns:
+            For each range of elements, the number of neighbouring ranks that hold copies of it. Their gradients must be
+            summed.
         """
         whole = self.get_parameter(parameter)
         module = self.get_submodule(parameter.rsplit(".", 1)[0])
@@ -198,11 +251,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices normal with the config's `initializer_range`, norm factors 1, biases and a value head 0.
+        """Initialise the weights.
 
-        States of layers that have some decay at rates drawn evenly.
+        Matrices are normal with the config's `initializer_range`, norm factors are 1, biases and a value head are 0.
+        Decay rates of recurrent states are uniform. The full tensors depend on the seed and the device type alone, not
+        on the ranks.
 
-        The full tensors are a function of the seed (and the device type), whatever the number of ranks.
+        Args:
+            seed: determines the weights.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -231,4 +287,5 @@ class Transformer(nn.Module):
 
 
 def _report(passed: Callable[[int], None], stage: int, _grad: Tensor) -> None:
+    """Call `passed` as a gradient hook."""
     passed(stage)

@@ -1,8 +1,11 @@
-"""Weights from and to Hugging Face safetensors folders. One table of names serves both directions."""
+"""Loading and saving weights of Hugging Face safetensors folders.
+
+`stored_tensors` is the one table of names, for both directions. `load_weights` reads this rank's pieces.
+`save_weights` writes a folder; `file_writes` gives the same work as functions that can run in another thread.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,19 +29,18 @@ from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
 from areno.models.families import FAMILIES, module_names, stored_names
-from areno.models.folder import INDEX, copy_tokenizer_files, opened, resolve, tensor_files
+from areno.models.folder import INDEX, SHOWN, copy_tokenizer_files, listing, opened, resolve, tensor_files, write_json
 from areno.models.transformer import Transformer
 
-FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read
+FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-SHOWN = 5  # names listed in an error
-MAPPED_BYTES = 2**26  # of a file, before it is closed and opened again, where no tensor is larger
-FILES_OF_A_RANK = 2  # at least, where several write: a rank that writes one at a time has half of its share in memory
-MAX_SHARD_BYTES = 2**32  # of a file, unless a single tensor is larger; a power of two fills pinned memory
+MAPPED_BYTES = 2**26  # read from a file before it is closed and opened again
+FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank has half of its share in memory at a time
+MAX_SHARD_BYTES = 2**32  # of a file with several tensors; pinned memory is allocated in powers of two
 
 
 class Entry(NamedTuple):
-    """A checkpoint tensor, the parameter that holds it and where. Names are Llama's, or the family's own `names`."""
+    """A checkpoint tensor, the parameter that holds it, and its place there. Names are Llama's, or the family's."""
 
     name: str
     parameter: Tensor
@@ -46,7 +48,11 @@ class Entry(NamedTuple):
 
 
 def checkpoint_table(model: Transformer) -> list[Entry]:
-    """Every tensor of the model's checkpoint in a fixed order; a tied head and adapters have none of their own."""
+    """Return every tensor of the model's checkpoint in a fixed order, without adapters; a tied head counts once.
+
+    Args:
+        model: the model.
+    """
     return [
         Entry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
@@ -56,9 +62,11 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
 
 
 class Stored(NamedTuple):
-    """A tensor of the weight files: entries one below the other, nearly always a single one.
+    """A tensor of the weight files, which is one entry or several, stacked.
 
-    orders: of each entry: for our numbers of a head, which of the file's each is; None where they are the same.
+    Attributes:
+        entries: the entries, from the first row.
+        orders: for each entry, the index in the file of each number of a head. None: the orders are equal.
     """
 
     entries: list[Entry]
@@ -66,18 +74,23 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the file."""
         shapes = [entry.part.full_shape for entry in self.entries]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def stored_tensors(model: Transformer) -> dict[str, Stored]:
-    """The tensors of the weight files by name, in the order of `checkpoint_table`."""
+    """Return the tensors of the weight files by name, in the order of `checkpoint_table`.
+
+    Args:
+        model: the model.
+    """
     config = model.config
     order = head_order(config.rope, config.head_dim)
     stacked = stored_names(config)
     found: dict[str, Stored] = {}
     for entry in checkpoint_table(model):
-        name, inner = entry.name, ".".join(entry.name.split(".")[3:-1])  # in a layer: model.layers.3.<inner>.weight
+        name, inner = entry.name, ".".join(entry.name.split(".")[3:-1])  # model.layers.3.<inner>.weight
         if inner in stacked:
             name = name.replace(inner, stacked[inner])
         stored = found.setdefault(name, Stored([], []))
@@ -87,18 +100,18 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
 
 
 def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """The order of a tensor's heads, where that of queries and keys is another one than the file's."""
+    """Return the file's order of the numbers of a head for a module of a layer, or None if the order is ours."""
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
     if inner.endswith("_norm"):
         return None if config.qk_norm_whole else order
-    if inner == "self_attn.q_proj" and config.attention_gate:  # the numbers that gate a head are behind it
+    if inner == "self_attn.q_proj" and config.attention_gate:  # the gate of a head follows its query
         return torch.cat((order, torch.arange(len(order), 2 * len(order))))
     return order
 
 
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
-    """ "layers.3.attention.qkv.weight" -> the checkpoint tensors it holds, in order."""
+    """Return the checkpoint tensors that a parameter such as "layers.3.attention.qkv.weight" holds, in order."""
     module, kind = parameter.rsplit(".", 1)
     return tuple(f"{name}.{kind}" for name in module_names(module, model.config))
 
@@ -134,11 +147,15 @@ def _matched(model: Transformer, folder: Path) -> _Matched:
 def check_weights(model: Transformer, folder: Path) -> str:
     """Compare the headers of weight files with a model, which may be on the device `meta`. Reads no weights.
 
+    Args:
+        model: the model.
+        folder: the model folder.
+
     Returns:
-        How much the files hold, in words.
+        The number of tensors and files, and their size, in words.
 
     Raises:
-        CheckpointError: with all problems: files that are absent or cut off, and names, shapes and types of tensors.
+        CheckpointError: files are missing or truncated, or tensors differ in name, shape or dtype; names all of them.
     """
     table, stored_as, file_of = _matched(model, folder)
     problems, files = [], sorted(set(file_of.values()))
@@ -155,10 +172,14 @@ def check_weights(model: Transformer, folder: Path) -> str:
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Fill the model from a folder or hub id, one tensor at a time, reading only this rank's pieces.
+    """Load weights from a folder or hub id, one tensor at a time, reading only this rank's pieces.
 
-    CheckpointError where weights are absent, corrupt, incomplete, left over, not finite, or not of the shape that
-    config.json says.
+    Args:
+        model: the model.
+        folder: the folder or hub id.
+
+    Raises:
+        CheckpointError: weights are missing, corrupt, unexpected, not finite, or differ in shape from config.json.
     """
     folder = resolve(folder)
     table, stored_as, file_of = _matched(model, folder)
@@ -173,7 +194,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         names = iter([name for name in file_of if file_of[name] == file and name in table])
         name = next(names, None)
         while name is not None:
-            # What has been read of a file stays mapped as long as it is open, and counts as memory of this process.
+            # Pages read from a file stay mapped until it is closed, and count as memory of this process.
             with opened(file) as tensors:
                 mapped = 0
                 while name is not None and mapped < MAPPED_BYTES:
@@ -196,17 +217,22 @@ def save_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dp: ParallelGroup | None = None,
 ) -> None:
-    """Write a folder that `transformers` loads: config.json, safetensors files, and the companions of `source`.
+    """Write a folder that `transformers` loads, with adapters merged into the weights. A collective call.
 
-    Adapters are merged into the weights.
+    Every rank writes its share of the files, which are on the disk when the call returns. The caller has to make the
+    folder appear whole or not at all.
 
-    Every rank calls it and writes its share of the files, which are on the disk when it returns there. `folder` is made
-    if need be; to make it appear whole or not at all is the caller's task.
-    source: folders or hub ids whose tokenizer, chat template and generation settings are carried along; the first that
-    has them counts.
-    dtype: of the written weights; None keeps the model's. max_shard_bytes: weights beyond it go into several files.
-    dp: the ranks with equal copies of the model, which share the work; None where only the model's `tp` calls.
-    CheckpointError, on the rank that cannot write its files.
+    Args:
+        model: the model.
+        folder: the folder, created if needed.
+        source: folders or hub ids to copy tokenizer, chat template and generation settings from; the first that has
+            them counts.
+        dtype: the dtype of the written weights. None: the model's.
+        max_shard_bytes: more weights go into several files.
+        dp: the ranks with copies of the model, which share the work. None: only the model's `tp` calls.
+
+    Raises:
+        CheckpointError: this rank cannot write its files.
     """
     write_all(folder, file_writes(model, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes, dp=dp))
 
@@ -221,10 +247,11 @@ def file_writes(
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """The work of save_weights on this rank, as functions for `write_all`.
+    """Return the work of `save_weights` on this rank, as functions for `write_all`; arguments as there.
 
-    To take one is a collective call and copies the weights of one file to host memory. To call it writes them. So a
-    caller that takes all at once, before the next update, may write them at any time and in any thread.
+    Taking a function from the iterator is a collective call, and copies the weights of one file to host memory. Calling
+    the function writes them. A caller that takes all functions before the next update may call them later, in any
+    thread. pin_memory: copy to pinned host memory.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
     dtype = dtype or model.embed.weight.dtype
@@ -241,7 +268,7 @@ def file_writes(
     if dp.rank == model.tp.rank == 0:
         yield partial(_write_other_files, model, folder, source, dtype, plan)
     shares = _shares({file: sum(sizes[n] for n in names) for file, names in plan.filename_to_tensors.items()}, n_ranks)
-    # Each copy of the model gathers its own files, one for each of its ranks at a time, so that these write together.
+    # Each copy of the model gathers its own files, one for each of its ranks at a time, and the ranks write together.
     for files in zip_longest(*shares[dp.rank * model.tp.size :][: model.tp.size]):
         write = None
         for owner, file in enumerate(files):
@@ -250,31 +277,29 @@ def file_writes(
                 tensors = gathered(named, model, owner, dtype, pin_memory)
                 if owner == model.tp.rank:
                     write = partial(write_tensors, tensors, named, folder / file, reached(model.device))
-                del tensors  # only `write` holds them, and only as long as the caller holds that
+                del tensors  # only `write` holds them, as long as the caller holds `write`
         if write is not None:
             yield write
         del write
 
 
 def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
-    """Call the functions of `file_writes`. CheckpointError where one of them cannot write."""
+    """Call the functions of `file_writes`. Raises CheckpointError if a file of the folder cannot be written."""
     failure: Exception | None = None
-    for write in writes:  # to the end also after a failure: other ranks count on this one to take them
+    for write in writes:  # all of them, even after a failure: taking one is a collective call
         try:
             if failure is None:
                 write()
         except (OSError, SafetensorError) as error:
             failure = error
-        del write  # the weights that it holds, before the next are gathered
+        del write  # free its weights before the next file is gathered
     if failure is not None:
-        raise CheckpointError(
-            "cannot write the model to {}: {}; free some space or choose another folder with {}",
-            folder, failure, Key("saver.path"),
-        ) from failure  # fmt: skip
+        text = "cannot write the model to {}: {}; free some space or choose another folder with {}"
+        raise CheckpointError(text, folder, failure, Key("saver.path")) from failure
 
 
 def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
-    """Files dealt out to `n` ranks, the largest first, each to the rank with the fewest bytes so far."""
+    """Divide files over ranks: the largest first, each to the rank with the fewest bytes so far."""
     shares: list[list[str]] = [[] for _ in range(n)]
     loads = [0] * n
     for file in sorted(sizes, key=lambda file: -sizes[file]):
@@ -287,9 +312,9 @@ def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
 def gathered(
     named: Mapping[str, Stored], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
 ) -> dict[str, Tensor]:
-    """The tensors in host memory, on the rank `owner`, with our order of heads; nothing on the others.
+    """Gather tensors into host memory of the tensor-parallel rank `owner`. A collective call.
 
-    A weight has its adapter merged in.
+    Adapters are merged, and heads have our order. The result is empty on other ranks.
     """
     entries = [entry for stored in named.values() for entry in stored.entries]
     shapes = [entry.part.full_shape for entry in entries]
@@ -297,13 +322,13 @@ def gathered(
     buffer = torch.empty(0)
     if owner == model.tp.rank:
         counts = [math.prod(shape) for shape in shapes]
-        # One buffer for the file: pinned memory is given out in powers of two.
+        # One buffer for the file, as pinned memory is allocated in powers of two.
         buffer = torch.empty(sum(counts), dtype=dtype, pin_memory=pin_memory)
         outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
     adapted = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
     before = whole = entries[0].parameter if entries else model.embed.weight
     for index, (entry, out) in enumerate(zip(entries, outs, strict=True)):
-        if index == 0 or entry.parameter is not before:  # it may hold several tensors, and is merged once
+        if index == 0 or entry.parameter is not before:  # a parameter with several tensors is merged once
             before, linear = entry.parameter, adapted.get(id(entry.parameter))
             whole = entry.parameter if linear is None else linear.merged_weight()
         entry.part.gather(whole, model.tp, owner, out)
@@ -315,11 +340,12 @@ def gathered(
 
 
 def reached(device: torch.device) -> Any:
-    """A mark behind what the device has been given to do. None for a CPU, which has done it."""
+    """Record an event after all work queued on a device. None for a CPU, which has no queue."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
+    """Write the tensors of `gathered` to a file, after the event of `reached`. Restores the file's order of heads."""
     if copied is not None:
         copied.synchronize()
     for name, stored in named.items():
@@ -329,7 +355,7 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
                 part.copy_(in_order(part, order.argsort()))
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
     sync(file)
     sync(file.parent)
 
@@ -337,7 +363,7 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
 def _write_other_files(
     model: Transformer, folder: Path, source: str | Path | Sequence[str | Path], dtype: torch.dtype, plan: Any
 ) -> None:
-    """All but the weights."""
+    """Write everything but the weights: config.json, tokenizer files and the index."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = [source] if isinstance(source, str | Path) else source
     written = copy_tokenizer_files([resolve(path) for path in sources], folder)
@@ -351,7 +377,7 @@ def _write_other_files(
 
 
 def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
-    """Return what is wrong with the number of layers in the weight files."""
+    """Return the difference between the layers of the weight files and of config.json."""
     layers = [name.split(".", 3)[2] for name in names if name.startswith("model.layers.")]
     found = 1 + max((int(layer) for layer in layers if layer.isdecimal() and len(layer) < 10), default=-1)
     if found in (0, num_layers):
@@ -361,7 +387,11 @@ def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
 
 
 def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
-    """Copy this rank's piece. Whether all of it is finite. shaped_by: what tells the shape, for the message."""
+    """Copy this rank's piece of a tensor into the model, and return whether all numbers are finite.
+
+    source: the safetensors slice. shaped_by: the source of the expected shape, for messages. Raises CheckpointError if
+    the tensor has another shape, or a dtype that cannot be loaded.
+    """
     if wrong := _header_problem(name, target, source, shaped_by):
         raise CheckpointError(f"{file}: {wrong}")
     shape, is_finite, row = target.shape, True, 0
@@ -372,12 +402,13 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
         region = entry.part.region(entry.parameter)
         region.copy_(piece if order is None else in_order(piece, order))
         heartbeat.beat()
-        # The smallest and the largest number are nan where any number is; unlike a mask, they take no memory.
+        # If any number is NaN, so are minimum and maximum. Unlike a mask, they take no memory.
         is_finite &= region.numel() == 0 or bool(torch.stack(region.aminmax()).isfinite().all())
     return is_finite
 
 
 def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> str | None:
+    """Return the difference between a tensor's header and the model."""
     shape = tuple(source.get_shape())
     if shape != target.shape:
         return f"{name} has shape {shape}, expected {target.shape} from {shaped_by}"
@@ -387,7 +418,7 @@ def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> s
 
 
 def _own_name(name: str, family: Family) -> str:
-    """Of a tensor in the text model, which may be within a model with images."""
+    """Return our name of a checkpoint tensor, whose text model may be a part of a model with images."""
     for within, own in family.beginnings.items():
         if name.startswith(within):
             return own + name.removeprefix(within)
@@ -395,19 +426,17 @@ def _own_name(name: str, family: Family) -> str:
 
 
 def _is_harmless(name: str, model: Transformer) -> bool:
-    """Tensors without a place here: computed tables, the second copy of a tied head, the vocabulary head of what
-    becomes a value model, and what a family names."""
+    """Return whether a tensor may be ignored.
+
+    These are computed tables, the copy of a tied head, the LM head of a model that becomes a value model, and the
+    tensors that a family does not read.
+    """
     is_unread = name.startswith(FAMILIES[model.config.family].unread)
     return is_unread or name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
 
 
-def listing(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
 def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json as it was read, with the dtype of the written weights under the key it used, and the model's head."""
+    """Return config.json as it was read, with the dtype of the written weights and the model's head."""
     family, values = FAMILIES[model.config.family], dict(model.config.hf)
     values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[dtype]
     if model.score is None:
@@ -417,8 +446,3 @@ def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     values.setdefault("model_type", family.name)
     return values
-
-
-def write_json(file: Path, values: dict[str, Any]) -> Path:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return file
