@@ -68,7 +68,7 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
             "set it to false, or {} to 1",
             Key("engine.exact"), Key("engine.tp_size"),
         )  # fmt: skip
-    found = {shape: _unsplit(module, timed) for shape, module in modules.items()}
+    found = {shape: _fixed_order_product(module, timed) for shape, module in modules.items()}
     for module in model.modules():
         if isinstance(module, _PRODUCTS):
             module.fixed_order = found[module.weight.shape]
@@ -121,7 +121,7 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
             )  # fmt: skip
 
 
-def _unsplit(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderProduct:
+def _fixed_order_product(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderProduct:
     """How products with these weights are computed in one order: by the library where it can, or where it is faster."""
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype

@@ -38,7 +38,7 @@ from areno.types import GenerationOutput, GenerationRequest
 ONE_THREAD_BELOW = 5_000_000  # parameters
 _STREAM_EVERY_S = 0.02  # a small model samples faster than anybody reads, and each output costs the host time
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
-FIXED_ORDER_KV_BLOCK = 64  # as many as attention by spans takes together
+FIXED_ORDER_KV_BLOCK = 64  # positions; the tile of fixed-order attention
 
 
 class Worker:

@@ -89,7 +89,8 @@ class FlatParameters:
     `parameter.grad` is a view of it, so it is cleared by `grads.zero_()` and must never be set to None.
     masters: float32, the values that the optimizer updates; `params` itself where that is float32 and not divided.
     frozen: the parameters whose requires_grad is False. They stay where they are: there may be no room for a copy.
-    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter. in_parts: of Transformer.
+    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
+    in_parts: `Transformer.partial_gradients`.
     align: elements; every trained parameter starts at a multiple of it, and so does what a rank owns.
 
     stage: see Transformer.stage. With it and a group `dp` of several ranks, masters are divided over these, and with

@@ -36,7 +36,7 @@ def most_rows(heads_per_key: int, fixed_order: bool) -> int:
 class PagedBatch:
     """The block tables of a decode step, and how its attention is split into parts that run in parallel.
 
-    A row has its own positions and, in a prefix group, those that it shares with the group. Both are cut into parts.
+    A row has its own positions, and positions that it shares with its prefix group. Both are cut into parts.
 
     Attributes:
         table_TW: int32 block tables. Position n of the sequence in table row t lies in block `table[t, n // S]` at
