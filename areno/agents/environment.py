@@ -1,21 +1,23 @@
-"""The short way to a task with tools: you write the environment, areno runs the loop between it and the model.
+"""Write a task with tools as a class, and let areno run the loop between it and the model.
 
-class Counter(Environment):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {...}}}]
+`agent_of` turns an environment into an agent function, and `reward_of` into a reward function:
 
-    def __init__(self, item):
-        self.total = item.record["start"]
+    class Counter(Environment):
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {...}}}]
 
-    def reset(self):
-        return [{"role": "user", "content": f"Make 10 of {self.total}."}]
+        def __init__(self, item):
+            self.total = item.record["start"]
 
-    def step(self, tool_calls):
-        self.total += sum(call.arguments["n"] for call in tool_calls)
-        messages = [call.result(str(self.total)) for call in tool_calls]
-        return messages, float(self.total == 10), self.total >= 10
+        def reset(self):
+            return [{"role": "user", "content": f"Make 10 of {self.total}."}]
 
-run_agent = agent_of(Counter)       # agent.fn=this_file.py
-reward_fn = reward_of(Counter)      # reward.fn=this_file.py
+        def step(self, tool_calls):
+            self.total += sum(call.arguments["n"] for call in tool_calls)
+            messages = [call.result(str(self.total)) for call in tool_calls]
+            return messages, float(self.total == 10), self.total >= 10
+
+    run_agent = agent_of(Counter)       # agent.fn=this_file.py
+    reward_fn = reward_of(Counter)      # reward.fn=this_file.py
 """
 
 from __future__ import annotations
@@ -36,53 +38,90 @@ from areno.types import Message
 logger = logging.getLogger("areno")
 
 StepResult = tuple[Sequence[Message], float, bool]
-"""Messages for the model, the reward of this step, whether the task is over."""
+"""(messages for the model, reward of this step, whether the task is over)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of the model, with its arguments as an object."""
+    """A tool call of the model.
+
+    Attributes:
+        id: Id of the call, which its result refers to.
+        name: Name of the tool.
+        arguments: Arguments as an object. They are not checked against the tool's schema.
+    """
 
     id: str
     name: str
     arguments: dict[str, Any]
 
     def result(self, content: str) -> Message:
-        """The message that answers it."""
+        """Return the tool message that answers the call.
+
+        Args:
+            content: Result of the tool, as text for the model.
+        """
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
 class Environment:
-    """One task, for one sample. The methods may be `async`; those that are not run in a thread.
+    """One task for one sample. Derive from it and override `reset` and `step`.
 
-    tools: definitions in OpenAI's form. They are read before each turn, so they may change.
+    The methods may be `async`. Other methods run in a thread.
+
+    Attributes:
+        tools: Tool definitions in OpenAI's form. They are read before each turn, so they may change.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """Start the task; returns the messages that the model is to answer first."""
+        """Start the task.
+
+        Returns:
+            The messages that the model answers first.
+        """
         raise NotImplementedError
 
     def step(self, tool_calls: list[Call]) -> StepResult | Awaitable[StepResult]:
-        """Do what the model asks for in one turn, and answer each call with a message.
+        """Run the tool calls of one turn.
 
-        Only calls of tools that there are, whose arguments are an object, arrive here. The loop answers the others with
-        an error message. The arguments are not checked against the schema.
+        Only calls of known tools whose arguments are an object arrive here. The loop answers other calls with an error
+        message. The arguments are not checked against the schema.
+
+        Args:
+            tool_calls: The calls.
+
+        Returns:
+            (one message for each call, reward of this step, whether the task is over).
         """
         raise NotImplementedError
 
     def answer(self, text: str) -> StepResult | Awaitable[StepResult]:
-        """The model wrote a text and called nothing. By default the task is over, without a reward."""
+        """Handle a turn in which the model wrote text and called no tool.
+
+        Args:
+            text: The model's text.
+
+        Returns:
+            (messages for the model, reward of this step, whether the task is over). By default the task is over, with
+            reward 0.
+        """
         return [], 0.0, True
 
     def close(self) -> Any:
-        """Free what the task holds. Called once, also after an error."""
+        """Release the resources of the task. Called once, also after an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request and its answer, as the client gave it."""
+    """One request to the model and its answer.
+
+    Attributes:
+        messages: Messages of the request.
+        response: The client's response object.
+        tools: Tools of the request, or None.
+    """
 
     messages: list[Message]
     response: Any
@@ -91,7 +130,14 @@ class Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """What happened. messages: all of them. rewards: one for each step. ended: why."""
+    """The record of one episode.
+
+    Attributes:
+        turns: Requests and answers, in order.
+        messages: The whole conversation.
+        rewards: Reward of each step.
+        ended: Why the episode ended: the environment is done, the model reached its length limit, or `max_turns`.
+    """
 
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -100,17 +146,25 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """Of the whole episode."""
+        """Reward of the whole episode, the sum over its steps."""
         return math.fsum(self.rewards)
 
 
 async def run_episode(
     environment: Environment, client: Any, *, model: str = "policy", max_turns: int = 16, **request: Any
 ) -> Episode:
-    """Let the model act until the environment says that it is done, or a limit is reached.
+    """Let the model act until the environment is done or a limit is reached.
 
-    client: an `openai.AsyncOpenAI`. max_turns: most answers of the model. request: more fields of each request, such as
-    top_p. Raises DataError for an environment that returns something else than it should, and what it raises.
+    Args:
+        environment: The task. It is closed at the end.
+        client: An `openai.AsyncOpenAI`.
+        model: Name of the model.
+        max_turns: The most answers of the model.
+        **request: Further fields of each request, such as top_p.
+
+    Raises:
+        DataError: If a method of the environment returns a wrong value.
+        Exception: Any exception that the environment or the client raises.
     """
     episode = Episode()
     try:
@@ -135,9 +189,13 @@ async def run_episode(
 
 
 async def replay(environment: Environment, messages: Sequence[Message]) -> float:
-    """The reward of a conversation that took place: its assistant messages are acted on once more.
+    """Compute the reward of a finished conversation by running its assistant messages again.
 
-    It is the reward that the episode had, if the environment does the same each time.
+    The result equals the episode's reward if the environment is deterministic.
+
+    Args:
+        environment: A new environment of the same task. It is closed at the end.
+        messages: The conversation.
     """
     episode = Episode()
     try:
@@ -153,10 +211,15 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
 def agent_of(
     make: Callable[[Any], Environment], *, max_turns: int = 16, **request: Any
 ) -> Callable[[Any, Any], Awaitable[list[Any]]]:
-    """The agent function `run_agent(ctx, batch)` of an environment.
+    """Return the agent function `run_agent(ctx, batch)` of an environment.
 
-    make: gets an AgentItem, whose `record` is the row of the dataset. max_turns and request: see `run_episode`. An
-    episode that raises is logged and leaves its group; only where all of a batch do, the first error is raised.
+    An episode that raises an error is logged and left out of its group. If all episodes of a batch fail, the first
+    error is raised.
+
+    Args:
+        make: Builds the environment of an AgentItem, whose `record` is the row of the dataset.
+        max_turns: The most answers of the model.
+        **request: Further fields of each request, such as temperature.
     """
 
     async def run_agent(ctx: Any, batch: Any) -> list[Any]:
@@ -182,9 +245,10 @@ def agent_of(
 
 
 def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[float]]:
-    """The reward function of an environment that does the same each time: it replays the conversation.
+    """Return the reward function of a deterministic environment, which replays the conversation.
 
-    make: as for `agent_of`; here it gets the RewardRecord, which has a `record`, too.
+    Args:
+        make: Builds the environment of a RewardRecord, whose `record` is the row of the dataset.
     """
 
     async def reward_fn(record: Any) -> float:
@@ -194,14 +258,14 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
 
 
 async def _act(environment: Environment, message: Message, episode: Episode) -> bool:
-    """Let the environment answer one message of the model. Whether the task is over."""
+    """Let the environment handle one message of the model. Return whether the task is over."""
     written = message.get("tool_calls") or []
     if not written:
         result = await _call(environment.answer, message.get("content") or "")
     else:
         names = {_name_of(tool) for tool in environment.tools}
         calls = [_read_call(each, names) for each in written]
-        episode.messages += [call for call in calls if isinstance(call, dict)]  # what is wrong with the others
+        episode.messages += [call for call in calls if isinstance(call, dict)]  # the errors of invalid calls
         valid = [call for call in calls if isinstance(call, Call)]
         if not valid:
             return False
@@ -220,7 +284,7 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
 
 
 def _read_call(written: Any, names: set[str]) -> Call | Message:
-    """A call of a message, or the message that tells the model what is wrong with it."""
+    """Return a valid call, or the message with its error for the model."""
     function = written["function"]
     call = Call(written["id"], function["name"], {})
     if call.name not in names:

@@ -1,4 +1,4 @@
-"""Tools of MCP servers (https://modelcontextprotocol.io) for a model. Needs `pip install 'areno[mcp]'`."""
+"""Give a model the tools of MCP servers (https://modelcontextprotocol.io). Needs `pip install 'areno[mcp]'`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from areno.types import Message
 
 
 class McpEnvironment(Environment):
-    """A task whose tools are those of some MCP servers. It has no reward of its own and ends with an answer in text.
+    """A task whose tools are those of MCP servers. It ends when the model answers with text, and gives no reward.
 
-    messages: what the model is to answer first. servers: each a URL, an `mcp.StdioServerParameters` (a command that is
-    started for the episode and ended with it), or an `mcp.server.MCPServer` in this process. A tool name that two
-    servers have is refused. timeout_s: of one call. To give rewards, derive from this class and override `step` or
-    `answer`, or look at `record.tool_results` in a reward function.
+    To give rewards, derive from this class and override `step` or `answer`, or use `record.tool_results` in a reward
+    function.
+
+    Args:
+        messages: The messages that the model answers first.
+        *servers: Each a URL, an `mcp.StdioServerParameters` (a command that runs during the episode), or an
+            `mcp.server.MCPServer` in this process. Two servers must not have a tool of the same name.
+        timeout_s: Limit of one call, in seconds.
     """
 
     def __init__(self, messages: Sequence[Message], *servers: Any, timeout_s: float = 60.0):
@@ -28,7 +32,11 @@ class McpEnvironment(Environment):
         self.tools: list[dict[str, Any]] = []
 
     async def reset(self) -> Sequence[Message]:
-        """Connect to the servers and ask what tools they have. ConfigError for two tools of one name."""
+        """Connect to the servers and list their tools.
+
+        Raises:
+            ConfigError: If two tools have the same name, or the mcp package is missing.
+        """
         try:
             from mcp import Client
         except ImportError as error:
@@ -44,11 +52,11 @@ class McpEnvironment(Environment):
         return self._messages
 
     async def step(self, tool_calls: list[Call]) -> StepResult:
-        """Call the tools one after the other. What goes wrong in a tool is told to the model."""
+        """Call the tools one after the other. Errors of a tool become messages for the model."""
         return [call.result(await self._result(call)) for call in tool_calls], 0.0, False
 
     async def close(self) -> None:
-        """Leave the servers."""
+        """Disconnect from the servers."""
         await self._open.aclose()
 
     async def _result(self, call: Call) -> str:
@@ -66,7 +74,7 @@ class McpEnvironment(Environment):
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    """All pages of a server's list."""
+    """Return all pages of a server's tool list."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:

@@ -1,8 +1,8 @@
-"""The driver's half of running agents: starts their processes, deals items out, collects trajectories.
+"""Run agents in processes of their own, on the driver's side.
 
-A user's agent runs in processes of its own (process.py is what runs there), each with many items at once. So it can
-print, hang, crash or leak without harm to the run. An item whose agent fails or takes too long has no trajectory; the
-others go on.
+`AgentPool` starts the processes, sends them items and collects trajectories. A process runs many items at once
+(process.py). User code in it can print, hang, crash or leak without harm to the run. An item whose agent fails or takes
+too long has no trajectory, and the other items continue.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from areno.user_processes.pool import Failure, WorkerPool
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
-_GROUPS = (math.inf, 8, 1)  # items sent at once to a process: at first, and after each process that was lost over them
+_GROUPS = (math.inf, 8, 1)  # items sent to a process at once: at first, then after each process that died on them
 
 
 @dataclass(slots=True)
 class AgentOutcome:
-    """What came of one item. turns: None unless status is "ok"; `message` then says why.
+    """The result of one item.
 
-    filtered: the agent gave up when its conversation had filled the context.
+    Attributes:
+        status: "ok", "error", "timeout", or "filtered" if the agent gave up because its conversation filled the
+            context.
+        turns: The turns of the trajectory. None unless the status is "ok".
+        message: The reason for any other status.
     """
 
     status: Literal["ok", "error", "timeout", "filtered"]
@@ -38,7 +42,11 @@ class AgentOutcome:
 
 
 class AgentPool(WorkerPool[AgentConfig]):
-    """The processes that run the agent."""
+    """The processes that run the agent.
+
+    Args:
+        config: The section `agent` of the configuration.
+    """
 
     noun, serves = "agent", "areno.agents.process"
     ended, late = "its process ended ({})", "its process did not answer within {:g} s (agent.timeout_s)"
@@ -48,7 +56,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         assert config.fn is not None
         super().__init__(config, config.fn)
 
-    def _opening(self) -> tuple[Any, ...]:
+    def _build_first_message(self) -> tuple[Any, ...]:
         found = self.name if self.name.startswith(VERIFIERS) else found_file(self.name, DEFAULT_FUNCTION, _KEY)
         return found, _KEY, self.config.timeout_s
 
@@ -59,35 +67,52 @@ class AgentPool(WorkerPool[AgentConfig]):
         on_wait: Callable[[int], object] = lambda n: None,
         on_done: Callable[[int, AgentOutcome], object] = lambda place, outcome: None,
     ) -> list[AgentOutcome]:
-        """The outcome of every item, in order.
+        """Run the agent for all items.
 
-        on_wait: called with how many are done, at least every half second. on_done: called with the place of an item
-        and its outcome, as soon as that is there. What it raises ends the call.
+        Args:
+            items: The items.
+            context: Address and key of the session's endpoint.
+            on_wait: Called with the number of finished items, at least every half second.
+            on_done: Called with the index of an item and its outcome as soon as it is finished. Its exception ends the
+                call.
+
+        Returns:
+            The outcome of each item, in order.
         """
         running = _Running(items, context, self.n_workers, on_done)
-        self._do(running, lambda: on_wait(len(items) - running.n_open))
+        self._run_calls(running, lambda: on_wait(len(items) - running.n_open))
         return running.outcomes
 
 
 class _Running:
-    """The items of one call of `run`. groups: positions of items that wait to be sent to a process."""
+    """The items of one call of `run`.
+
+    Attributes:
+        outcomes: Outcome of each item, None while it is missing.
+        n_open: Number of items without an outcome.
+        groups: Groups of item indices that wait to be sent to a process.
+    """
 
     def __init__(
-        self, items: Sequence[AgentItem], context: AgentContext, n_workers: int,
+        self,
+        items: Sequence[AgentItem],
+        context: AgentContext,
+        n_workers: int,
         on_done: Callable[[int, AgentOutcome], object],
-    ):  # fmt: skip
+    ):
         self._on_done = on_done
         self.outcomes: list[Any] = [None] * len(items)
         self.n_open = len(items)
-        self._n_losses = [0] * len(items)  # processes that were lost while they ran the item
+        self._n_losses = [0] * len(items)  # number of processes that died while they ran the item
         self._items, self._context = items, context
         shares = [list(range(first, len(items), n_workers)) for first in range(n_workers)]
         self.groups = deque(share for share in shares if share)
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
+        """Return the next group of items to send, see `Work`."""
         chunk: list[tuple[int, bytes]] = []
         while self.groups and not chunk:
-            # Made when they are sent: the first process begins while those of the others are made.
+            # Pickled only now, so that the first process begins while the items of the others are pickled.
             payloads = [(position, self._payload(position)) for position in self.groups.popleft()]
             chunk = [(position, payload) for position, payload in payloads if payload is not None]
         return chunk
@@ -101,9 +126,11 @@ class _Running:
             return None
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
+        """Record the outcome that a process sent."""
         self._settle(position, AgentOutcome(*answer))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
+        """Send the items of a process that died to another one, or record the failure."""
         if worker.chunk:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
@@ -113,7 +140,10 @@ class _Running:
         self._on_done(position, outcome)
 
     def _run_again(self, positions: list[int], outcome: AgentOutcome) -> None:
-        """The process of these items was lost over one of them. outcome: of an item that loses one process too many."""
+        """Queue the items of a process that died in smaller groups.
+
+        An item that killed too many processes gets `outcome`.
+        """
         again: list[int] = []
         for position in positions:
             self._n_losses[position] += 1

@@ -1,12 +1,9 @@
-"""The agent process: imports the user's agent and runs it for the items that it is sent, all of them at once.
+"""Run the user's agent in an agent process, for many items at once.
 
-pool.py talks to this process, and its keeper (areno.user_processes.keeper) ends it together with all that the agent
-started.
-Nothing large is imported here, so that it starts quickly.
-
-Messages are pickled over one socket. In: (file:function, key, timeout_s) once, then chunks [(position, pickled
-(context, item)), ...]. Out: ("ready", True) or ("failed", Problems) once, then (position, Answer) for each item, as
-soon as it is done.
+pool.py talks to this process over one socket. Its keeper (areno.user_processes.keeper) ends it together with all
+processes that the agent started. Messages are pickled. In: (file:function, key, timeout_s) once, then chunks
+[(position, pickled (context, item)), ...]. Out: ("ready", True) or ("failed", Problems) once, then (position, Answer)
+for each item as soon as it is finished. Nothing large is imported here, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -36,18 +33,18 @@ from areno.agents.verifiers_agent import load_agent
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec
 from areno.server.errors import CONTEXT_FULL
-from areno.user_processes.process import MOST_TEXT, Copies, event_loop, is_async
+from areno.user_processes.process import MAX_TEXT, ForkedCopies, event_loop, is_async
 
 DEFAULT_FUNCTION = "run_agent"
-_THREADS = 64  # agents at once, where run_agent is no coroutine function
-# Of the event loop, before the next agent begins. A client makes a request for milliseconds and sends it in two pieces:
-# if all agents began at once, the second pieces would leave together, when the last request is made.
-_TURNS = 3
+_THREADS = 64  # agents at once if run_agent is not a coroutine function
+# Iterations of the event loop before the next agent begins. Building a request takes milliseconds, and a client sends
+# it in two pieces: if all agents began at once, every second piece would be sent after the last request is built.
+_START_ITERATIONS = 3
 _TICK_S = 0.25
-_HELD_S = 5.0  # an agent that holds the event loop for longer is told of
-_HOLDS = (
-    "the agent holds its event loop{}, so that the others of this process wait; await its requests, or make run_agent "
-    "a plain function, which runs in threads"
+_BLOCKED_S = 5.0  # an agent that blocks the event loop for longer is reported
+_BLOCKS = (
+    "the agent blocks its event loop{}, so that the other agents of this process wait; await its requests, or make "
+    "run_agent a plain function, which runs in threads"
 )
 
 Answer = tuple[str, "list[PlainTurn] | None", str]  # status, turns, message
@@ -56,51 +53,58 @@ _position: contextvars.ContextVar[int | None] = contextvars.ContextVar("position
 
 
 def _share_tls_contexts() -> None:
-    """Let the HTTP clients of this process share what they know of certificates.
+    """Let all HTTP clients of this process share one TLS context.
 
-    Each client of `openai` reads the certificates of the system when it is made, also where it only speaks http. That
-    takes 20 ms, and most agents make a client for each sample. Contexts that others than httpx ask for are their own.
+    Each client of `openai` reads the system's certificates when it is made, even for plain http. That takes 20 ms, and
+    most agents make a client for each sample. Contexts requested by other libraries than httpx are not shared.
     """
     own, shared = ssl.create_default_context, cache(ssl.create_default_context)
 
-    def create_default_context(*args: Any, **how: Any) -> ssl.SSLContext:
+    def create_default_context(*args: Any, **options: Any) -> ssl.SSLContext:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        return (shared if caller.startswith(("httpx", "httpcore")) else own)(*args, **how)
+        return (shared if caller.startswith(("httpx", "httpcore")) else own)(*args, **options)
 
     ssl.create_default_context = create_default_context
 
 
 def serve(connection: Connection) -> None:
-    """Run agents until the driver closes the connection. Raises ArenoError if the agent does not load."""
+    """Run agents until the driver closes the connection.
+
+    Args:
+        connection: Connection to the driver.
+
+    Raises:
+        ArenoError: If the agent does not load.
+    """
     _share_tls_contexts()
     spec, key, timeout_s = connection.recv()
-    copies = Copies(connection, tells=False)
+    copies = ForkedCopies(connection, reports=False)
     file, name = split_spec(spec, DEFAULT_FUNCTION)
-    with copies.stay_inside():
+    with copies.user_code():
         function = load_agent(file, name, key)
     try:
-        with contextlib.suppress(ValueError):  # some callables have no signature to look at
+        with contextlib.suppress(ValueError):  # some callables have no signature to inspect
             inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(Problem(key, f"{name}(ctx, batch) cannot be called: {error}")) from error
     runner = _Runner(connection, function, Path(file), timeout_s, copies)
-    gc.freeze()  # to look through all that was imported would hold the agents of this process for 50 ms
+    gc.freeze()  # without it, each garbage collection scans all imported modules and blocks the agents for 50 ms
     connection.send(("ready", True))
     while True:
         runner.run(connection.recv())
 
 
 class _Runner:
-    """Runs the agent for chunks of items, and answers for each of them once."""
+    """Runs the agent for chunks of items and sends one answer for each item."""
 
     def __init__(
-        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: Copies
+        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: ForkedCopies
     ):
         self._connection, self._function, self._path = connection, function, path
         self._timeout_s, self._copies = timeout_s, copies
         self._is_async = is_async(function)
         self._loop = event_loop(copies.end_copy)
-        # To tell which item holds the loop, when one does.
+        # The item of each task, to find the one that blocks the loop.
         self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._loop.set_task_factory(self._new_task)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
@@ -108,15 +112,15 @@ class _Runner:
         self._open: set[int] = set()
         self._sending = threading.Lock()
         self._stuck_threads = False
-        self._ticked: float | None = None  # when the loop last ran; None between chunks
+        self._ticked: float | None = None  # time of the loop's last iteration; None between chunks
         threading.Thread(target=self._watch, daemon=True, name="agent-watch").start()
 
     def run(self, chunk: list[tuple[int, bytes]]) -> None:
-        """All items of a chunk at once."""
+        """Run all items of a chunk at once."""
         self._open = {position for position, _ in chunk}
         self._loop.run_until_complete(self._all_of(chunk))
         self._ticked = None
-        if self._stuck_threads:  # they would be missing in the next chunk
+        if self._stuck_threads:  # the next chunk would have fewer threads
             os._exit(0)
 
     async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
@@ -124,7 +128,7 @@ class _Runner:
         ends_at, running = self._loop.time() + self._timeout_s, []
         for position, payload in chunk:
             running.append(asyncio.ensure_future(self._one(position, payload, ends_at)))
-            for _ in range(_TURNS):
+            for _ in range(_START_ITERATIONS):
                 await asyncio.sleep(0)
         await asyncio.gather(*running)
         ticking.cancel()
@@ -140,7 +144,7 @@ class _Runner:
                 task.cancel()
                 self._stuck_threads = self._stuck_threads or not self._is_async
                 place = self._place_of(task, position)
-                answer = "timeout", None, f"not done within {self._timeout_s:g} s (agent.timeout_s){place}"
+                answer = "timeout", None, f"not finished within {self._timeout_s:g} s (agent.timeout_s){place}"
         except BaseException as error:
             answer = self._failure(error)
         self._answer(position, answer)
@@ -149,7 +153,7 @@ class _Runner:
         try:
             context, item = pickle.loads(payload)
             batch = AgentBatch.of_item(item)
-            with self._copies.stay_inside():
+            with self._copies.user_code():
                 if self._is_async:
                     returned = await self._function(context, batch)
                 else:
@@ -163,7 +167,7 @@ class _Runner:
             return "error", None, str(error)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a SystemExit would leave the event loop
+        except BaseException as error:  # a SystemExit would end the event loop
             return self._failure(error)
 
     def _in_thread(self, *given: Any) -> Any:
@@ -176,7 +180,7 @@ class _Runner:
             del self._thread_of[position]
 
     def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
-        """Say in which line of its file an agent waits; "" if that is not known."""
+        """Return the line of its file at which an agent waits, as text for a message. "" if it is not known."""
         lines = []
         at: Any = task.get_coro()
         while at is not None:  # from the coroutine of the task to the one that it waits for
@@ -190,9 +194,9 @@ class _Runner:
         return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
 
     def _failure(self, error: BaseException) -> Answer:
-        # An agent that does not catch it has filled the context with its conversation.
+        # The server's error for a full context, which the agent did not catch.
         is_full = vars(error).get("code") == CONTEXT_FULL
-        return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MOST_TEXT]
+        return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _answer(self, position: int, answer: Answer) -> None:
         with self._sending:
@@ -200,10 +204,10 @@ class _Runner:
                 self._open.discard(position)
                 self._connection.send((position, answer))
 
-    # -- who holds the event loop ----------------------------------------------------------------------------------
+    # -- which agent blocks the event loop --------------------------------------------------------------------------
 
-    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> Any:
-        task = asyncio.Task(coroutine, loop=loop, **how)
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task
 
@@ -213,26 +217,26 @@ class _Runner:
             await asyncio.sleep(_TICK_S)
 
     def _watch(self) -> None:
-        """Tell of an agent that holds the loop and, after the time that an agent has, end the process over it."""
-        told = False
+        """Report an agent that blocks the event loop, and end the process when this exceeds the time limit."""
+        is_reported = False
         main_thread = threading.main_thread().ident
         while True:
             time.sleep(_TICK_S)
             ticked = self._ticked
-            held_s = 0.0 if ticked is None else time.monotonic() - ticked
-            if held_s < _HELD_S and held_s < self._timeout_s:
+            blocked_s = 0.0 if ticked is None else time.monotonic() - ticked
+            if blocked_s < _BLOCKED_S and blocked_s < self._timeout_s:
                 continue
             frame = sys._current_frames().get(main_thread or 0)
             where = traceback.extract_stack(frame)[-1] if frame is not None else None
             place = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"
-            if not told and self._is_async:
-                told = True
-                print(_HOLDS.format(place), flush=True)
-            if held_s < self._timeout_s:
+            if not is_reported and self._is_async:
+                is_reported = True
+                print(_BLOCKS.format(place), flush=True)
+            if blocked_s < self._timeout_s:
                 continue
             task = asyncio.current_task(self._loop)
             position = None if task is None else self._positions.get(task)
             if position is not None:
-                text = f"it held the event loop for {self._timeout_s:g} s (agent.timeout_s){place}"
+                text = f"it blocked the event loop for {self._timeout_s:g} s (agent.timeout_s){place}"
                 self._answer(position, ("timeout", None, text))
             os._exit(0)

@@ -1,4 +1,7 @@
-"""The turns of agents that others wrote: a client for their framework that remembers what it asked."""
+"""Record the turns of an agent framework.
+
+`Recorder` gives the framework an OpenAI client and keeps each request and response as a turn of a trajectory.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,15 @@ from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajector
 
 
 class Recorder:
-    """An `openai.AsyncOpenAI` (`client`) for one sample, and the trajectory of its chat completions.
+    """An OpenAI client for one sample that records its chat completions. Use it in an `async with` block.
 
-    ctx: of the agent. A stream is recorded, too, but reaches the framework as a whole.
+    A streamed response is recorded, too, but reaches the framework as a whole.
+
+    Args:
+        ctx: Context of the agent.
+
+    Attributes:
+        client: An `openai.AsyncOpenAI`, to be given to the framework.
     """
 
     def __init__(self, ctx: Any):
@@ -20,9 +29,11 @@ class Recorder:
 
         self._turns: list[dict[str, Any]] = []
         self.client = AsyncOpenAI(
-            base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0,
-            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [self._keep]}),
-        )  # fmt: skip
+            base_url=ctx.get_base_url(),
+            api_key=ctx.api_key,
+            max_retries=0,
+            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [self._record]}),
+        )
 
     async def __aenter__(self) -> Recorder:
         return self
@@ -33,18 +44,24 @@ class Recorder:
     def trajectory(
         self, item: AgentItem, reward: float | None = None, parts: Mapping[str, float] | None = None
     ) -> AgentTrajectory:
-        """All turns so far. reward, parts: see AgentTrajectory."""
+        """Return the trajectory of all turns so far.
+
+        Args:
+            item: Item of the agent.
+            reward: Reward of the trajectory, if the agent knows it.
+            parts: Further numbers to log, by name.
+        """
         turns = [AgentTrajectoryTurn(item, **turn) for turn in self._turns]
         return AgentTrajectory(turns, reward, parts or {})
 
-    async def _keep(self, response: Any) -> None:
+    async def _record(self, response: Any) -> None:
         if response.status_code != 200 or not response.request.url.path.endswith("/chat/completions"):
             return
-        asked, body = json.loads(response.request.content), (await response.aread()).decode()
-        if asked.get("stream"):
+        request, body = json.loads(response.request.content), (await response.aread()).decode()
+        if request.get("stream"):
             events = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: {")]
             answer = [json.loads(event) for event in events]
         else:
             answer = json.loads(body)
-        given = {"tools": asked.get("tools"), "tool_choice": asked.get("tool_choice")}
-        self._turns.append({"messages": asked["messages"], "response": answer, **given})
+        given = {"tools": request.get("tools"), "tool_choice": request.get("tool_choice")}
+        self._turns.append({"messages": request["messages"], "response": answer, **given})

@@ -1,8 +1,9 @@
-"""Trajectories to rows: the tokens as they were sampled, joined over the turns, and which of them are trained.
+"""Turn trajectories into training rows of the exact tokens that were sampled.
 
-The prompt of a turn usually begins with all tokens of the turn before, so that both are one row. Where it does not
-(the template dropped reasoning, the agent rewrote or shortened its messages, or it leads several conversations), the
-turn begins a row of its own. No row has a token that the model did not see at its place.
+The prompt of a turn usually begins with all tokens of the turn before, so both become one row. A turn begins a row of
+its own if its prompt does not (the template dropped reasoning, the agent rewrote or shortened its messages, or it leads
+several conversations). So every row has only tokens that the model saw at their positions. `RowBuilder` also checks
+that the turns are those of the session, and marks which tokens are trained.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from areno.agents.trajectories import (
 )
 from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
-from areno.server.conversations import Conversations, conversation_keys
+from areno.server.conversations import Conversations
+from areno.server.detokenize import TextStream
 from areno.server.errors import ApiError
-from areno.server.messages import read_messages
+from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import ToolCallParser
 from areno.server.responses import TurnTokens
-from areno.server.text import TextStream
-from areno.server.tokens import Source, expand
+from areno.server.tokens import Source, expand_runs
 from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
 
 logger = logging.getLogger("areno")
@@ -38,18 +39,24 @@ _SHOWN = 60  # characters on either side of a difference
 
 
 class RowBuilder:
-    """Makes trajectories of turns.
+    """Builds trajectories from the turns of agents.
 
     Args:
-        vocab_size: Token ids of the model.
-        session: Session that the turns must come from; None takes turns of any.
-        context: Most tokens of a row; None is no limit.
+        conversations: Renders messages, for comparison with the prompts that the model read.
+        policy: Which tokens are trained.
+        vocab_size: Number of token ids of the model.
+        session: Session that the turns must come from. None accepts any.
+        context: The most tokens of a row. None has no limit.
     """
 
     def __init__(
-        self, conversations: Conversations, policy: LossMaskPolicy, vocab_size: int, session: str | None = None,
+        self,
+        conversations: Conversations,
+        policy: LossMaskPolicy,
+        vocab_size: int,
+        session: str | None = None,
         context: int | None = None,
-    ):  # fmt: skip
+    ):
         self._conversations, self._policy, self._session = conversations, policy, session
         self._vocab_size, self._context = vocab_size, context
         self._trained_sources = [
@@ -63,7 +70,14 @@ class RowBuilder:
         ]
 
     def trajectory(self, turns: Sequence[PlainTurn]) -> Trajectory:
-        """The trajectory of these turns. Raises BadTrajectory, saying where they are not what was sampled."""
+        """Build the trajectory of one item.
+
+        Args:
+            turns: The turns, in order.
+
+        Raises:
+            BadTrajectory: If there are no turns, a turn differs from what was sampled, or a row is too long.
+        """
         if not turns:
             raise BadTrajectory("it returned no turns")
         rows: list[_Row] = []
@@ -87,42 +101,42 @@ class RowBuilder:
         )
 
     def _checked(self, turn: PlainTurn, number: int) -> TurnTokens:
-        """Return the tokens of a turn.
+        """Check a turn and return its tokens.
 
-        Raises BadTrajectory if they are not valid, the response is of another session, or the messages of the turn are
-        not those of its request.
+        Raises BadTrajectory if they are not valid, the response is of another session, or the messages of the turn
+        differ from those of its request.
         """
-        told = turn["tokens"]
-        if self._session is not None and told.get("session") != self._session:
+        values = turn["tokens"]
+        if self._session is not None and values.get("session") != self._session:
             raise BadTrajectory(f"turn {number} has a response of another session")
         try:
-            tokens = TurnTokens.read(told, self._vocab_size)
+            tokens = TurnTokens.read(values, self._vocab_size)
         except BadTrajectory as error:
             raise BadTrajectory(f"the response of turn {number} was changed: {error}") from error
         try:
             messages = read_messages(list(turn["messages"]))
         except (ApiError, TypeError) as error:
             raise BadTrajectory(f"the messages of turn {number} are not valid: {error}") from error
-        if conversation_keys(messages)[-1] != told.get("conversation"):
+        if conversation_keys(messages)[-1] != values.get("conversation"):
             raise BadTrajectory(f"turn {number}: {self._difference(messages, turn, tokens.prompt)}")
         return tokens
 
     def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
-        """How the text of the messages differs from what the model read."""
+        """Describe how the text of the messages differs from the prompt that the model read."""
         read = self._conversations.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
-            said = self._conversations.text(messages, turn["tools"])
+            text = self._conversations.text(messages, turn["tools"])
         except DataError as error:
             return f"{start}{error}"
-        if said == read:
-            return start + "they differ in what the chat template leaves out"
-        same = next((i for i, (a, b) in enumerate(zip(said, read, strict=False)) if a != b), min(len(said), len(read)))
+        if text == read:
+            return start + "they differ in a field that the chat template leaves out"
+        same = next((i for i, (a, b) in enumerate(zip(text, read, strict=False)) if a != b), min(len(text), len(read)))
         around = slice(max(0, same - _SHOWN), same + _SHOWN)
-        return start + f"at character {same} they say {said[around]!r}, and the model read {read[around]!r}"
+        return start + f"at character {same} they say {text[around]!r}, and the model read {read[around]!r}"
 
     def _trained_of(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
-        """Which of the sampled tokens are trained, by what they are."""
+        """Return which sampled tokens of a turn are trained, shape [len(tokens)], bool."""
         policy = self._policy
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
@@ -131,7 +145,7 @@ class RowBuilder:
         return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
 
     def _first_call(self, tokens: list[int]) -> int:
-        """The place of the token with which the calls of a turn begin."""
+        """Return the index of the token at which the tool calls of a turn begin."""
         stream, ends, text = TextStream(self._conversations.tokenizer, frozenset()), [], ""
         for token in tokens:
             text += stream.feed([token])
@@ -141,7 +155,7 @@ class RowBuilder:
 
 
 class _Row:
-    """A row that grows by turns."""
+    """A row under construction, which grows turn by turn."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -153,35 +167,51 @@ class _Row:
         return len(self.tokens)
 
     def leads_to(self, prompt: list[int]) -> bool:
-        """Whether a prompt goes on from all tokens of the row."""
+        """Return whether a prompt begins with all tokens of the row."""
         return prompt[: len(self.tokens)] == self.tokens
 
     def extend(self, tokens: TurnTokens, trained: np.ndarray) -> None:
-        """Go on with what a turn's prompt adds to the row, and with what was sampled."""
+        """Append the new tokens of a turn's prompt, and its sampled tokens."""
         self.tokens = [*tokens.prompt, *tokens.sampled]
         self._sources = [*tokens.sources, (int(Source.SAMPLED), len(tokens.sampled))]
         self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
         self._temperatures.add(tokens.temperature)
 
     def finished(self, trained_sources: list[int]) -> TokenRow:
-        """The row as arrays. trained_sources: whose tokens are trained beside sampled ones."""
-        n_tokens, sources = len(self.tokens), expand(self._sources)
+        """Return the row as arrays. Tokens of `trained_sources` are trained in addition to sampled ones."""
+        n_tokens, sources = len(self.tokens), expand_runs(self._sources)
         sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)
         logprobs, versions = np.zeros(n_tokens), np.zeros(n_tokens, dtype=np.int64)
         for start, of_piece, piece_logprobs, piece_versions in self._pieces:
             place = slice(start, start + len(of_piece))
             sampled[place], trained[place] = True, of_piece
             logprobs[place], versions[place] = piece_logprobs, piece_versions
-        trained[:1] = False  # nothing comes before the first token that could predict it
+        trained[:1] = False  # the first token has no prediction
         temperature = next(iter(self._temperatures)) if len(self._temperatures) == 1 else None
         return TokenRow(
-            tokens=self.tokens, sources=sources, sampled=sampled, trained=trained, logprobs=logprobs,
-            versions=versions, temperature=temperature,
-        )  # fmt: skip
+            tokens=self.tokens,
+            sources=sources,
+            sampled=sampled,
+            trained=trained,
+            logprobs=logprobs,
+            versions=versions,
+            temperature=temperature,
+        )
 
 
 def read_trajectories(returned: Any, builder: RowBuilder) -> list[tuple[AgentItem, Trajectory]]:
-    """What an agent of a script has returned, by item. Raises DataError naming the one that cannot be trained on."""
+    """Convert what an agent function of a script returned.
+
+    Args:
+        returned: Trajectories or turns.
+        builder: Builds the trajectories.
+
+    Returns:
+        (item, trajectory) for each item, in order.
+
+    Raises:
+        DataError: If a trajectory cannot be trained on. The message says which.
+    """
     found = []
     try:
         items = list({item.key: item for item in items_of(returned)}.values())
@@ -201,9 +231,15 @@ def train_sequences(
     weights_version: int = 0,
     masked: bool = False,
 ) -> list[TrainSequence]:
-    """The rows of a trajectory. masked: nothing of them is trained.
+    """Return the training rows of a trajectory.
 
-    A row is as stale as the oldest weights that sampled one of its tokens.
+    Args:
+        trajectory: The trajectory.
+        reward: Its reward.
+        eos_token_id: Id of the end-of-sequence token.
+        weights_version: Current version of the weights. A row is as stale as the oldest weights that sampled one of its
+            tokens.
+        masked: Whether no token is trained.
     """
     return [
         TrainSequence(
@@ -232,7 +268,12 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> 
 
 
 def call_start(parser: ToolCallParser, text: str) -> int:
-    """Where in a text the first call begins; its length where there is none."""
+    """Return the character at which the first tool call of a text begins, or the length of the text without calls.
+
+    Args:
+        parser: Tool-call parser of the model's family.
+        text: The model's output.
+    """
     places = [place for tag in parser.tags for place in _all_places(text, tag)]
     for place in sorted(places):
         if parser.parse(text[place:]).tool_calls and not parser.parse(text[:place]).tool_calls:
@@ -249,8 +290,15 @@ def _all_places(text: str, tag: str) -> list[int]:
 
 
 def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:
-    """What a reward function is given for a trajectory."""
-    said = [row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans(row.sampled)]
+    """Return the record of a trajectory for a reward function.
+
+    Args:
+        item: Item of the trajectory.
+        trajectory: The trajectory.
+        tokenizer: Tokenizer of transformers.
+        solutions: Reference solutions. None takes those of the item's record.
+    """
+    written = [row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans(row.sampled)]
     n_prompt = int(trajectory.rows[0].sampled.argmax())
     whole = [trajectory.rows[0].tokens[n_prompt:], *(row.tokens for row in trajectory.rows[1:])]
     sampled = [row.sampled for row in trajectory.rows]
@@ -258,13 +306,13 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
     mask = np.concatenate([row.trained[kept] for row, kept in zip(trajectory.rows, sampled, strict=True)])
     return RewardRecord(
         prompt=item.prompt,
-        completion="".join(tokenizer.batch_decode(said, skip_special_tokens=True)),
+        completion="".join(tokenizer.batch_decode(written, skip_special_tokens=True)),
         final_answer=trajectory.messages[-1].get("content") or "",
         messages=trajectory.messages,
         rendered_completion="".join(tokenizer.batch_decode(whole, skip_special_tokens=False)),
         tool_calls=trajectory.tool_calls,
         tool_results=trajectory.tool_results,
-        tokens=[token for tokens in said for token in tokens],
+        tokens=[token for tokens in written for token in tokens],
         logprobs=logprobs.tolist(),
         loss_mask=mask.tolist(),
         solutions=item.record.get("solutions") if solutions is None else solutions,
@@ -274,6 +322,6 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
 
 
 def _spans(mask: np.ndarray) -> np.ndarray:
-    """(first, behind the last) of each run of True, (K, 2)."""
+    """Return (start, end) of each run of True in a mask, shape [K, 2]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return edges.reshape(-1, 2)

@@ -1,9 +1,7 @@
-"""What an agent is told of its session.
+"""Define what agents get and return: items of a batch, and trajectories.
 
-What goes to an agent and what comes back: items of a batch, and trajectories, one for each item.
-
-A turn is one request of the agent and the answer to it. What the agent returns may hold objects of the OpenAI client;
-`plain_results` makes plain values of it, wherever the agent ran.
+A turn is one request of the agent and the model's answer. An agent returns turns that may hold objects of the OpenAI
+client. `plain_results` checks them and converts them to plain values.
 """
 
 from __future__ import annotations
@@ -20,7 +18,14 @@ from areno.types import Message, PromptBatch
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The `ctx` of an agent in a process of its own. timeout_s: of the agent, and of each of its requests."""
+    """The argument `ctx` of an agent that runs in an agent process.
+
+    Attributes:
+        base_url: Address of the policy's endpoint.
+        api_key: Key of the endpoint.
+        session: Name of the session.
+        timeout_s: Time limit of the agent, and of each of its requests, in seconds.
+    """
 
     base_url: str
     api_key: str
@@ -28,16 +33,21 @@ class AgentContext:
     timeout_s: float
 
     def get_base_url(self) -> str:
-        """Where the policy is served, as OpenAI clients want it."""
+        """Return the address of the policy's endpoint, as OpenAI clients take it."""
         return self.base_url
 
 
 @dataclass(slots=True)
 class AgentItem:
-    """One task for an agent: sample number `sample_index` of prompt number `prompt_index`.
+    """One task for an agent, which is one sample of a prompt.
 
-    prompt: its text. record: the whole row of the dataset. input_tokens: of the prompt. messages: those of the row,
-    None where it has text.
+    Attributes:
+        prompt: Text of the prompt.
+        record: The whole row of the dataset.
+        input_tokens: Token ids of the prompt.
+        prompt_index: Number of the prompt.
+        sample_index: Number of the sample.
+        messages: Messages of the row. None if the row has text instead.
     """
 
     prompt: str
@@ -49,13 +59,20 @@ class AgentItem:
 
     @property
     def key(self) -> tuple[int, int]:
-        """By which it is recognised in what comes back."""
+        """(prompt index, sample index), which identifies the item in an agent's results."""
         return self.prompt_index, self.sample_index
 
 
 @dataclass
 class AgentBatch:
-    """Prompts for agents, each `n_samples` times. records, prompts, input_tokens: by prompt; see AgentItem."""
+    """Prompts for agents, each with `n_samples` items. Iterating over it yields the items.
+
+    Attributes:
+        records: Row of the dataset of each prompt.
+        prompts: Text of each prompt.
+        input_tokens: Token ids of each prompt.
+        n_samples: Samples of each prompt.
+    """
 
     records: list[Any]
     prompts: list[str]
@@ -74,7 +91,12 @@ class AgentBatch:
 
     @classmethod
     def from_prompt_batch(cls, prompt_batch: PromptBatch, n_samples: int) -> AgentBatch:
-        """The prompts of a batch of Trainer.load_prompt_batches, each `n_samples` times."""
+        """Return the items of a batch from `Trainer.load_prompt_batches`.
+
+        Args:
+            prompt_batch: The batch.
+            n_samples: Samples of each prompt.
+        """
         items = prompt_batch.items
         batch = cls(
             [item.record for item in items], [item.prompt for item in items], [item.tokens for item in items], n_samples
@@ -85,11 +107,11 @@ class AgentBatch:
 
     @classmethod
     def of_item(cls, item: AgentItem) -> AgentBatch:
-        """A batch of one item, which keeps its numbers."""
+        """Return a batch of one item, which keeps its indices."""
         return cls([item.record], [item.prompt], [item.input_tokens], 1, [item])
 
     def iter_samples(self) -> Iterator[AgentItem]:
-        """Each prompt `n_samples` times."""
+        """Iterate over all items: each prompt `n_samples` times."""
         return iter(self._items)
 
     __iter__ = iter_samples
@@ -100,9 +122,14 @@ class AgentBatch:
 
 @dataclass
 class AgentTrajectoryTurn:
-    """One answer of the model. messages: that it answered. response: of the client; of a stream, its chunks.
+    """One request of an agent and the model's answer.
 
-    tools, tool_choice: as they were sent. `messages` is copied, so the list may grow afterwards.
+    Attributes:
+        item: Item of the agent.
+        messages: Messages of the request. The list is copied, so it may grow afterwards.
+        response: The client's response object, or the list of chunks of a streamed one.
+        tools: Tools of the request.
+        tool_choice: `tool_choice` of the request.
     """
 
     item: AgentItem
@@ -117,10 +144,12 @@ class AgentTrajectoryTurn:
 
 @dataclass
 class AgentTrajectory:
-    """The turns of one item, in their order.
+    """The turns of one item, in order.
 
-    reward: of the whole, where the agent knows it; a reward function is then not needed. parts: numbers by name that
-    tell more of it, such as what it is made of.
+    Attributes:
+        turns: The turns.
+        reward: Reward of the trajectory, if the agent knows it. No reward function is needed then.
+        parts: Further numbers to log by name, such as components of the reward.
     """
 
     turns: list[AgentTrajectoryTurn]
@@ -132,9 +161,13 @@ class AgentTrajectory:
 class LossMaskPolicy:
     """Which tokens of a trajectory the policy's loss trains.
 
-    assistant_text, assistant_tool_calls: what the model wrote as text (with its reasoning), and as calls of tools.
-    final_assistant_text: the text of its last turn, where assistant_text is set. tool_results, system_prompt,
-    user_prompt: what others wrote, which the model did not sample.
+    Attributes:
+        assistant_text: Text of the model, with its reasoning.
+        assistant_tool_calls: Tool calls of the model.
+        tool_results: Results of tools, which the model did not sample.
+        final_assistant_text: Text of the last turn. Has an effect only with `assistant_text`.
+        system_prompt: The system prompt, which the model did not sample.
+        user_prompt: User messages, which the model did not sample.
     """
 
     assistant_text: bool = True
@@ -146,19 +179,28 @@ class LossMaskPolicy:
 
 
 PlainTurn = dict[str, Any]
-"""messages, tools, tool_choice, message (the model's), finish_reason, tokens (the extra field `areno`).
+"""A turn as JSON values.
 
-The last turn of a trajectory with a reward also has `reward`: (reward, parts).
+The keys are `messages`, `tools`, `tool_choice`, `message` (the model's), `finish_reason` and `tokens` (the extra field
+`areno`). The last turn of a trajectory with a reward also has `reward`, which is (reward, parts).
 """
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn]]:
-    """The turns of each item, as plain values. Raises BadTrajectory for a return value that is none of the forms.
+    """Check what an agent returned and convert it to plain values.
 
-    Turns that belong to none of the items, and several trajectories of one item, are errors.
+    Args:
+        returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
+        items: The items that the agent was given.
+
+    Returns:
+        The turns of each item, in the order of `items`. Empty for items without a trajectory.
+
+    Raises:
+        BadTrajectory: If the value has another form, turns belong to no item, or an item has several trajectories.
     """
     found: dict[tuple[int, int], list[PlainTurn]] = {}
-    loose: set[tuple[int, int]] = set()  # whose turns came without a trajectory around them
+    loose: set[tuple[int, int]] = set()  # items whose turns were returned without a trajectory around them
     known = {item.key for item in items}
     for part in _parts(returned):
         turns = _turns_of(part)
@@ -179,19 +221,26 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
 
 
 def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float]]:
-    """Return the reward and its parts, by the rule for reward functions. Raises BadTrajectory."""
-    said, parts = "its trajectory has the", trajectory.parts
+    """Return the reward and its parts, checked as for reward functions. Raises BadTrajectory."""
+    start, parts = "its trajectory has the", trajectory.parts
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) and name for name in parts):
-        raise BadTrajectory(f"{said} parts {repr(parts)[:80]}; a dictionary has numbers under names")
+        raise BadTrajectory(f"{start} parts {repr(parts)[:80]}; a dictionary of numbers by name is expected")
     try:
-        reward = reward_number(trajectory.reward, f"{said} reward")
-        return reward, {name: reward_number(value, f"{said} part {name!r}:") for name, value in parts.items()}
+        reward = reward_number(trajectory.reward, f"{start} reward")
+        return reward, {name: reward_number(value, f"{start} part {name!r}:") for name, value in parts.items()}
     except Exception as error:  # __float__ may raise anything
         raise BadTrajectory(str(error) or type(error).__name__) from error
 
 
 def items_of(returned: Any) -> list[AgentItem]:
-    """The items of a return value, in its order. Raises BadTrajectory for one that is none of the forms."""
+    """Return the item of each turn that an agent returned, in order.
+
+    Args:
+        returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
+
+    Raises:
+        BadTrajectory: If the value has another form.
+    """
     return [turn.item for part in _parts(returned) for turn in _turns_of(part) if _item_of(turn) is not None]
 
 
@@ -228,12 +277,19 @@ def _kind(value: Any) -> str:
 
 
 def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
-    """Return a turn as values of JSON. Raises BadTrajectory where its response is not one of the session's."""
+    """Convert a turn to JSON values.
+
+    Args:
+        turn: The turn.
+
+    Raises:
+        BadTrajectory: If its response does not come from the session's endpoint.
+    """
     try:
-        asked = {"messages": plain(turn.messages), "tools": plain(turn.tools), "tool_choice": plain(turn.tool_choice)}
-        answered = read_response(turn.response)
-        check_json([asked, answered["message"], answered["finish_reason"]])
+        request = {"messages": plain(turn.messages), "tools": plain(turn.tools), "tool_choice": plain(turn.tool_choice)}
+        answer = read_response(turn.response)
+        check_json([request, answer["message"], answer["finish_reason"]])
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        said = f"{type(error).__name__}: {error}"[:200]
-        raise BadTrajectory(f"a turn does not hold messages and a response as the client gave it ({said})") from error
-    return asked | answered
+        why = f"{type(error).__name__}: {error}"[:200]
+        raise BadTrajectory(f"a turn does not hold messages and a response as the client gave it ({why})") from error
+    return request | answer

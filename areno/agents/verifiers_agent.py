@@ -1,4 +1,7 @@
-"""An environment of the verifiers package as an agent: its rollout asks the policy, its rubric gives the reward."""
+"""Run environments of the verifiers package as agents.
+
+The environment's rollout sends requests to the policy, and its rubric gives the reward.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,16 @@ from areno.files.user_code import load_function
 
 
 def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
-    """The agent function of a file; of an environment where `file` is `verifiers`, or `verifiers:NAME`."""
+    """Load an agent function.
+
+    Args:
+        file: File of the function, or `verifiers` or `verifiers:NAME` for an environment of the verifiers package.
+        name: Name of the function, or of the environment after `verifiers`.
+        key: Setting that errors name.
+
+    Raises:
+        ConfigError: If the function or environment cannot be loaded.
+    """
     spec = f"{file}:{name}" if f"{file}:" == VERIFIERS else file
     if spec.startswith(VERIFIERS):
         return environment_agent(load_environment(spec, key))
@@ -21,7 +33,11 @@ def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
 
 
 def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
-    """The agent function `run_agent(ctx, batch)` of an environment, for a batch of one item."""
+    """Return the agent function `run_agent(ctx, batch)` of an environment.
+
+    Args:
+        environment: Environment of the verifiers package.
+    """
 
     async def run_agent(ctx: Any, batch: Any) -> list[AgentTrajectory]:
         from openai import AsyncOpenAI
@@ -37,7 +53,10 @@ def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
 
 
 def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
-    """A row as the environment's rollout takes it. Rows of its own dataset have all that it needs."""
+    """Return a row in the form that the environment's rollout takes.
+
+    Rows of the environment's own dataset are complete.
+    """
     row = item.record
     prompt = row.get("prompt") if item.messages is None else item.messages
     if not isinstance(prompt, list):
@@ -51,12 +70,15 @@ def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
 
 
 async def _trajectory(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
-    """The turns of a rollout that is over, with the reward of the rubric. Raises what ended the rollout early."""
+    """Return the turns of a finished rollout with the rubric's reward.
+
+    Raises the error that ended the rollout early.
+    """
     error = state["error"]
     if error is not None:
         raise error.__cause__ or error
     if not state["trajectory"]:
-        raise BadTrajectory("the environment ended before it asked the policy")
+        raise BadTrajectory("the environment ended before its first request to the policy")
     try:
         await environment.rubric.score_rollout(state)
     except AssertionError as error:

@@ -1,8 +1,8 @@
-"""python -m areno.bench WORK: tokens per second, against what a device can. `--help` lists the works.
+"""Measure areno's speed: `python -m areno.bench WORK`, where `--help` lists the kinds of work.
 
-One engine does the work of a GSPO step on random prompts: sample, one optimizer step on the samples, or either alone.
-Medians of several repeats after a warm-up; `--json` prints one line for machines, progress goes to stderr. On a CPU
-only ratios within one call mean anything.
+One engine does the work of a GSPO step on random prompts: sample, run one optimizer step on the samples, or either
+alone. Results are medians of several repeats after a warm-up, compared with the least time that the device needs.
+`--json` prints one line of JSON, and progress goes to stderr. On a CPU, only ratios within one call mean anything.
 """
 
 from __future__ import annotations
@@ -18,27 +18,34 @@ from typing import Any
 
 import torch
 
+from areno.bench.areno_contender import adapters_of, run_areno, run_sampling, sampling_page
 from areno.bench.arguments import PLAIN, Settings, parse
 from areno.bench.device import measured_rates
 from areno.bench.driver import driver_page, run_driver
-from areno.bench.others import WithTransformers, WithVllm
-from areno.bench.ours import adapters_of, run_ours, run_sampling, sampling_page
+from areno.bench.other_contenders import TransformersContender, VllmContender
 from areno.bench.report import page, record
 from areno.bench.serving import run_agents, run_serving, serving_page
 from areno.bench.shapes import model_folder
 from areno.bench.states import run_states, states_page
-from areno.bench.timing import measure, tell
+from areno.bench.timing import log_progress, measure
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files import interrupts
 from areno.models.cost import Cost
 from areno.models.registry import load_config
 
 _ALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving, "driver": run_driver}
-_OTHERS = {"transformers": WithTransformers, "vllm": WithVllm}
+_OTHERS = {"transformers": TransformersContender, "vllm": VllmContender}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark and print what it found. 2 for a bad argument, 1 where the work failed, 130 after Ctrl-C."""
+    """Run one benchmark and print its results.
+
+    Args:
+        argv: Command-line arguments. None takes those of the process.
+
+    Returns:
+        The exit code: 0, 2 for a bad argument, 1 if the work failed, 130 after Ctrl-C.
+    """
     interrupts.end()
     try:
         show(parse(argv))
@@ -52,7 +59,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(settings: Settings) -> None:
-    """Run one benchmark and print what it found. Raises ArenoError."""
+    """Run one benchmark and print its results.
+
+    Args:
+        settings: The parsed command line.
+
+    Raises:
+        ArenoError: If an argument does not fit the model, or the work fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         found = run(settings, Path(folder))
     agents_page = partial(sampling_page, title="rollout", base="direct")
@@ -62,13 +76,24 @@ def show(settings: Settings) -> None:
     print(json.dumps(found) if settings.json else to_text(found))
 
 
-def log_progress() -> None:
-    """Progress goes to stderr."""
+def configure_logging() -> None:
+    """Send log messages to stderr."""
     logging.basicConfig(level=logging.INFO, format="bench: %(message)s", stream=sys.stderr)
 
 
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Measure the device, then every contender in turn. See report.record."""
+    """Measure the device, then each contender in turn.
+
+    Args:
+        settings: The parsed command line.
+        folder: Temporary folder for the configuration of a model given by its shape.
+
+    Returns:
+        The results, see `report.record`.
+
+    Raises:
+        ConfigError: If the rows are longer than the model's context.
+    """
     path, random_init = model_folder(settings.shape, folder)
     config = load_config(path)
     longest = max(settings.work.row_lens)
@@ -83,26 +108,26 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
             return run_states(settings, path, random_init, Path(states))
     dtype = getattr(torch, settings.dtype)
     cost = Cost.of(config, dtype.itemsize, adapters_of(settings, config))
-    tell(f"measuring {settings.device}")
+    log_progress(f"measuring {settings.device}")
     rates = measured_rates(settings.device, dtype)
-    results = {"areno": run_ours(settings, path, random_init, cost)}
+    results = {"areno": run_areno(settings, path, random_init, cost)}
     for name in settings.against:
         if name == PLAIN:
             plain = replace(settings, exact=False, deterministic=False, profile=None)
-            results[name] = run_ours(plain, path, random_init, cost)
+            results[name] = run_areno(plain, path, random_init, cost)
             continue
         results[name] = _run_other(name, settings, path, random_init)
     return record(settings, cost, rates, results)
 
 
 def _run_other(name: str, settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """All figures of another library. What it holds is free again when this returns."""
-    tell(f"{name}: starting {settings.shape} on {settings.device}")
+    """Return all figures of another library. Its memory is free again when this returns."""
+    log_progress(f"{name}: starting {settings.shape} on {settings.device}")
     other = _OTHERS[name](settings, folder, random_init)
     timed = measure(other, settings.kind, settings.work, settings.against_repeats, other.warm_up)
     return {"start_s": other.start_s, **timed.figures(settings.work), "repeats_s": timed.seconds, **other.figures()}
 
 
 if __name__ == "__main__":
-    log_progress()
+    configure_logging()
     sys.exit(main())

@@ -1,6 +1,7 @@
-"""What is to be done: how many prompts, how long, how often sampled; with random tokens in them.
+"""Define the command line of the benchmark and the work that it describes.
 
-The command line of the benchmark. A bad argument is one line that says what to change.
+`Work` is one batch: prompts of random tokens, their lengths, and how often each is sampled. `Settings` is one parsed
+command line. A bad argument raises a ConfigError of one line that says what to change.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One batch. prompt_lens, new_lens: tokens of each prompt, and of each of its `n_samples` completions."""
+    """One batch of prompts and completions, by their lengths.
+
+    Attributes:
+        prompt_lens: Tokens of each prompt.
+        new_lens: Tokens of each completion of each prompt.
+        n_samples: Completions of each prompt.
+        name: Description for reports.
+    """
 
     prompt_lens: tuple[int, ...]
     new_lens: tuple[int, ...]
@@ -30,14 +38,28 @@ class Work:
 
     @staticmethod
     def fixed(n_prompts: int, n_samples: int, prompt_len: int, new_tokens: int) -> Work:
-        """All prompts of one length, and all completions."""
+        """Return work whose prompts all have one length, and whose completions do, too.
+
+        Args:
+            n_prompts: Number of prompts.
+            n_samples: Completions of each prompt.
+            prompt_len: Tokens of each prompt.
+            new_tokens: Tokens of each completion.
+        """
         name = f"{n_prompts} x {n_samples}, prompt {prompt_len}, {new_tokens} new tokens"
         prompt_lens, new_lens = (prompt_len,) * n_prompts, (new_tokens,) * n_prompts
         return Work(prompt_lens=prompt_lens, new_lens=new_lens, n_samples=n_samples, name=name)
 
     @staticmethod
     def uniform(n_prompts: int, n_samples: int, low: int, high: int) -> Work:
-        """Both lengths drawn uniformly from low..high for each prompt, always the same ones."""
+        """Return work whose lengths are drawn uniformly for each prompt. The same arguments give the same lengths.
+
+        Args:
+            n_prompts: Number of prompts.
+            n_samples: Completions of each prompt.
+            low: Shortest length, in tokens.
+            high: Longest length, in tokens.
+        """
         draw = random.Random(0)
         lens = [draw.randint(low, high) for _ in range(2 * n_prompts)]
         name = f"{n_prompts} x {n_samples}, prompt and new tokens uniform in {low}..{high}"
@@ -45,30 +67,41 @@ class Work:
 
     @property
     def n_rows(self) -> int:
+        """Number of samples."""
         return len(self.prompt_lens) * self.n_samples
 
     @property
     def n_new(self) -> int:
-        """Sampled tokens of the whole batch."""
+        """Number of sampled tokens of the whole batch."""
         return sum(self.new_lens) * self.n_samples
 
     @property
     def row_lens(self) -> list[int]:
-        """Tokens of each row, a prompt with one of its completions."""
+        """Tokens of each row, which is a prompt with one of its completions."""
         lens = [a + b for a, b in zip(self.prompt_lens, self.new_lens, strict=True)]
         return [length for length in lens for _ in range(self.n_samples)]
 
-    def with_new_at_most(self, most: int) -> Work:
-        """The same prompts with shorter completions."""
-        return dataclasses.replace(self, new_lens=tuple(min(most, new_len) for new_len in self.new_lens))
+    def with_new_at_most(self, max_new: int) -> Work:
+        """Return the same prompts with completions of at most `max_new` tokens."""
+        return dataclasses.replace(self, new_lens=tuple(min(max_new, new_len) for new_len in self.new_lens))
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Random tokens."""
+        """Return prompts of random tokens.
+
+        Args:
+            vocab_size: Number of token ids.
+            seed: Seed of the tokens.
+        """
         draw = random.Random(seed)
         return [draw.choices(range(vocab_size), k=length) for length in self.prompt_lens]
 
     def random_rows(self, vocab_size: int, seed: int) -> list[TrainSequence]:
-        """Rows for training or scoring without a rollout before it."""
+        """Return rows of random tokens, for training or scoring without a rollout.
+
+        Args:
+            vocab_size: Number of token ids.
+            seed: Seed of the tokens.
+        """
         draw = random.Random(-1 - seed)
         return [
             row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
@@ -78,7 +111,14 @@ class Work:
 
 
 def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sample: int) -> TrainSequence:
-    """A row to train on; odd samples are good, even ones bad."""
+    """Return a row to train on.
+
+    Args:
+        prompt: Token ids of the prompt.
+        response: Token ids of the completion.
+        logprobs: Log-probability of each completion token.
+        sample: Number of the sample. Odd samples get advantage 1, even ones -1.
+    """
     n_prompt, advantage = len(prompt), 1.0 if sample % 2 else -1.0
     return TrainSequence(
         prompt_mask=[True] * n_prompt + [False] * len(response),
@@ -92,18 +132,27 @@ Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agen
 
 _WITH_TEXT = ("sampling", "agents", "serve", "driver")
 PLAIN = "plain"
-"""What --against calls areno itself without --exact and --deterministic."""
-_ALONE = ("sampling", "state", "agents", "serve", "driver")  # works that no other library does
+"""Name of areno without --exact and --deterministic, for --against."""
+_ALONE = ("sampling", "state", "agents", "serve", "driver")  # kinds of work that are not compared with other libraries
 _WORKS = (
-    "step: rollout, then one GSPO step on it. sampling: what settings cost. state: what saving one costs a step. "
-    "agents: what a rollout by agents costs. serve: what clients over HTTP get. driver: how long devices, which are "
-    "played, wait for the driver"
+    "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
+    "saving the run state during a step. agents: the cost of a rollout by agents. serve: the speed that clients get "
+    "over HTTP. driver: the time that simulated devices wait for the driver"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One call of the benchmark."""
+    """One parsed command line of the benchmark. `add_arguments` describes the options of the same names.
+
+    Attributes:
+        kind: The kind of work.
+        work: The batch.
+        device: The first device.
+        dtype: Type of the weights, by its name in torch.
+        copies: Numbers of model copies to simulate, for `driver`.
+        against: Libraries to compare with.
+    """
 
     kind: Kind
     shape: str
@@ -139,7 +188,7 @@ class Settings:
 
     @property
     def devices(self) -> list[str]:
-        """Of all ranks: from `device` on."""
+        """The devices of all ranks, from `device` on."""
         if not self.device.startswith("cuda"):
             return [self.device] * self.world_size
         first = int(self.device.removeprefix("cuda:"))
@@ -147,27 +196,36 @@ class Settings:
 
     @property
     def n_copies(self) -> int:
-        """Of the model, which sample their shares of the batch."""
+        """Number of copies of the model. Each samples its share of the batch."""
         return self.world_size // self.tp_size
 
     @property
     def rolls_out(self) -> bool:
+        """Whether the work includes a rollout."""
         return self.kind in ("rollout", "step", "state")
 
     @property
     def trains(self) -> bool:
+        """Whether the work includes training."""
         return self.kind in ("train", "step", "state")
 
 
 def parse(argv: list[str] | None = None) -> Settings:
-    """The settings of a command line. ConfigError names the argument that is wrong; --help ends the program."""
+    """Parse a command line.
+
+    Args:
+        argv: Command-line arguments. None takes those of the process. `--help` ends the program.
+
+    Raises:
+        ConfigError: If an argument is wrong. The message names the argument.
+    """
     parser = _Parser(prog="python -m areno.bench")
     add_arguments(parser)
     return settings_of(parser.parse_args(argv))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the benchmark. They need no torch, which takes seconds to load."""
+    """Add the arguments of the benchmark to a parser. They need no torch, which takes seconds to import."""
     parser.description = (
         "Times rollout, training, a whole step or scoring on random prompts, against the device's floor."
     )
@@ -191,33 +249,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
     add("--tokens-per-mb", type=_positive, default=32768, help="token budget of a micro-batch")
     add("--optimizer", choices=get_args(OptimizerType), default="adam")
-    kept = "keep all activations; else what there is memory for"
+    kept = "keep all activations; the default keeps as many as fit in memory"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
-    add("--clients", type=_positive, default=64, help="serve: how many ask at the same time")
-    add("--copies", type=_positive, nargs="+", default=[1, 2], help="driver: of the model; each has all the prompts")
-    add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
-    add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
+    add("--clients", type=_positive, default=64, help="serve: number of clients that send requests at the same time")
+    add(
+        "--copies",
+        type=_positive,
+        nargs="+",
+        default=[1, 2],
+        help="driver: numbers of model copies; each copy gets all prompts",
+    )
+    add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one decoder step")
+    add("--mem-fraction", type=_fraction, default=0.6, help="share of the free memory for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--deterministic", action="store_true", help="as engine.deterministic")
     add("--updates", type=_positive, default=1, help="step: optimizer steps of a batch, as actor.ppo_n_minibatches")
-    compared = "step: what ratios compare with; rollout is actor.recompute_logprob=false"
+    compared = "step: the denominator of the ratios; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
-    add("--tokenizer", metavar="FOLDER", help="sampling: times stop strings too; others need one")
-    add("--folder", help="for `state`: where it is written; default is a temporary folder")
-    add("--repeats", type=_positive, default=3, help="timed ones, after one to warm up")
-    others = "the same work by that, for a ratio. plain: by areno without --exact and --deterministic"
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="sampling: also times stop strings; agents, serve and driver need a tokenizer",
+    )
+    add("--folder", help="state: folder to write to; default is a temporary folder")
+    add("--repeats", type=_positive, default=3, help="timed repeats, after a warm-up")
+    others = "also time the same work by this library. plain: areno without --exact and --deterministic"
     add("--against", choices=["transformers", "vllm", PLAIN], action="append", help=others)
     add("--against-repeats", type=_positive, default=2)
-    add("--profile", metavar="FILE", help="trace one repeat more: device time by kernel group, and idleness (CUDA)")
-    add("--json", action="store_true", help="one line for machines")
+    add("--profile", metavar="FILE", help="trace one more repeat: device time by kernel group, and idle time (CUDA)")
+    add("--json", action="store_true", help="print one line of JSON")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that the arguments describe. ConfigError names the argument that is wrong."""
+    """Check parsed arguments and return them as settings.
+
+    Args:
+        args: Arguments of a parser from `add_arguments`.
+
+    Raises:
+        ConfigError: If an argument is wrong. The message names the argument.
+    """
     import torch
 
     from areno.kernels.backend import default_dtype
@@ -243,7 +318,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         (bool(against) and kind in _ALONE, "--against", f"is for other works; {kind} compares areno with itself"),
         (args.profile and kind in _ALONE, "--profile", f"is for other works, not for {kind}"),
         (args.folder and kind != "state", "--folder", f"is for state, not for {kind}"),
-        (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is no folder"),
+        (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is not a folder"),
         (args.tokenizer and kind not in _WITH_TEXT, "--tokenizer", f"is for {', '.join(_WITH_TEXT)}, not for {kind}"),
         (kind == "serve" and not args.tokenizer, "--tokenizer", "is missing; serve needs one, for texts"),
         (kind == "serve" and args.samples not in (None, 1), "--samples", "is for other works; serve has 1 for each"),

@@ -1,13 +1,16 @@
-"""The least time that a piece of work can take on a device: what must be moved and multiplied, at measured rates.
+"""Measure a device, and compute the least time that a piece of work can take on it.
 
-Rollout: a decode step moves the weights once, and the keys and values of every live sequence once ("ordinary" floor);
-where the samples of a prompt read its part together, that part moves once for each prompt ("shared" floor). Of experts,
-those move that the tokens go through, if these choose evenly. A recurrent state is read and written in each step, and
-written once behind a prompt for each of its samples. A prompt is prefilled once. Training: 6 FLOPs for each
-parameter and token, plus causal attention; nothing is computed twice.
-A table that is only looked up into (an input embedding that is not the head as well) is neither moved nor multiplied.
+The floors count the bytes to move and the FLOPs to compute, at measured rates:
 
-The device itself: how fast it copies and multiplies, and how much of its memory is taken.
+- Decoding. Each step reads the weights once, and the keys and values of every live sequence once ("ordinary" floor). If
+  the samples of a prompt read its keys and values together, these are read once for each prompt ("shared" floor). Of
+  experts, only those are read that the tokens use, assuming an even choice. A recurrent state is read and written in
+  each
+  step, and written once after the prompt for each sample.
+- Prefill. Each prompt is computed once.
+- Training. 6 FLOPs for each parameter and token, plus causal attention. Nothing is recomputed.
+
+A table that is only looked up (an input embedding that is not shared with the head) counts neither bytes nor FLOPs.
 """
 
 from __future__ import annotations
@@ -27,25 +30,37 @@ from areno.models.cost import Cost, forward_flops, mean_pairs, train_flops
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device was measured to do: bytes per second (read plus written) of a copy, FLOPs per second of matmul."""
+    """Measured speed of a device.
+
+    Attributes:
+        copy_bytes_s: Bytes per second of a copy, read plus written.
+        matmul_flops_s: FLOPs per second of a matrix multiplication.
+    """
 
     copy_bytes_s: float
     matmul_flops_s: float
 
     def of(self, n_devices: int) -> Rates:
-        """Of several such devices together."""
+        """Return the rates of `n_devices` such devices together."""
         return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Moving and multiplying may overlap."""
+        """Return the least seconds to move `n_bytes` and compute `flops`, which may overlap."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 
 def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:
-    """Seconds of all decode steps, all samples running at once.
+    """Return the least seconds of all decode steps, with all samples running at once.
 
-    The first token of a sample comes from the prefill. Step j = 1, 2, .. gives each sample with more than j new tokens
-    its next one; it reads the prompt and j tokens. copies: of the model, each with its share of the samples.
+    The first token of a sample comes from the prefill. Step j = 1, 2, ... samples the next token of each sample with
+    more than j new tokens, and reads the prompt and j tokens.
+
+    Args:
+        cost: Sizes and FLOPs of the model.
+        work: The batch.
+        rates: Rates of all devices together.
+        shared: Whether the samples of a prompt read its keys and values together.
+        copies: Copies of the model, each with its share of the samples.
     """
     prompt_P, new_P = np.array(work.prompt_lens, np.float64), np.array(work.new_lens, np.float64)
     n_samples = work.n_samples
@@ -63,12 +78,19 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
 
 
 def _seen(cost: Cost, lengths: np.ndarray | int) -> np.ndarray:
-    """How many of its last tokens a query sees in rows of these lengths, as the mean over layers."""
+    """Return how many tokens a query attends to in rows of these lengths, as the mean over layers."""
     return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
 
 
 def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
-    """Seconds of computing every prompt once; the head only for its last token. copies: as of `decode_s`."""
+    """Return the least seconds to compute every prompt once, with the head only for its last token.
+
+    Args:
+        cost: Sizes and FLOPs of the model.
+        work: The batch.
+        rates: Rates of all devices together.
+        copies: Copies of the model, each with its share of the prompts.
+    """
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * mean_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
@@ -77,9 +99,17 @@ def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
 
 
 def floors(cost: Cost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
-    """Seconds, and tokens per second, for one kind of work: rollout, train, step or logprob.
+    """Return the least seconds and the most tokens per second for one kind of work.
 
-    rates: of all devices together. copies: of the model on them.
+    Args:
+        cost: Sizes and FLOPs of the model.
+        work: The batch.
+        rates: Rates of all devices together.
+        kind: "rollout", "train", "step" or "logprob".
+        copies: Copies of the model.
+
+    Returns:
+        Values by name: `*_s` in seconds, `*_tok_s` in tokens per second, `*_flops` in FLOPs.
     """
     out: dict[str, float] = {}
     if kind in ("rollout", "step"):
@@ -107,20 +137,28 @@ _GIB = 2**30
 
 
 def synchronize(device: str) -> None:
-    """Wait for what this process gave the device to do."""
+    """Wait until the device has finished the work of this process."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the number of CPU threads in use."""
+    """Return the GPU's name, or the number of CPU threads in use."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
 
 
 def measured_rates(device: str, dtype: torch.dtype) -> Rates:
-    """The best of several copies of a buffer no cache holds, and of several square matmuls. A second or two."""
+    """Measure the rates of a device in about two seconds.
+
+    Args:
+        device: Device to measure.
+        dtype: Type of the matrices.
+
+    Returns:
+        The best of several copies of a buffer larger than any cache, and of several square matrix multiplications.
+    """
     cuda = device.startswith("cuda")
     times, size = (20, 8192) if cuda else (2, 1024)
     source = torch.zeros(_GIB if cuda else 2**26, dtype=torch.uint8, device=device)
@@ -138,7 +176,7 @@ def measured_rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def _best_s(body: Callable[[], object], device: str, times: int) -> float:
-    """Seconds of one call: the best of five rounds of `times` calls each, after one to warm up."""
+    """Return the seconds of one call: the best of five rounds of `times` calls each, after one round to warm up."""
 
     def one_round() -> None:
         for _ in range(times):
@@ -151,10 +189,17 @@ def _best_s(body: Callable[[], object], device: str, times: int) -> float:
 
 @contextmanager
 def memory_watched(device: str, *, on: bool, every_s: float = 0.05) -> Iterator[dict[str, float]]:
-    """Fills in `peak_device_gib`: the peak memory of the whole CUDA device while entered, whoever takes it.
+    """Watch the peak memory of a CUDA device within a `with` block, in a thread.
 
-    What a process's allocator keeps counts here, unlike in its own peak of what it handed out. A CPU is not watched.
-    on: False watches nothing, for work in this very process, which may be capturing CUDA graphs.
+    The peak includes all processes and the memory that allocators keep. A CPU is not watched.
+
+    Args:
+        device: Device to watch.
+        on: False watches nothing. Needed for work in this process that may capture CUDA graphs.
+        every_s: Seconds between two looks.
+
+    Yields:
+        A dictionary that gets the key `peak_device_gib`.
     """
     peak: dict[str, float] = {}
     done = threading.Event()

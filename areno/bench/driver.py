@@ -1,8 +1,8 @@
-"""Workers that play their part: they answer as devices of a given speed would, and compute nothing.
+"""Measure how long devices wait for the driver process, with simulated workers.
 
-What passes between driver and workers is pickled in both directions as it is over a pipe.
-
-Steps of a training loop on played devices: how long these wait for the driver.
+`SimulatedWorkers` takes the place of the engine's worker processes. It answers as devices of a given speed would, and
+computes nothing. Messages between driver and workers are pickled in both directions, as they are over a pipe.
+`run_driver` runs a training loop on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unittest import mock
 
 from areno.bench.arguments import Settings, Work
 from areno.bench.shapes import Texts
-from areno.bench.timing import tell
+from areno.bench.timing import log_progress
 from areno.engine import engine as engine_module
 from areno.engine.processes.messages import Outputs, pack
 from areno.engine.requests import RequestLimits
@@ -40,70 +40,84 @@ from areno.types import GenerationOutput, GenerationRequest
 Completion = Callable[[GenerationRequest, int], list[int]]
 """(a request, the number of a sample) -> the tokens of the sample."""
 
-# Of a 0.6B model on an H200: a step of the decoder with 256 samples, and tokens that it trains on in a second.
-STEP_S = 0.0037
-TRAIN_TOK_S = 110_000
+# Of a 0.6B model on an H200.
+STEP_S = 0.0037  # seconds of a decoder step with 256 samples
+TRAIN_TOK_S = 110_000  # trained tokens per second
 
 
-class PlayedGroup:
-    """A WorkerGroup. Every copy of the model takes `step_s` for a token of each of its samples.
+class SimulatedWorkers:
+    """Simulated workers with the interface of WorkerGroup.
 
-    idle_s: seconds of each step in which all devices waited for the driver. cpu_s: those that its main thread computed
-    in the step, without what is played here.
+    Args:
+        spec: The engine's specification.
+        completion: Returns the tokens of a sample.
+        step_s: Seconds that each copy of the model takes for one token of each of its samples.
+
+    Attributes:
+        idle_s: For each training step, the seconds in which all devices waited for the driver.
+        cpu_s: For each training step, the CPU seconds of the driver's main thread, without those of the simulation.
     """
 
     def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
         self.spec, self._completion, self._step_s = spec, completion, step_s
         self._config = load_config(spec.actor.path)
-        self._begun: list[tuple[int, float, GenerationRequest]] = []  # copy, when it got the request, the request
-        # When samples are done, their copy, a number, their tokens, and the message.
+        self._submitted: list[tuple[int, float, GenerationRequest]] = []  # (copy, time of arrival, request)
+        # (time at which samples are finished, copy, running number, tokens of the samples, message)
         self._due: list[tuple[float, int, int, int, bytes]] = []
         self._n, self._version = 0, 0
         self._n_tokens = [0] * spec.layout.dp_size
-        self._slots: list[list[float]] = []  # when each slot of each copy is free
+        self._slots: list[list[float]] = []  # for each copy, the times at which its batch slots become free
         self.idle_s: list[float] = []
         self.cpu_s: list[float] = []
-        self._trained_at = self._idle_s = self._played_cpu = 0.0
-        self._step_cpu = time.thread_time()  # when the step began
-        self._sampled_at: float | None = None  # when the last sample that was asked for will be done
+        self._trained_at = self._idle_s = self._simulation_cpu = 0.0
+        self._step_cpu = time.thread_time()  # at the start of the step
+        self._sampled_at: float | None = None  # time at which the last submitted sample will be finished
         self.watchdog = SimpleNamespace(stop=lambda: None)
 
     @contextmanager
-    def _plays(self) -> Iterator[None]:
-        """Around what a worker would do."""
+    def _simulating(self) -> Iterator[None]:
+        """Count the CPU time of the block as the simulation's, not the driver's."""
         began = time.thread_time()
         yield
-        self._played_cpu += time.thread_time() - began
+        self._simulation_cpu += time.thread_time() - began
 
     def call(self, method: str, *args: Any) -> list[Any]:
+        """Answer a call to all workers."""
         return self.call_each(method, [args] * self.spec.layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Answer a call with other arguments for each worker."""
         packed = [pack(method, each) for each in args]
-        plays: dict[str, Callable[..., Any]] = {
-            "info": self._info, "begin_rollout": self._begin_rollout, "train": self._train,
-            "weights_version": lambda: self._version, "saved": lambda: True, "memory_table": lambda: ("no memory", ""),
-        }  # fmt: skip
-        with self._plays():
-            first = pickle.loads(packed[0])  # every worker reads its own, at the same time
-            answer = plays[method](*first) if method in plays else None
+        answers: dict[str, Callable[..., Any]] = {
+            "info": self._info,
+            "begin_rollout": self._begin_rollout,
+            "train": self._train,
+            "weights_version": lambda: self._version,
+            "saved": lambda: True,
+            "memory_table": lambda: ("no memory", ""),
+        }
+        with self._simulating():
+            first = pickle.loads(packed[0])  # once, since real workers would read theirs in parallel
+            answer = answers[method](*first) if method in answers else None
         if method == "train":
             now = time.thread_time()
-            self.cpu_s.append(now - self._step_cpu - self._played_cpu)
-            self._step_cpu, self._played_cpu = now, 0.0
+            self.cpu_s.append(now - self._step_cpu - self._simulation_cpu)
+            self._step_cpu, self._simulation_cpu = now, 0.0
         return [answer] * self.spec.layout.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+        """Take a message to one worker that has no answer."""
         sent, now = pack(method, args), time.perf_counter()
         if method == "submit":
             if self._sampled_at is None:
                 self._idle_s, self._sampled_at = now - self._trained_at, now
-            with self._plays():
-                self._begun += [(dp_rank, now, request) for request in pickle.loads(sent)[0]]
+            with self._simulating():
+                self._submitted += [(dp_rank, now, request) for request in pickle.loads(sent)[0]]
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        with self._plays():
-            self._draw()
+        """Return the samples that are finished within `timeout` seconds."""
+        with self._simulating():
+            self._sample()
         if not self._due:
             return []
         time.sleep(max(0.0, min(timeout, self._due[0][0] - time.perf_counter())))
@@ -115,25 +129,34 @@ class PlayedGroup:
         return found
 
     def stats(self) -> list[RolloutStats]:
+        """Return the rollout statistics of each copy."""
         return [RolloutStats(generated_tokens=n) for n in self._n_tokens]
 
     def close(self) -> None:
+        """Drop all unfinished samples."""
         self._due = []
 
-    def _draw(self) -> None:
-        """Make the samples of what was begun. A copy sends those together that it has done in the same step."""
+    def _sample(self) -> None:
+        """Compute the samples of submitted requests and their times.
+
+        Samples that a copy finishes in one step share a message.
+        """
         done: defaultdict[tuple[int, float], list[GenerationOutput]] = defaultdict(list)
-        for rank, now, request in self._begun:
+        for rank, now, request in self._submitted:
             for sample in range(request.n_samples):
                 tokens = self._completion(request, sample)
                 output = GenerationOutput(
-                    request_id=request.request_id, sample=request.first_sample + sample, tokens=tokens,
-                    logprobs=[-0.6931] * len(tokens), versions=[self._version] * len(tokens), finish_reason="stop",
-                )  # fmt: skip
+                    request_id=request.request_id,
+                    sample=request.first_sample + sample,
+                    tokens=tokens,
+                    logprobs=[-0.6931] * len(tokens),
+                    versions=[self._version] * len(tokens),
+                    finish_reason="stop",
+                )
                 ends = max(now, heapq.heappop(self._slots[rank])) + len(tokens) * self._step_s
                 heapq.heappush(self._slots[rank], ends)
                 done[rank, math.ceil(ends / self._step_s) * self._step_s].append(output)
-        self._begun = []
+        self._submitted = []
         for (rank, ends), outputs in done.items():
             self._n += 1
             message = pickle.dumps(Outputs(outputs, self.stats()[rank]), pickle.HIGHEST_PROTOCOL)
@@ -143,19 +166,26 @@ class PlayedGroup:
 
     def _info(self) -> EngineInfo:
         return EngineInfo(
-            n_params=Cost.of(self._config, 2).n_params, context_len=self._config.max_position_embeddings,
-            vocab_size=self._config.vocab_size, device="played", dtype=self.spec.dtype, attn_backend="sdpa",
-            memory_gib=0.0, cost=Cost.of(self._config, 2),
-        )  # fmt: skip
+            n_params=Cost.of(self._config, 2).n_params,
+            context_len=self._config.max_position_embeddings,
+            vocab_size=self._config.vocab_size,
+            device="simulated",
+            dtype=self.spec.dtype,
+            attn_backend="sdpa",
+            memory_gib=0.0,
+            cost=Cost.of(self._config, 2),
+        )
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         n_slots = -(-spec.max_running // self.spec.layout.dp_size)
         self._slots = [[0.0] * n_slots for _ in range(self.spec.layout.dp_size)]
         self._n_tokens = [0] * self.spec.layout.dp_size
         return RequestLimits(
-            vocab_size=self._config.vocab_size, context_len=self._config.max_position_embeddings,
-            kv_tokens=1 << 30, stop_strings=True,
-        )  # fmt: skip
+            vocab_size=self._config.vocab_size,
+            context_len=self._config.max_position_embeddings,
+            kv_tokens=1 << 30,
+            stop_strings=True,
+        )
 
     def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> TrainResult:
         if self._sampled_at is not None:
@@ -168,26 +198,33 @@ class PlayedGroup:
 
 
 _ANSWER = " The answer is \\boxed{42}."
-_SHIFTS = 7  # samples of a prompt begin at other words
+_SHIFTS = 7  # number of different first words among the samples of a prompt
 
 
 def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """By the number of copies, each with the samples of `settings.work`: medians over the steps, in seconds.
+    """Run a training loop on simulated workers, once for each number of model copies.
 
-    idle: the devices wait for the driver. outside: of rollout and training. cpu: what the driver's main thread computes
-    in the whole step. The rest are the time/* of the run. random_init: played devices have no weights.
+    Args:
+        settings: The parsed command line. Each copy gets the samples of `settings.work`.
+        folder: Folder of the model's configuration.
+        random_init: Ignored, since simulated devices have no weights.
+
+    Returns:
+        For each number of copies, medians over the steps in seconds: `idle` (all devices wait for the driver),
+            `outside`
+        (the step without rollout and training), `cpu` (CPU time of the driver's main thread), and the run's `time/*`.
     """
     del random_init
     found = {}
     for n_copies in settings.copies:
         name = f"{n_copies} copies, {n_copies * settings.work.n_rows} samples"
         found[name] = _medians(settings, folder, n_copies)
-        tell(f"{name}: devices wait {found[name]['idle']:.3f} s")
+        log_progress(f"{name}: devices wait for {found[name]['idle']:.3f} s")
     return found
 
 
 def driver_page(found: dict[str, dict[str, float]]) -> str:
-    """A line for each number of copies."""
+    """Return the results as a table with a line for each number of copies."""
     names = next(iter(found.values()))
     lines = ["seconds of a step".ljust(26) + "".join(name.removeprefix("time/").rjust(11) for name in names)]
     lines += [title.ljust(26) + "".join(f"{row[name]:11.4f}" for name in names) for title, row in found.items()]
@@ -203,17 +240,26 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
     rows = [{"prompt": text, "solutions": str(41 + index % 2)} for index, text in enumerate(texts)]
     completions, groups = Completions(tokenizer, words, work), []
 
-    def start(spec: EngineSpec, mode: str) -> PlayedGroup:
-        groups.append(PlayedGroup(spec, completions))
+    def start(spec: EngineSpec, mode: str) -> SimulatedWorkers:
+        groups.append(SimulatedWorkers(spec, completions))
         return groups[-1]
 
     overrides = [
-        f"actor.path={folder}", "actor.init_from_scratch=true", f"tokenizer_path={settings.tokenizer}",
-        "engine.device=cpu", f"engine.world_size={n_copies}", f"total_train_steps={n_steps}", "reward.fn=math",
-        f"train_dataset.batch_size={n_copies * len(work.prompt_lens)}", "valid_dataset=null", "saver.freq_steps=null",
-        f"train_dataset.max_length={4 * max(work.prompt_lens)}", f"gconfig.n_samples={work.n_samples}",
-        f"gconfig.max_new_tokens={max(work.new_lens)}", "recover.mode=off",
-    ]  # fmt: skip
+        f"actor.path={folder}",
+        "actor.init_from_scratch=true",
+        f"tokenizer_path={settings.tokenizer}",
+        "engine.device=cpu",
+        f"engine.world_size={n_copies}",
+        f"total_train_steps={n_steps}",
+        "reward.fn=math",
+        f"train_dataset.batch_size={n_copies * len(work.prompt_lens)}",
+        "valid_dataset=null",
+        "saver.freq_steps=null",
+        f"train_dataset.max_length={4 * max(work.prompt_lens)}",
+        f"gconfig.n_samples={work.n_samples}",
+        f"gconfig.max_new_tokens={max(work.new_lens)}",
+        "recover.mode=off",
+    ]
     with tempfile.TemporaryDirectory() as run_dir, mock.patch.object(engine_module, "start_workers", start):
         config = load(GSPOConfig, "quickstart", overrides)
         with PolicyOnlyTrainer(config, run_dir=run_dir, train_dataset=rows) as trainer:
@@ -227,7 +273,13 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
 
 
 class Completions:
-    """Words that end with an answer, as tokens of the lengths of a work. They are made before any step."""
+    """Completions of words that end with an answer, in the lengths of a work. They are encoded before the first step.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        words: Random texts.
+        work: The batch.
+    """
 
     def __init__(self, tokenizer: Any, words: Texts, work: Work):
         answer = [*tokenizer.encode(_ANSWER), tokenizer.eos_token_id]

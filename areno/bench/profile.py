@@ -1,7 +1,9 @@
-"""Where the time of a phase goes on the device: kernels by group, the longest of them, and how long the device idled.
+"""Profile a phase on a CUDA device.
 
-Only device activity is traced, no Python or torch operators, so that the host is slowed down little. The groups go by
-the kernels' names: those of our own by the folder they are in, others as CUDA, cuBLAS, cuDNN and torch call theirs.
+`trace` records the kernels that a function runs, and `phase_table` shows the time by group of kernels, the longest
+kernels, and how long the device was idle. Only device activity is traced, no Python or torch operators, so the host is
+slowed down little. Groups are found by the kernels' names: areno's own by the folder of their source, others by the
+names that CUDA, cuBLAS, cuDNN and torch give them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from areno import kernels
 
-# Folders of areno/kernels -> what their Triton kernels do.
+# Folders of areno/kernels -> group of their Triton kernels.
 OWN_FOLDERS = {
     "paged": "attention",
     "fixed_order": "attention",
@@ -33,7 +35,7 @@ OWN_FOLDERS = {
     "sampling": "sampling",
     "adam": "optimizer",
 }
-# The first pattern that is found in the lower-case name decides.
+# (group, pattern). The first pattern that matches the lower-case name decides.
 _GROUPS: tuple[tuple[str, str], ...] = (
     ("between GPUs", r"nccl|symm_mem|one_shot|two_shot"),
     ("copies", r"memcpy|memset|copy_kernel|copy_device|direct_copy|catarray"),
@@ -44,17 +46,23 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("head", r"logprob|log_softmax|logsumexp|cross_entropy|softmax"),
     ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|matmul|splitk"),
     ("norm/rope/activation", r"rms|norm|rope|rotary|silu|swiglu"),
-    ("norm/rope/activation", r"triton_(poi|red|per)_"),  # torch's compiler, which is given the small operations
+    ("norm/rope/activation", r"triton_(poi|red|per)_"),  # by torch.compile, which compiles the small operations
     ("embedding/index", r"embed|index|gather|scatter"),
     ("small torch kernels", r"at::native|elementwise|reduce_kernel|vectorized"),
 )
-_LONGEST = 40  # kernels that are listed one by one
+_MAX_LISTED = 40  # kernels that are listed one by one
 GROUPS = (*dict.fromkeys(name for name, _ in _GROUPS), "other")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One kernel, copy or fill on the device; times in nanoseconds."""
+    """One kernel, copy or fill on the device.
+
+    Attributes:
+        name: Name of the kernel.
+        start: Start, in nanoseconds.
+        end: End, in nanoseconds.
+    """
 
     name: str
     start: int
@@ -62,7 +70,7 @@ class Span:
 
 
 def group_of(name: str) -> str:
-    """The group of a kernel by its name."""
+    """Return the group of a kernel by its name."""
     if name in _own_kernels():
         return _own_kernels()[name]
     lower = name.lower()
@@ -71,7 +79,7 @@ def group_of(name: str) -> str:
 
 @functools.cache
 def _own_kernels() -> dict[str, str]:
-    """Our kernels' groups, read from their sources: to import them takes Triton, which is not everywhere."""
+    """Return kernel name -> group, read from the sources, since importing them needs Triton."""
     folder = Path(kernels.__file__ or "").parent
     return {
         kernel: group
@@ -82,7 +90,7 @@ def _own_kernels() -> dict[str, str]:
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans ran: kernels of several streams may overlap."""
+    """Return the seconds in which at least one span ran. Kernels of several streams may overlap."""
     busy, reached = 0, 0
     for span in sorted(spans, key=lambda span: span.start):
         busy += max(0, span.end - max(span.start, reached))
@@ -91,9 +99,15 @@ def busy_s(spans: Iterable[Span]) -> float:
 
 
 def traced(body: Callable[[], object]) -> list[Span]:
-    """Everything that `body` makes this process's CUDA device do.
+    """Run a function and record all activity of this process's CUDA device.
 
-    These are the raw events: torch's own summary takes minutes for the hundred thousands of kernels of a rollout.
+    The raw events are used, since torch's own summary takes minutes for the hundred thousands of kernels of a rollout.
+
+    Args:
+        body: The function.
+
+    Returns:
+        All kernels, copies and fills.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -108,10 +122,15 @@ def traced(body: Callable[[], object]) -> list[Span]:
 
 
 def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: float) -> str:
-    """The text of a phase.
+    """Return the profile of a phase as text.
 
-    wall_s: of the traced phase. plain_wall_s: of the same work without a tracer, against which idleness counts, since
-    tracing itself makes the host slower.
+    Args:
+        phase: Name of the phase.
+        spans: Recorded activity.
+        wall_s: Seconds of the traced phase.
+        plain_wall_s: Seconds of the same work without a profiler. Idle time is relative to it, since profiling slows
+            down
+            the host.
     """
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -128,14 +147,17 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
         names = [name for name in seconds if group_of(name) == group]
         if names:
             lines.append(_line(group.ljust(24), sum(seconds[n] for n in names), total, sum(counts[n] for n in names)))
-    lines.append(f"-- the longest {min(_LONGEST, len(seconds))} kernels, with their group")
-    for name in sorted(seconds, key=lambda name: -seconds[name])[:_LONGEST]:
+    lines.append(f"-- the longest {min(_MAX_LISTED, len(seconds))} kernels, with their group")
+    for name in sorted(seconds, key=lambda name: -seconds[name])[:_MAX_LISTED]:
         lines.append(_line(" " * 24, seconds[name], total, counts[name]) + f"  [{group_of(name)}] {name[:160]}")
     return "\n".join(lines) + "\n"
 
 
 def idle_share(busy: float, wall_s: float) -> float:
-    """The part of `wall_s` in which the device did nothing; 0 where tracing made kernels longer than all of it."""
+    """Return the share of `wall_s` in which the device was idle.
+
+    0 if the profiler made the kernels longer than `wall_s`.
+    """
     return max(0.0, 1 - busy / wall_s)
 
 

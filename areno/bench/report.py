@@ -1,4 +1,4 @@
-"""What one call found: a record for machines, a page for people."""
+"""Turn the figures of a benchmark into a record for `--json` and a page of text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ _SHOWN = [
 
 
 def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Everything, for one JSON line. results: contender -> its figures, areno's own first."""
+    """Return all results as one JSON object.
+
+    Args:
+        settings: The parsed command line.
+        cost: Sizes and FLOPs of the model.
+        rates: Measured rates of one device.
+        results: Contender -> its figures, areno's own first.
+    """
     rates = rates.of(settings.world_size)
     floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
     ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
@@ -68,7 +75,13 @@ def _version(package: str) -> str:
 
 
 def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
-    """Percent: 100 * floor / measured. mfu: by 6 FLOPs for each parameter; needed_mfu: the head on trained tokens."""
+    """Compare areno's figures with the floor.
+
+    Returns:
+        Percentages of the floor's speed, and the model FLOPs utilization: `mfu` counts 6 FLOPs for each parameter and
+        token,
+        `needed_mfu` counts the head only for trained tokens.
+    """
     out: dict[str, float] = {}
     if "rollout_s" in ours:
         for name in ("ordinary", "shared"):
@@ -84,7 +97,7 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
 
 
 def page(found: dict[str, Any]) -> str:
-    """The record as text."""
+    """Return a record as text."""
     floor, rates = found["floors"], found["rates"]
     what = f"{found['shape']} ({found['params'] / 1e6:,.1f} M parameters, {found['dtype']})"
     speed = f"copies {rates['copy_gb_s']:,.1f} GB/s, multiplies {rates['matmul_tflop_s']:,.2f} TFLOP/s, as measured"

@@ -1,8 +1,7 @@
-"""Clients over HTTP, in processes of their own so that they do not slow the server's.
+"""Measure sampling over HTTP: by clients of the server (`run_serving`) and by agents (`run_agents`).
 
-What a model gives behind `areno serve`: the same prompts sampled directly, and asked for by clients over HTTP.
-
-What a rollout through agents costs: the same prompts sampled directly, and by agents over HTTP.
+Both compare it with the same work sampled directly on the engine. `Clients` are processes of their own, so that they do
+not slow down the server's process.
 """
 
 from __future__ import annotations
@@ -24,22 +23,28 @@ import numpy as np
 from areno.agents.pool import AgentPool
 from areno.agents.proxy import SessionProxy
 from areno.agents.trajectories import AgentBatch, AgentContext
+from areno.bench.areno_contender import ArenoContender, requests, sampling_page, speeds
 from areno.bench.arguments import Settings
-from areno.bench.ours import Ours, requests, sampling_page, speeds
 from areno.bench.shapes import Texts
-from areno.bench.timing import repeat_name, tell
+from areno.bench.timing import log_progress, repeat_name
 from areno.config.rollout import AgentConfig
 from areno.server.app import build_server
-from areno.server.host import ServerThread
 from areno.server.sampling import ServerLimits
+from areno.server.threads import ServerThread
 from areno.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Prompts that clients send one after the other. n_clients: at the same time.
+    """Prompts that clients send, each client one after the other.
 
-    new_lens: of the answer to each prompt, in tokens.
+    Attributes:
+        url: Address of the server.
+        model: Name of the model.
+        prompts: Text of each prompt.
+        new_lens: Tokens of the answer to each prompt.
+        n_clients: Number of clients that send at the same time.
+        stream: Whether answers are streamed.
     """
 
     url: str
@@ -52,7 +57,13 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """first_s: until the first token of each answer, of streams only. tokens: of all answers, by their `usage`."""
+    """Results of a load.
+
+    Attributes:
+        seconds: Time of the whole load.
+        first_s: Seconds to the first token of each streamed answer.
+        tokens: Tokens of all answers, by their `usage`.
+    """
 
     seconds: float
     first_s: list[float]
@@ -60,7 +71,11 @@ class Answered:
 
 
 class Clients(AbstractContextManager["Clients"]):
-    """Processes that send requests."""
+    """Client processes that send requests. Use it in a `with` block.
+
+    Args:
+        n_processes: Number of processes.
+    """
 
     def __init__(self, n_processes: int):
         context = multiprocessing.get_context("spawn")
@@ -73,18 +88,27 @@ class Clients(AbstractContextManager["Clients"]):
             self._pipes.append(mine)
             self._processes.append(process)
         for pipe in self._pipes:
-            pipe.recv()  # it has imported what it needs
+            pipe.recv()  # the process has finished its imports
 
     def run(self, load: Load) -> Answered:
-        """All requests of a load, dealt out over the processes. RuntimeError where one is not answered."""
+        """Send all requests of a load, split over the processes.
+
+        Args:
+            load: The requests.
+
+        Raises:
+            RuntimeError: If a request fails.
+        """
         n = min(len(self._pipes), load.n_clients)
         shares = [
             replace(
-                load, prompts=load.prompts[rank::n], new_lens=load.new_lens[rank::n],
+                load,
+                prompts=load.prompts[rank::n],
+                new_lens=load.new_lens[rank::n],
                 n_clients=len(range(rank, load.n_clients, n)),
             )
             for rank in range(n)
-        ]  # fmt: skip
+        ]
         started = time.perf_counter()
         for pipe, share in zip(self._pipes, shares, strict=False):
             pipe.send(share)
@@ -138,7 +162,7 @@ async def _send_all(load: Load) -> tuple[list[float], int]:
 
 
 async def _ask(session: aiohttp.ClientSession, load: Load, prompt: str, new_len: int) -> tuple[float, int]:
-    """Seconds until the first token, and how many came."""
+    """Send one request and return (seconds to the first token, number of tokens)."""
     body: dict[str, Any] = {"model": load.model, "prompt": prompt, "max_tokens": new_len, "ignore_eos": True}
     if load.stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -158,25 +182,33 @@ async def _ask(session: aiohttp.ClientSession, load: Load, prompt: str, new_len:
     return first_s, usage["completion_tokens"]
 
 
-_MOST_PROCESSES = 8
-_ALONE = 8  # requests of one client, for the time to its first token
+_MAX_PROCESSES = 8
+_N_ALONE = 8  # requests of one client, for the time to its first token
 
 
 def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """direct, answers, streams -> median seconds, tokens per second and speed; then times to the first token.
+    """Time the same prompts sampled directly, by HTTP clients, and by streaming HTTP clients.
 
-    Each request has a text of its own, about as long as --prompt-len, and --clients of them are sampled at a time. The
-    three take turns.
+    Each request has a text of its own, about as long as `--prompt-len`. `--clients` requests are in progress at a time.
+    The three ways take turns.
+
+    Args:
+        settings: The parsed command line.
+        folder: Model folder.
+        random_init: Whether to draw random weights.
+
+    Returns:
+        "direct", "answers" and "streams" -> figures of `speeds`, then times to the first token by number of clients.
     """
     from transformers import AutoTokenizer
 
     work, tokenizer = settings.work, AutoTokenizer.from_pretrained(settings.tokenizer or folder)
-    ours, n_clients = Ours(settings, folder, random_init), settings.clients
-    processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) // 2, n_clients))
+    ours, n_clients = ArenoContender(settings, folder, random_init), settings.clients
+    processes = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 2) // 2, n_clients))
     with ours.engine as engine, Clients(processes) as clients:
-        room = ours.begin(n_clients, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
+        limits = ours.begin_rollout(n_clients, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
         server = build_server(
-            engine, room, tokenizer, models=["bench"], keys=[], defaults=SamplingParams(), limits=ServerLimits()
+            engine, limits, tokenizer, models=["bench"], keys=[], defaults=SamplingParams(), limits=ServerLimits()
         )
         thread = ServerThread(server.application)
         url = thread.start()
@@ -187,10 +219,14 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
         def ask(texts: list[str], n_clients: int, stream: bool) -> Answered:
             found = clients.run(
                 Load(
-                    url=url, model="bench", prompts=texts, new_lens=work.new_lens[: len(texts)], n_clients=n_clients,
+                    url=url,
+                    model="bench",
+                    prompts=texts,
+                    new_lens=work.new_lens[: len(texts)],
+                    n_clients=n_clients,
                     stream=stream,
                 )
-            )  # fmt: skip
+            )
             assert found.tokens == sum(work.new_lens[: len(texts)])
             return found
 
@@ -208,7 +244,7 @@ def _measure(
     seconds: dict[str, list[float]] = {"direct": [], "answers": [], "streams": []}
     firsts: dict[str, list[float]] = {"1 client": [], f"{n_clients} clients": []}
     for repeat in range(-1, settings.repeats):
-        # Other prompts for each, so that none finds those of another in the cache.
+        # Each way gets prompts of its own, so that none finds another's in the prefix cache.
         texts = {name: drawn.of(work, name, repeat) for name in [*seconds, "alone"]}
         started = time.perf_counter()
         direct(texts["direct"])
@@ -216,9 +252,9 @@ def _measure(
         taken["answers"] = ask(texts["answers"], n_clients, stream=False).seconds
         streamed = ask(texts["streams"], n_clients, stream=True)
         taken["streams"] = streamed.seconds
-        alone = ask(texts["alone"][:_ALONE], 1, stream=True)
+        alone = ask(texts["alone"][:_N_ALONE], 1, stream=True)
         title = repeat_name(repeat, settings.repeats)
-        tell(f"{title}: " + ", ".join(f"{name} {value:.3f} s" for name, value in taken.items()))
+        log_progress(f"{title}: " + ", ".join(f"{name} {value:.3f} s" for name, value in taken.items()))
         if repeat < 0:
             continue
         for name, value in taken.items():
@@ -234,7 +270,7 @@ def _first_token(seconds: list[float]) -> dict[str, float]:
 
 
 def serving_page(found: dict[str, dict[str, float]]) -> str:
-    """The tables as text."""
+    """Return the results of `run_serving` as tables."""
     timed = {name: value for name, value in found.items() if "tok_s" in value}
     lines = [sampling_page(timed, title="serve", base="direct"), "time to the first token, streamed: median, 99 %"]
     for name, value in found.items():
@@ -248,42 +284,51 @@ _TIMEOUT_S = 600.0
 
 
 def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """direct, agents -> median seconds, tokens per second, and the speed relative to direct sampling.
+    """Time the same prompts sampled directly and by agents over HTTP. The two ways take turns.
 
-    The prompts are texts in the chat template of --tokenizer, about as long as --prompt-len. The two take turns.
+    The prompts are texts in the chat template of `--tokenizer`, about as long as `--prompt-len`.
+
+    Args:
+        settings: The parsed command line.
+        folder: Model folder.
+        random_init: Whether to draw random weights.
+
+    Returns:
+        "direct" and "agents" -> figures of `speeds`.
     """
     from transformers import AutoTokenizer
 
     work, tokenizer = settings.work, AutoTokenizer.from_pretrained(settings.tokenizer or folder)
     words = Texts(tokenizer)
-    ours = Ours(settings, folder, random_init)
+    ours = ArenoContender(settings, folder, random_init)
     agent = AgentConfig(
-        fn=str(Path(__file__).with_name("one_turn.py")), timeout_s=_TIMEOUT_S,
-        workers=max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) // 2)),
-    )  # fmt: skip
+        fn=str(Path(__file__).with_name("one_turn_agent.py")),
+        timeout_s=_TIMEOUT_S,
+        workers=max(1, min(_MAX_PROCESSES, (os.cpu_count() or 2) // 2)),
+    )
     seconds: dict[str, list[float]] = {"direct": [], "agents": []}
     with ours.engine as engine, AgentPool(agent) as pool:
         pool.wait_ready()
-        room = ours.begin(work.n_rows, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
-        proxy = SessionProxy(engine, room, tokenizer, SamplingParams(), timeout_s=_TIMEOUT_S, seed=0, thinking=None)
+        limits = ours.begin_rollout(work.n_rows, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
+        proxy = SessionProxy(engine, limits, tokenizer, SamplingParams(), timeout_s=_TIMEOUT_S, seed=0, thinking=None)
         context = AgentContext(proxy.base_url, proxy.api_key, proxy.session, _TIMEOUT_S)
         conversations = proxy.server.chat.conversations
         for repeat in range(-1, settings.repeats):
-            # Other prompts for each, so that neither finds those of the other in the cache.
+            # Each way gets prompts of its own, so that neither finds the other's in the prefix cache.
             texts = {name: words.of(work, name, repeat) for name in seconds}
             prompts = [conversations.prompt([{"role": "user", "content": text}]).tokens for text in texts["direct"]]
             batch = AgentBatch([{"new_tokens": new} for new in work.new_lens], texts["agents"], prompts, work.n_samples)
             started = time.perf_counter()
             engine.generate(requests(work, prompts))
-            middle = time.perf_counter()
-            proxy.expect(batch)
+            direct_ended = time.perf_counter()
+            proxy.prefetch(batch)
             outcomes = pool.run(list(batch), context)
             ended = time.perf_counter()
             if failed := [outcome.message for outcome in outcomes if outcome.status != "ok"]:
                 raise RuntimeError(f"{len(failed)} agents failed; the first: {failed[0]}")
-            taken = {"direct": middle - started, "agents": ended - middle}
+            taken = {"direct": direct_ended - started, "agents": ended - direct_ended}
             title = repeat_name(repeat, settings.repeats)
-            tell(f"{title}: direct {taken['direct']:.3f} s, agents {taken['agents']:.3f} s")
+            log_progress(f"{title}: direct {taken['direct']:.3f} s, agents {taken['agents']:.3f} s")
             for name, value in taken.items() if repeat >= 0 else ():
                 seconds[name].append(value)
         proxy.stop()

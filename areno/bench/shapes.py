@@ -1,6 +1,7 @@
-"""Models by the name of their shape, with random weights: what a benchmark needs of a model is its size.
+"""Build models of published sizes with random weights, and random prompts of text.
 
-Prompts as texts: words that a tokenizer knows, so that they are read as fast as natural language.
+A benchmark needs only the size of a model, so `model_folder` writes a configuration for a shape's name. `Texts` draws
+words that a tokenizer knows, so that they are encoded as fast as natural language.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from typing import Any
 from areno.bench.arguments import Work
 from areno.errors import ConfigError, Problem
 
-# As in the config.json of each model, in the order of _SIZES.
 _SIZES = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
     "tie_word_embeddings",
-)  # fmt: skip
+)
+# The values of each model's config.json, in the order of _SIZES.
 _SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, True),
     "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, True),
@@ -56,7 +62,7 @@ _QWEN3_MOE: dict[str, Any] = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
-_QWEN3_5: dict[str, Any] = {  # the text of the published models, which have images beside it
+_QWEN3_5: dict[str, Any] = {  # the text part of the published models, which also read images
     **_QWEN3,
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -89,7 +95,7 @@ _LLAMA = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 128009,
 }
-# How names of shapes begin -> the rest of their configs. The longest beginning counts.
+# Prefix of a shape's name -> the rest of its configuration. The longest prefix that matches counts.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN3,
     "qwen2.5": _QWEN2,
@@ -111,9 +117,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
-    """A model folder for a shape's name or a path, and whether its weights are to be drawn at random.
+    """Return a model folder for a shape's name or a path.
 
-    A size alone, such as 4b, is that of Qwen3.
+    Args:
+        shape: Path of a model folder, or a name such as "qwen3-4b". A size alone, such as "4b", is that of Qwen3.
+        folder: Folder to write the configuration of a named shape to.
+
+    Returns:
+        (the model folder, whether its weights are to be drawn at random).
+
+    Raises:
+        ConfigError: If the shape is unknown.
     """
     if Path(shape).is_dir():
         return shape, not any(Path(shape).glob("*.safetensors"))
@@ -130,7 +144,11 @@ def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
 
 
 class Texts:
-    """Random words. Most have one token each, so that a text has about as many tokens as words."""
+    """Random words that are mostly one token each, so that a text has about as many tokens as words.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+    """
 
     def __init__(self, tokenizer: Any):
         texts = (tokenizer.decode([token]) for token in range(len(tokenizer)))
@@ -138,6 +156,12 @@ class Texts:
         self._words = sorted(set(words)) or ["a"]
 
     def of(self, work: Work, name: str, seed: int) -> list[str]:
-        """A text for each prompt of the work. Other names and seeds have other texts, whose beginnings differ."""
+        """Return a text for each prompt of the work. Each name and seed gives other texts with other first words.
+
+        Args:
+            work: The batch.
+            name: Part of the seed.
+            seed: Part of the seed.
+        """
         draw = random.Random(f"{name} {seed}")
         return [" ".join(draw.choices(self._words, k=length)) for length in work.prompt_lens]

@@ -1,4 +1,8 @@
-"""What a run state costs: a step beside which one is copied and written, against the same step alone; and going on."""
+"""Measure what saving and loading the run state costs.
+
+A step during which a state is copied and written is timed against the same step alone. Then the state is loaded in a
+new engine.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings
-from areno.bench.ours import Ours
-from areno.bench.timing import repeat_name, tell
+from areno.bench.timing import log_progress, repeat_name
 
 
 def run_states(settings: Settings, model: str, random_init: bool, folder: Path) -> dict[str, float]:
-    """Medians in seconds, and sizes. Steps with and without a state take turns.
+    """Time steps with and without a state being saved, and resuming. The two kinds of step take turns.
 
-    step_s: a step alone. state_step_s: one with the call of save_state before it. slowdown: what the latter takes
-    longer, as a share. save_s: the call; first_save_s: the first one, which takes the host memory. written_s: from the
-    call until all is on the disk, with no step beside it. load_s: reading one whose files are not in memory. resume_s:
-    from nothing to the first step, loading included. resumed_step_s: that step.
+    Args:
+        settings: The parsed command line.
+        model: Model folder.
+        random_init: Whether to draw random weights.
+        folder: Folder to write the state to.
+
+    Returns:
+        Medians in seconds, and sizes:
+
+        - `step_s`: a step alone. `state_step_s`: a step with a call of `save_state` before it. `slowdown`: the relative
+          difference of the two.
+        - `save_s`: the call itself. `first_save_s`: the first call, which allocates host memory.
+        - `written_s`: from the call until the state is on the disk, without a step at the same time.
+        - `load_s`: loading a state whose files are not in the page cache.
+        - `resume_s`: from no engine to a loaded state. `resumed_step_s`: the first step after it.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ("step", "state_step", "save")}
     path = folder / "state"
-    ours = Ours(settings, model, random_init)
+    ours = ArenoContender(settings, model, random_init)
     with ours.engine:
         n_params = ours.engine.info.n_params
         for repeat in range(-1, settings.repeats):
             shutil.rmtree(path, ignore_errors=True)
             taken = _repeat(ours, settings, repeat, path)
             shown = ", ".join(f"{name} {value:.3f} s" for name, value in taken.items())
-            tell(f"state, {repeat_name(repeat, settings.repeats)}: {shown}")
+            log_progress(f"state, {repeat_name(repeat, settings.repeats)}: {shown}")
             if repeat < 0:
                 first_save_s = taken["save"]
             else:
@@ -56,8 +71,8 @@ def run_states(settings: Settings, model: str, random_init: bool, folder: Path) 
     }
 
 
-def _repeat(ours: Ours, settings: Settings, repeat: int, path: Path) -> dict[str, float]:
-    """A step alone, then one that has a state beside it, whose writing goes on behind the step."""
+def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -> dict[str, float]:
+    """Time a step alone, then a step after `save_state`. The state may be written after the step ends."""
     taken = {"step": _timed(lambda: _step(ours, settings, 2 * repeat))}
     started = time.perf_counter()
     taken["save"] = _timed(lambda: ours.engine.save_state(path))
@@ -69,16 +84,16 @@ def _repeat(ours: Ours, settings: Settings, repeat: int, path: Path) -> dict[str
 
 def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> dict[str, float]:
     for file in path.iterdir():
-        _forget_content(file)
+        _evict_from_page_cache(file)
     started = time.perf_counter()
-    ours = Ours(settings, model, random_init)
+    ours = ArenoContender(settings, model, random_init)
     with ours.engine:
         load_s = _timed(lambda: ours.engine.load_state(path))
         resume_s = time.perf_counter() - started
         return {"load_s": load_s, "resume_s": resume_s, "resumed_step_s": _timed(lambda: _step(ours, settings, -9))}
 
 
-def _step(ours: Ours, settings: Settings, seed: int) -> None:
+def _step(ours: ArenoContender, settings: Settings, seed: int) -> None:
     ours.train(ours.rollout(settings.work, settings.work.prompts(ours.vocab_size, seed)))
 
 
@@ -88,8 +103,8 @@ def _timed(body: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def _forget_content(file: Path) -> None:
-    """Let the system drop what it keeps of a file in memory, so that it is read from the disk."""
+def _evict_from_page_cache(file: Path) -> None:
+    """Evict a file from the page cache, so that it is read from the disk."""
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -99,7 +114,7 @@ def _forget_content(file: Path) -> None:
 
 
 def states_page(found: dict[str, float]) -> str:
-    """The figures as text."""
+    """Return the results of `run_states` as text."""
     size = f"{found['gigabytes']:,.3f} GB, {found['bytes_per_parameter']:.2f} bytes for each parameter"
     lines = {
         "step": f"{found['step_s']:.3f} s (spread {100 * found['step_spread']:.1f} %)",

@@ -1,4 +1,8 @@
-"""Repeats of one work by one contender: a warm-up, then timed ones; medians and spread."""
+"""Time the repeats of one work by one contender.
+
+`measure` runs a warm-up and then timed repeats. `Timed` holds the seconds of each phase and computes medians and
+spread.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,40 @@ from areno.types import TrainSequence
 
 
 class Contender(Protocol):
-    """Something that does the work. Every method returns when the device has done it all.
+    """A library that does the work. Every method returns after the device has finished.
 
-    rollout: sample every prompt as often and as long as `work` says; a row for each sample. train: one optimizer step;
-    its statistics. logprobs: score the rows.
+    Attributes:
+        name: Name of the library.
+        vocab_size: Number of token ids.
     """
 
     name: str
     vocab_size: int
 
-    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]: ...
-    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]: ...
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]: ...
+    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+        """Sample every prompt as often and as long as `work` says, and return a row for each sample."""
+        ...
+
+    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        """Run one optimizer step on the rows and return its statistics."""
+        ...
+
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
+        """Return the log-probabilities of each row's tokens."""
+        ...
 
 
 @dataclass
 class Timed:
-    """seconds: phase -> of each timed repeat; warm_up_s: of the one before them. rows: of the last repeat.
+    """Results of the repeats.
 
-    Phases: rollout, prefill (a rollout of one token each, on its own), train, logprob, step (rollout and train).
+    Attributes:
+        warm_up_s: Seconds of the warm-up.
+        seconds: Phase -> seconds of each timed repeat. Phases are rollout, prefill (a separate rollout of one token for
+            each
+            sample), train, logprob and step (rollout and train).
+        stats: Statistics of each training step.
+        rows: Rows of the last repeat.
     """
 
     warm_up_s: float = 0.0
@@ -41,7 +60,11 @@ class Timed:
     rows: list[TrainSequence] = field(default_factory=list)
 
     def figures(self, work: Work) -> dict[str, float]:
-        """Medians in seconds, tokens per second, and spread: (longest - shortest) / median."""
+        """Return median seconds, tokens per second and spread, (longest - shortest) / median, of each phase.
+
+        Args:
+            work: The batch.
+        """
         out = {"warm_up_s": self.warm_up_s}
         for phase, seconds in self.seconds.items():
             median = statistics.median(seconds)
@@ -58,7 +81,15 @@ class Timed:
 
 
 def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up: Work | None = None) -> Timed:
-    """Do the work `repeats` times, after once for `warm_up` (a shorter one), or for `work` itself."""
+    """Run a warm-up and then timed repeats.
+
+    Args:
+        contender: The library.
+        kind: Kind of work.
+        work: The batch.
+        repeats: Number of timed repeats.
+        warm_up: A shorter batch for the warm-up. None takes `work`.
+    """
     timed = Timed()
     for repeat in range(-1, repeats):
         started = time.perf_counter()
@@ -69,7 +100,9 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
             for phase, value in seconds.items():
                 timed.seconds.setdefault(phase, []).append(value)
         name = repeat_name(repeat, repeats)
-        tell(f"{contender.name} {kind} {name}: " + ", ".join(f"{key} {value:.3f} s" for key, value in seconds.items()))
+        log_progress(
+            f"{contender.name} {kind} {name}: " + ", ".join(f"{key} {value:.3f} s" for key, value in seconds.items())
+        )
     return timed
 
 
@@ -84,15 +117,15 @@ def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Time
         timed.rows = work.random_rows(contender.vocab_size, repeat)
         started = time.perf_counter()
     if kind in ("train", "step"):
-        begun = time.perf_counter()
+        train_started = time.perf_counter()
         timed.stats.append(contender.train(timed.rows))
-        seconds["train"] = time.perf_counter() - begun
+        seconds["train"] = time.perf_counter() - train_started
     if kind == "step":
         seconds["step"] = time.perf_counter() - started
     if kind == "logprob":
         contender.logprobs(timed.rows)
         seconds["logprob"] = time.perf_counter() - started
-    if "rollout" in seconds:  # other prompts, since some keep what they know of those they have seen
+    if "rollout" in seconds:  # with other prompts, since some libraries cache the prompts that they have seen
         prompts = work.prompts(contender.vocab_size, repeat + 1_000_000)
         started = time.perf_counter()
         contender.rollout(work.with_new_at_most(1), prompts)
@@ -101,10 +134,10 @@ def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Time
 
 
 def repeat_name(repeat: int, repeats: int) -> str:
-    """What progress calls a repeat; the one before the first is the warm-up."""
+    """Return the name of a repeat for progress messages. Repeat -1 is the warm-up."""
     return "warm-up" if repeat < 0 else f"repeat {repeat + 1}/{repeats}"
 
 
-def tell(line: str) -> None:
-    """Progress, apart from the result."""
+def log_progress(line: str) -> None:
+    """Print a line of progress to stderr."""
     print(f"bench: {line}", file=sys.stderr, flush=True)

@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the page."""
-    from areno.bench.__main__ import log_progress, show
+    from areno.bench.__main__ import configure_logging, show
 
-    log_progress()
+    configure_logging()
     show(of_bench.settings_of(arguments))
     return 0

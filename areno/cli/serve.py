@@ -133,8 +133,8 @@ def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
     from areno.plan.lora import own_tokenizer, with_model
     from areno.plan.plan import open_actor
     from areno.server.app import build_server
-    from areno.server.host import ServerThread
     from areno.server.sampling import ServerLimits
+    from areno.server.threads import ServerThread
     from areno.types import SamplingParams
 
     engine_config = EngineConfig.of(arguments, dummy_load=arguments.random_weights)

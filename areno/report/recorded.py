@@ -13,7 +13,7 @@ import numpy as np
 
 from areno.errors import ArenoError
 from areno.schema.values import show
-from areno.server.tokens import Source, expand
+from areno.server.tokens import Source, expand_runs
 
 _MOST = 2**31  # of token ids, weight versions and lengths
 
@@ -155,10 +155,10 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
     if not 0 <= number < len(rows):
         raise ArenoError("the sample has {} rows, and row {} is asked for; they are counted from 0", len(rows), number)
     given = rows[number]
-    sources, n_tokens = expand(given["sources"]), len(given["tokens"])
+    sources, n_tokens = expand_runs(given["sources"]), len(given["tokens"])
     row = RecordedRow(
         tokens=given["tokens"],
-        trained=expand(given["trained"]).astype(bool),
+        trained=expand_runs(given["trained"]).astype(bool),
         logprobs=np.full(n_tokens, np.nan),
         train_logprobs=np.full(n_tokens, np.nan),
         advantages=np.full(n_tokens, np.nan),

@@ -89,7 +89,7 @@ def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: i
     if seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]
-    status, output = run(command, folder, seconds, memory_mb, given=given, errors=False, most=_MOST_OUTPUT)
+    status, output = run(command, folder, seconds, memory_mb, stdin=given, stderr=False, max_output=_MOST_OUTPUT)
     return status == 0 and _lines(output) == _lines(expected)
 
 
@@ -104,7 +104,7 @@ def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float,
     word = secrets.token_hex(16)
     given = json.dumps({"word": word, "program": program, "tests": tests})
     command = [sys.executable, "-I", str(_RUNNER)]
-    _, output = run(command, folder, timeout_s, memory_mb, given=given, most=_MOST_OUTPUT)
+    _, output = run(command, folder, timeout_s, memory_mb, stdin=given, max_output=_MOST_OUTPUT)
     told = [line.split()[1:] for line in output.splitlines() if line.startswith(word)]
     total = next((int(line[1]) for line in told if line[0] == "total"), 1)
     return min(1.0, sum(line[0] == "passed" for line in told) / total)

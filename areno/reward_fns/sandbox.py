@@ -1,10 +1,10 @@
-"""Runs a command without a network, with limits on time, CPU time, memory and file size. Linux only.
+"""Run a command with limits on time, CPU time, memory and file size, and without a network. Linux only.
 
-    python -I sandbox.py SECONDS MEGABYTES COMMAND ...        (`run` starts this)
+    python -I sandbox.py SECONDS MEGABYTES COMMAND ...        (started by `run`)
 
-The limits hold for the command and its child processes. A seccomp filter refuses all sockets but Unix sockets. It also
-refuses to leave the process group, which is killed at the end. Access to files is not limited: the command has the
-rights of the user who started the run.
+The limits hold for the command and all processes that it starts. A seccomp filter refuses every socket except those
+between processes of this machine. It also refuses to leave the process group, which is killed at the end. Access to
+files is not limited: the command has the rights of the user who starts the training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-MOST_OUTPUT = 4000  # characters that are kept: the beginning and the end
+MAX_OUTPUT = 4000  # characters that are kept, half from the beginning and half from the end
 _AF_UNIX, _EACCES = 1, 13
 # (audit architecture, socket, then calls to refuse: io_uring_setup, which opens sockets, too, setpgid and setsid)
 _MACHINES = {"x86_64": (0xC000003E, 41, 425, 109, 112), "aarch64": (0xC00000B7, 198, 425, 154, 157)}
@@ -34,40 +34,40 @@ def run(
     seconds: float = 20.0,
     megabytes: int = 1024,
     *,
-    given: str = "",
-    errors: bool = True,
-    most: int = MOST_OUTPUT,
+    stdin: str = "",
+    stderr: bool = True,
+    max_output: int = MAX_OUTPUT,
 ) -> tuple[int | None, str]:
-    """Run a command in the sandbox.
+    """Run a command.
 
     Args:
-        command: The words of the command.
-        folder: The working directory.
-        seconds: The time limit, in seconds.
-        megabytes: The memory of each process, in MiB.
-        given: The standard input.
-        errors: Whether the output includes standard error.
-        most: The most characters of the output to keep.
+        command: The command and its arguments.
+        folder: Working directory and home directory.
+        seconds: Time limit, in seconds.
+        megabytes: Memory limit, in MiB.
+        stdin: Text for the command's standard input.
+        stderr: Whether the output includes standard error.
+        max_output: Characters of the output that are kept.
 
     Returns:
-        The exit status, which is None if the command took too long, and the output.
+        (exit status, output). The status is None if the command took too long.
     """
     words = [sys.executable, "-I", __file__, str(int(seconds) + 1), str(megabytes), *command]
     path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
     environment = {"PATH": path, "HOME": str(folder), "LANG": "C.UTF-8"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
-    # Files, not pipes: a child process of the command could keep a pipe open, or not read it.
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as said:
-        said.write(given.encode("utf-8", "replace"))
-        said.seek(0)
+    # Files, not pipes: processes that the command leaves running could keep a pipe open, or not read it.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as text:
+        text.write(stdin.encode("utf-8", "replace"))
+        text.seek(0)
         process = subprocess.Popen(
             words,
             cwd=folder,
             env=environment,
-            stdin=said,
+            stdin=text,
             stdout=output,
+            stderr=subprocess.STDOUT if stderr else subprocess.DEVNULL,
             start_new_session=True,
-            stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
         )
         try:
             status = process.wait(timeout=max(seconds, 0.0))
@@ -78,34 +78,34 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        return status, shortened(output.read().decode(errors="replace"), most)
+        return status, shorten(output.read().decode(errors="replace"), max_output)
 
 
 def problem() -> str:
-    """Return why this machine cannot limit commands; "" if it can."""
+    """Return why commands cannot be limited on this machine, or "" if they can."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return f"needs Linux on {' or '.join(_MACHINES)}, for a process without a network"
     status, output = run(["true"], "/", seconds=10.0)
     return "" if status == 0 else f"cannot start a process without a network: {output.strip()[-200:]}"
 
 
-def shortened(text: str, most: int = MOST_OUTPUT) -> str:
-    """Return a text, or the beginning and the end of a long one.
-
-    Args:
-        text: The text.
-        most: The most characters to keep.
-    """
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+def shorten(text: str, max_output: int = MAX_OUTPUT) -> str:
+    """Return the beginning and the end of a text if it has more than `max_output` characters."""
+    if len(text) <= max_output:
+        return text
+    half = max_output // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
 
 
 def limit(seconds: int, megabytes: int) -> None:
-    """Limit this process and its child processes.
+    """Limit this process and all processes that it starts.
 
     Args:
-        seconds: The CPU time, in seconds.
-        megabytes: The memory, in MiB.
+        seconds: CPU time, in seconds.
+        megabytes: Memory, in MiB.
+
+    Raises:
+        OSError: If the kernel cannot filter system calls.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
@@ -116,23 +116,34 @@ def limit(seconds: int, megabytes: int) -> None:
 
 
 def refuse_calls() -> None:
-    """Make all sockets but those of AF_UNIX fail with "permission denied".
+    """Let every socket that is not AF_UNIX fail with "permission denied".
 
     Raises:
-        OSError: The kernel or the machine does not support the filter.
+        OSError: If the kernel cannot filter system calls.
     """
     if platform.machine() not in _MACHINES:
         raise OSError(f"no list of system calls for {platform.machine()}")
     architecture, socket, *refused = _MACHINES[platform.machine()]
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # BPF: load a word, compare it, return
     allow, refuse, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x80000000
-    # A word of struct seccomp_data: 0 the number of the call, 4 the architecture, 16 its first argument.
+    # Offsets in struct seccomp_data: 0 the number of the call, 4 the architecture, 16 the call's first argument.
     program = [
-        *((load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, end)),
-        *((load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, end)),  # the x32 interface has other numbers
+        # End the process if the architecture is another one, since its calls have other numbers.
+        (load, 0, 0, 4),
+        (equal, 1, 0, architecture),
+        (give, 0, 0, end),
+        # The same for the x32 interface.
+        (load, 0, 0, 0),
+        (at_least, 0, 1, 0x40000000),
+        (give, 0, 0, end),
         *(each for call in refused for each in ((equal, 0, 1, call), (give, 0, 0, refuse))),
-        *((equal, 1, 0, socket), (give, 0, 0, allow)),
-        *((load, 0, 0, 16), (equal, 0, 1, _AF_UNIX), (give, 0, 0, allow), (give, 0, 0, refuse)),
+        # Allow all other calls than socket, and socket with AF_UNIX.
+        (equal, 1, 0, socket),
+        (give, 0, 0, allow),
+        (load, 0, 0, 16),
+        (equal, 0, 1, _AF_UNIX),
+        (give, 0, 0, allow),
+        (give, 0, 0, refuse),
     ]
 
     class Instruction(ctypes.Structure):

@@ -63,7 +63,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         self._given, self._tracebacks = function, tracebacks
         self._has_answered = False
 
-    def _opening(self) -> tuple[Any, ...]:
+    def _build_first_message(self) -> tuple[Any, ...]:
         """Return the first message to each process."""
         return reward_functions(self.config, self._given), KEY, self.config.timeout_s, self._tracebacks
 
@@ -126,10 +126,10 @@ class RewardPool(WorkerPool[RewardConfig]):
             seconds: How long the scoring has taken.
         """
         config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self._workers)
-        most_s = math.ceil(calls.n_open / (n_together * len(self._workers))) * config.timeout_s
+        max_s = math.ceil(calls.n_open / (n_together * len(self._workers))) * config.timeout_s
         return (
             f"rewards: {calls.n_open} of {calls.n_open + len(calls.outcomes)} samples wait after {seconds:.0f} s "
-            f"({calls.n_timeouts} timeouts), for at most {_span(most_s)} more; raise reward.workers "
+            f"({calls.n_timeouts} timeouts), for at most {_span(max_s)} more; raise reward.workers "
             f"({self.n_workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
         )
 
@@ -221,7 +221,7 @@ class Scoring(AbstractContextManager["Scoring"]):
                 # A few at a time, so that processes score the first ones while the thread pickles the others.
                 for _ in range(min(_MAX_CHUNK, len(self._added))):
                     calls.add(*self._added.popleft())
-                pool.deal(calls)
+                pool.send_calls(calls)
                 pool.wait(calls, self._wake, *([0.0] if self._added else []))
                 pool.look(calls)
                 self._turns += 1

@@ -29,7 +29,7 @@ from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, function_of, load_module
 from areno.reward_fns.built_in import Reward
 from areno.rewards.records import Answer, verdict
-from areno.user_processes.process import MOST_TEXT, CameBack, Copies, event_loop, is_async, unpickle
+from areno.user_processes.process import MAX_TEXT, ForkedCopies, ForkReturned, event_loop, is_async, unpickle
 
 if TYPE_CHECKING:
     import asyncio
@@ -64,11 +64,11 @@ def serve(connection: Connection) -> None:
         ArenoError: A function does not load.
     """
     functions, key, timeout_s, tracebacks = connection.recv()
-    copies = Copies(connection)
+    copies = ForkedCopies(connection)
     try:
-        with copies.stay_inside():
+        with copies.user_code():
             loaded = _load(functions, key)
-    except CameBack as error:
+    except ForkReturned as error:
         raise ConfigError(Problem(key, f"{functions[0].name or 'reward_fn'}: importing it {error}")) from error
     scorer = _Scorer(connection, loaded, timeout_s, copies, tracebacks)
     connection.send(("ready", scorer.is_async))
@@ -150,7 +150,7 @@ class _Scorer:
     connection: Connection
     functions: list[_Function]
     timeout_s: float
-    copies: Copies
+    copies: ForkedCopies
     tracebacks: bool
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class _Scorer:
         for position, payload in chunk:
             try:
                 record = pickle.loads(payload)
-                with self.copies.stay_inside():
+                with self.copies.user_code():
                     results = [self._finished(function.call(record)) for function in self.functions]
                 answer = self._answer(results)
             except BaseException as error:
@@ -186,7 +186,7 @@ class _Scorer:
 
         async def call(payload: bytes) -> list[Any]:
             record = pickle.loads(payload)
-            with self.copies.stay_inside():
+            with self.copies.user_code():
                 # Plain functions come first. If one raises, no async call is left open.
                 in_order = sorted(self.functions, key=lambda function: function.is_async)
                 results = {function.name: function.call(record) for function in in_order}
@@ -218,14 +218,14 @@ class _Scorer:
 
     def _failure(self, error: BaseException) -> Answer:
         """Describe an exception of a function."""
-        if isinstance(error, CameBack):
+        if isinstance(error, ForkReturned):
             return Answer("error", None, str(error))
         status = "timeout" if _is_timeout(error) else "error"
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         path = next((f.path for f in self.functions if str(f.path) in files), None)
         if self.tracebacks:
             return Answer(status, None, _traceback(error)[-_MOST_TRACEBACK:])
-        return Answer(status, None, describe_error(error, path)[:MOST_TEXT])
+        return Answer(status, None, describe_error(error, path)[:MAX_TEXT])
 
 
 def _is_timeout(error: BaseException) -> bool:

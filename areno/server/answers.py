@@ -1,4 +1,8 @@
-"""The parts that answers of both endpoints are made of: log-probabilities, usage, the extra field of tokens."""
+"""Build the parts that the answers of both endpoints share.
+
+Chat completions and text completions use the same envelope, `usage`, `logprobs` and finish reasons. The extra field
+`areno` carries the token ids that training needs. `event` encodes one server-sent event of a stream.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +13,50 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.server.text import Spelled, TokenTexts
+from areno.server.detokenize import TokenText, TokenTextCache
 from areno.types import GenerationOutput, TokenScores
 
 TokenScore = tuple[int, float | None, TokenScores]
-"""A token, its log-probability (None for the first of a prompt), and the most likely tokens in its place."""
+"""(token id, log-probability or None for the first token of a prompt, most likely tokens at this position)."""
 
-SpelledScore = tuple[TokenScore, Spelled]
+ScoredText = tuple[TokenScore, TokenText]
 
 
 def scores_of(output: GenerationOutput) -> list[TokenScore]:
-    """Of the completion's tokens."""
+    """Pair each completion token with its log-probability and its top log-probabilities.
+
+    Args:
+        output: Any output of the engine.
+
+    Returns:
+        One (token id, log-probability, top log-probabilities) for each token of `output`.
+    """
     top = output.top_logprobs or [[]] * len(output.tokens)
     return list(zip(output.tokens, output.logprobs, top, strict=True))
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """What every answer begins with."""
+    """Return the fields that every answer begins with.
+
+    Args:
+        kind: Value of `object`, such as "chat.completion".
+        prefix: Prefix of the random `id`.
+        model: Name of the model, as the request gave it.
+
+    Returns:
+        `id`, `object`, `created` (seconds since the epoch) and `model`.
+    """
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
-    """Tokens of the request and of all of its choices."""
+    """Return the `usage` object of an answer.
+
+    Args:
+        n_prompt: Tokens of all prompts of the request.
+        n_completion: Sampled tokens of all choices.
+        n_cached: Prompt tokens whose keys and values came from the prefix cache.
+    """
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
@@ -40,47 +66,56 @@ def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
 
 
 def finish_reason(output: GenerationOutput) -> str:
-    """As the API names it. An answer whose grammar became too complex is cut off, like one without room for more."""
+    """Return the API's finish reason: "stop" or "length".
+
+    A completion that ended because its grammar became too complex counts as cut off, so it is "length".
+    """
     return "stop" if output.finish_reason == "stop" else "length"
 
 
-def chat_logprobs(texts: TokenTexts, scores: Iterable[SpelledScore]) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice."""
+def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[str, Any]:
+    """Return the `logprobs` object of a chat choice.
+
+    Args:
+        texts: Texts of vocabulary tokens, for the alternatives at each position.
+        scores: Tokens of the choice with their log-probabilities and texts, in order.
+    """
 
     def named(text: str, data: bytes, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
     content = []
-    for (token, logprob, top), spelled in scores:
-        own = spelled.text, spelled.data
-        others = [named(*(own if one == token else texts.of(one, spelled.is_first)), value) for one, value in top]
+    for (token, logprob, top), token_text in scores:
+        own = token_text.text, token_text.data
+        others = [named(*(own if one == token else texts.of(one, token_text.is_first)), value) for one, value in top]
         content.append({**named(*own, logprob or 0.0), "top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(texts: TokenTexts, scores: Sequence[SpelledScore], n_top: int, offset: int = 0) -> dict[str, Any]:
-    """Return `logprobs` of a choice of /v1/completions.
+def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: int, offset: int = 0) -> dict[str, Any]:
+    """Return the `logprobs` object of a choice of /v1/completions.
 
     Args:
-        texts: Names of the most likely tokens. Each has its own, as they are keys of an object.
-        scores: The tokens.
-        n_top: How many of the most likely tokens were asked for.
+        texts: Texts of vocabulary tokens, for the alternatives at each position. Tokens with the same text get distinct
+            names, since the names are keys of an object.
+        scores: Tokens with their log-probabilities and texts, in order.
+        n_top: Number of alternatives that the request asked for.
         offset: Characters of the choice's text before the first token.
     """
     offsets, tops = list[int](), list[dict[str, float] | None]()
-    for (token, logprob, top), spelled in scores:
+    for (token, logprob, top), token_text in scores:
         offsets.append(offset)
-        offset += len(spelled.text)
+        offset += len(token_text.text)
         if logprob is None:
             tops.append(None)
             continue
-        found = {spelled.text: logprob}
+        found = {token_text.text: logprob}
         for one, value in top:
             if one != token:
-                found[texts.key(one, spelled.is_first, found)] = value
+                found[texts.key(one, token_text.is_first, found)] = value
         tops.append(found)
     return {
-        "tokens": [spelled.text for _, spelled in scores],
+        "tokens": [token_text.text for _, token_text in scores],
         "token_logprobs": [logprob for (_, logprob, _), _ in scores],
         "top_logprobs": tops if n_top else None,
         "text_offset": offsets,
@@ -88,7 +123,12 @@ def text_logprobs(texts: TokenTexts, scores: Sequence[SpelledScore], n_top: int,
 
 
 def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> dict[str, Any]:
-    """The extra field `areno`: the tokens themselves. prompt: what is told of the prompt."""
+    """Return the extra field `areno` of an answer, which carries token ids and log-probabilities.
+
+    Args:
+        prompt: Fields about the prompt, such as `prompt_token_ids`.
+        outputs: The finished samples, one for each choice.
+    """
     choices = [
         {
             "index": index,
@@ -102,8 +142,13 @@ def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> 
     return {**prompt, "choices": choices}
 
 
-class WrittenTokens:
-    """What `token_field` tells of one choice, as JSON that is written while the choice is sampled."""
+class TokenFieldWriter:
+    """Encode the `areno` entry of one choice as JSON while the choice is sampled.
+
+    The result equals the entry that `token_field` builds at the end. Encoding piece by piece avoids a long pause when
+    many
+    samples finish at once.
+    """
 
     _LISTS = (("token_ids", "tokens"), ("logprobs", "logprobs"), ("versions", "versions"))
 
@@ -112,7 +157,11 @@ class WrittenTokens:
         self._n_written = 0
 
     def add(self, output: GenerationOutput) -> None:
-        """An output of the engine: of the last one, which has the whole completion, what is not written yet."""
+        """Encode the tokens of an output that are not encoded yet.
+
+        Args:
+            output: The next output of the engine. The last one repeats the whole completion.
+        """
         start = 0 if output.finish_reason is None else self._n_written
         numbers: list[Any] = []
         for name, field in self._LISTS:
@@ -121,18 +170,35 @@ class WrittenTokens:
         self._n_written += len(numbers)
 
     def text(self, index: int, reason: str | None) -> bytes:
-        """The object of the choice."""
+        """Return the JSON object of the choice.
+
+        Args:
+            index: Index of the choice.
+            reason: Finish reason, or None.
+        """
         lists = b"".join(b'"%b":[%b],' % (name.encode(), b",".join(parts)) for name, parts in self._pieces.items())
         return b'{"index":%d,%b"finish_reason":%b}' % (index, lists, to_json(reason))
 
 
 def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[bytes]) -> bytes:
-    """The JSON of an answer whose last field is `areno`. prompt: the object of what is told of the prompt."""
+    """Return the JSON of an answer with `areno` as its last field.
+
+    Args:
+        body: All other fields of the answer.
+        prompt: JSON object of the fields about the prompt.
+        choices: JSON object of each choice, from `TokenFieldWriter.text`.
+    """
     return b'%b,"areno":%b,"choices":[%b]}}' % (to_json(body)[:-1], prompt[:-1], b",".join(choices))
 
 
 def tail(output: GenerationOutput, field: str, start: int) -> list[Any]:
-    """The numbers of a field from `start` on. Of an array, only these become objects."""
+    """Return the values of a list or array field from position `start` on, as a list.
+
+    Args:
+        output: An output of the engine.
+        field: Name of the field.
+        start: First position. Only values from here on are converted to Python objects.
+    """
     numbers = vars(output)[field][start:]
     return numbers if isinstance(numbers, list) else numbers.tolist()
 
@@ -142,5 +208,8 @@ END = b"data: [DONE]\n\n"
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event. (pydantic_core writes lists of numbers seven times as fast as json does.)"""
+    """Encode one server-sent event.
+
+    pydantic_core encodes lists of numbers seven times as fast as `json`.
+    """
     return b"data: %b\n\n" % to_json(data)

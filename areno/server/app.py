@@ -1,6 +1,8 @@
-"""The web application: routes, the key, errors in OpenAI's form, streams of events, and what happens when it ends.
+"""Define the web application of the OpenAI-compatible server.
 
-Puts a server together: conversations, sampling and endpoints over one engine.
+`build_server` puts a `Server` together from an engine in a rollout phase and its tokenizer. `Server.application`
+returns the aiohttp application with its routes. The application checks API keys, reads bodies, turns errors into
+OpenAI's JSON form, streams events and answers requests that are still arriving at shutdown.
 """
 
 from __future__ import annotations
@@ -25,29 +27,36 @@ from areno.server.chat import ChatCompletions
 from areno.server.completions import Completions
 from areno.server.conversations import Conversations, prompt_threads
 from areno.server.errors import ApiError
-from areno.server.fields import read_json, too_large, unpacked
-from areno.server.host import Threads
+from areno.server.fields import decompress, read_json, too_large
 from areno.server.parsers import parser_for_template
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from areno.server.sampling import Sampler, ServerLimits
+from areno.server.threads import Threads
 from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")
 T = TypeVar("T")
 
-_SMALL = 1 << 15  # bytes of a body that is worth remembering
-_MOST_READ = 512
-_MOST_FRAMES = 10  # of a traceback in the log
-_MOST_NAME = 200  # characters of a model's name that an error repeats
+_SMALL = 1 << 15  # bytes of a body that is read in the event loop and whose result is cached
+_MAX_CACHED_REQUESTS = 512
+_MAX_FRAMES = 10  # of a traceback in the log
+_MAX_NAME = 200  # characters of a model's name that an error repeats
 _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 
 @dataclass(kw_only=True)
 class Server:
-    """What the application serves. models: names that requests may use. keys: any of them opens /v1; none: it is open.
+    """The server behind the application: endpoints, sampler and access rules. Built by `build_server`.
 
-    defaults: of sampling, for what a request leaves open. created: when, in seconds since the epoch. threads: read
-    large requests.
+    Attributes:
+        chat: The endpoint /v1/chat/completions.
+        completions: The endpoint /v1/completions.
+        sampler: Sends requests to the engine, and keeps limits and metrics.
+        models: Names that requests may give as `model`.
+        keys: API keys, any of which opens /v1. An empty list opens /v1 to everyone.
+        defaults: Sampling parameters for fields that a request leaves out.
+        created: Start of the server, in seconds since the epoch.
+        threads: Worker threads that read large requests.
     """
 
     chat: ChatCompletions
@@ -60,14 +69,14 @@ class Server:
     threads: Threads
 
     def __post_init__(self) -> None:
-        self._reading: set[asyncio.Task[Any]] = set()  # handlers whose requests have not arrived as a whole
-        self._is_ending = False  # of the application that was made last
+        self._reading: set[asyncio.Task[Any]] = set()  # handlers whose request bodies are still arriving
+        self._is_shutting_down = False  # of the application that was made last
 
     def application(self) -> web.Application:
-        """To be run by an AppRunner with `handler_cancellation`."""
+        """Return a new aiohttp application. Run it with an AppRunner that has `handler_cancellation`."""
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
         app.on_shutdown.append(self._end_reading)
-        self._is_ending = False
+        self._is_shutting_down = False
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -99,13 +108,13 @@ class Server:
         except web.HTTPException as error:
             status = error.status
             return _error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
-        except ConnectionError:  # nobody reads this answer
+        except ConnectionError:  # the client has disconnected
             return web.Response(status=status)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             status = 500
-            logger.error("a request failed: %s", "".join(traceback.format_exception(error, limit=-_MOST_FRAMES)))
+            logger.error("a request failed: %s", "".join(traceback.format_exception(error, limit=-_MAX_FRAMES)))
             return _error_response(ApiError(500, "the server failed; its log says why"))
         finally:
             metrics.in_flight -= 1
@@ -115,14 +124,17 @@ class Server:
         if not self.keys or not request.path.startswith("/v1/"):
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        sent = given.strip().encode(errors="surrogateescape")  # the bytes of the header, whatever they are
-        right = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
-        if kind.lower() != "bearer" or not any(right):
+        sent = given.strip().encode(errors="surrogateescape")  # the bytes of the header, even if they are not UTF-8
+        matches = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
+        if kind.lower() != "bearer" or not any(matches):
             missing = "You didn't provide an API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, "Incorrect API key provided" if given else missing, code="invalid_api_key")
 
     async def _body(self, request: web.Request) -> bytes:
-        """Return the body of a request. Raises ApiError where the server ends before it has arrived."""
+        """Return the decompressed body of a request.
+
+        Raises ApiError 503 if the server shuts down before the body is complete.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
@@ -131,35 +143,35 @@ class Server:
         except (web.RequestPayloadError, ValueError) as error:
             raise ApiError(400, f"the body cannot be read: {error}") from None
         except asyncio.CancelledError:
-            if self._is_ending:
-                raise ApiError(503, "the server ends, and this request has not arrived as a whole") from None
+            if self._is_shutting_down:
+                raise ApiError(503, "the server shuts down before this request has arrived completely") from None
             raise
         finally:
             self._reading.discard(task)
         encoding = request.headers.get("Content-Encoding", "").strip().lower()
         if encoding in ("", "identity"):
             return body
-        return await self.threads.run(lambda: unpacked(body, encoding, self.sampler.limits.max_body))
+        return await self.threads.run(lambda: decompress(body, encoding, self.sampler.limits.max_body))
 
     async def _end_reading(self, app: web.Application) -> None:
-        self._is_ending = True
+        self._is_shutting_down = True
         for task in self._reading:
             task.cancel()
 
     async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
-        """Return what `read` makes of the body. The event loop is not held up by a large one."""
+        """Read the body and apply `read` to it. A large body is read in a thread, so that the event loop stays free."""
         body = await self._body(request)
         return read(body) if len(body) <= _SMALL else await self.threads.run(lambda: read(body))
 
     def _chat_of(self, body: bytes) -> ChatRequest:
-        # The agents of all samples of a prompt begin with the same request.
-        return self._small_chat_of(body) if len(body) <= _SMALL else self._any_chat_of(body)
+        # The agents of all samples of a prompt begin with the same request, so small requests are cached.
+        return self._cached_chat_of(body) if len(body) <= _SMALL else self._parse_chat(body)
 
     @cached_property
-    def _small_chat_of(self) -> Callable[[bytes], ChatRequest]:
-        return lru_cache(_MOST_READ)(self._any_chat_of)
+    def _cached_chat_of(self) -> Callable[[bytes], ChatRequest]:
+        return lru_cache(_MAX_CACHED_REQUESTS)(self._parse_chat)
 
-    def _any_chat_of(self, body: bytes) -> ChatRequest:
+    def _parse_chat(self, body: bytes) -> ChatRequest:
         return read_chat(read_json(body), self.defaults, self.sampler.limits.max_messages)
 
     def _completion_of(self, body: bytes) -> CompletionRequest:
@@ -168,8 +180,8 @@ class Server:
     def _check_model(self, name: str) -> None:
         if name not in self.models:
             known = ", ".join(self.models)
-            said = f"The model `{name[:_MOST_NAME]}` does not exist; there is {known}"
-            raise ApiError(404, said, param="model", code="model_not_found")
+            message = f"The model `{name[:_MAX_NAME]}` does not exist; there is {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     # -- routes ----------------------------------------------------------------------------------------------------
 
@@ -183,9 +195,9 @@ class Server:
         )
 
     def _model_object(self, name: str) -> dict[str, Any]:
-        room = self.sampler.room
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "areno",
-                "max_model_len": min(room.context_len, room.kv_tokens)}  # fmt: skip
+        limits = self.sampler.request_limits
+        max_len = min(limits.context_len, limits.kv_tokens)
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "areno", "max_model_len": max_len}
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model_object(name) for name in self.models]})
@@ -198,20 +210,23 @@ class Server:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         given = await self._read(request, self._chat_of)
         self._check_model(given.model)
-        with self.sampler.place(given.options.n):
+        with self.sampler.reserve(given.options.n):
             chat = await self.chat.open(given)
             return await (self._stream(request, chat.chunks()) if given.options.stream else _whole(chat.answer()))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         given = await self._read(request, self._completion_of)
         self._check_model(given.model)
-        with self.sampler.place(given.options.n * len(given.prompts)):
+        with self.sampler.reserve(given.options.n * len(given.prompts)):
             completion = await self.completions.open(given)
             stream = given.options.stream
             return await (self._stream(request, completion.chunks()) if stream else _whole(completion.answer()))
 
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
-        """Server-sent events. An error before the first chunk is an answer of its own, a later one an event."""
+        """Stream chunks as server-sent events.
+
+        An error before the first chunk is an HTTP error, a later one is an event.
+        """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with aclosing(chunks) as stream:  # type: ignore[type-var]
             try:
@@ -238,7 +253,7 @@ def _error_response(error: ApiError) -> web.Response:
 
 def build_server(
     engine: Engine,
-    room: RequestLimits,
+    request_limits: RequestLimits,
     tokenizer: Any,
     *,
     models: list[str],
@@ -249,22 +264,39 @@ def build_server(
     thinking: bool | None = None,
     session: str | None = None,
 ) -> Server:
-    """A server over an engine in a rollout phase, which has `room`.
+    """Build a server over an engine that is in a rollout phase.
 
-    session: of training, where answers have their tokens and nothing is forced by tool_choice. The other arguments are
-    those of Server, Sampler and Conversations.
+    Args:
+        engine: The engine that samples.
+        request_limits: Context length and KV-cache size of the rollout phase.
+        tokenizer: Tokenizer of transformers, with the chat template.
+        models: Names that requests may give as `model`.
+        keys: API keys, any of which opens /v1. An empty list opens /v1 to everyone.
+        defaults: Sampling parameters for fields that a request leaves out.
+        limits: Limits on requests and memory. None uses the defaults of `ServerLimits`.
+        seed: Seed for requests that set none.
+        thinking: Value of `enable_thinking` for the chat template. None keeps the template's default.
+        session: Name of a training session, or None for a public server. In a session, answers carry their tokens, and
+            `tool_choice` forces nothing, because forced tokens are not the policy's.
+
+    Returns:
+        The server, whose `application` can be run.
     """
     stop_ids = frozenset(engine.spec.eos_token_ids) | frozenset(defaults.stop_token_ids or ())
     limits = limits or ServerLimits()
-    sampler = Sampler(engine, room, limits, seed, stop_ids)
+    sampler = Sampler(engine, request_limits, limits, seed, stop_ids)
     threads = prompt_threads(tokenizer)
     conversations = Conversations(
-        tokenizer, parser_for_template(tokenizer.chat_template), thinking=thinking, threads=threads,
-        most_tokens=limits.max_remembered, most_prompt=sampler.most_prompt,
-    )  # fmt: skip
+        tokenizer,
+        parser_for_template(tokenizer.chat_template),
+        thinking=thinking,
+        threads=threads,
+        max_cached_tokens=limits.max_remembered,
+        max_prompt_tokens=sampler.max_prompt_tokens,
+    )
     return Server(
         chat=ChatCompletions(conversations, sampler, session=session, enforces_calls=session is None),
-        completions=Completions(tokenizer, sampler, threads, tells_tokens=session is not None),
+        completions=Completions(tokenizer, sampler, threads, returns_tokens=session is not None),
         sampler=sampler,
         threads=threads,
         models=models,

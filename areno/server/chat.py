@@ -1,4 +1,9 @@
-"""/v1/chat/completions: messages to a message, whole or as it is written."""
+"""Serve /v1/chat/completions.
+
+`ChatCompletions.open` turns a checked request into a prompt of tokens and a request of the engine. The returned object
+then gives the answer, either whole (`answer`) or as streamed chunks (`chunks`). Each finished turn is cached, so that
+the next turn of the conversation continues from the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +18,32 @@ from pydantic_core import to_json
 
 from areno.errors import ArenoError, DataError
 from areno.server import answers
-from areno.server.conversations import Conversations, Prompt, PromptTooLong
-from areno.server.errors import ApiError
-from areno.server.host import Threads
+from areno.server.conversations import Conversations, Prompt
+from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream, special_ids
+from areno.server.errors import ApiError, PromptTooLong
 from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.requests import ChatRequest
 from areno.server.responses import sampled_with
 from areno.server.sampling import Sampler
-from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, special_ids
+from areno.server.threads import Threads
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]
 
 
 class ChatCompletions:
-    """The endpoint. session: told in the extra field of tokens, by which trajectories are recognised; None: no session.
+    """The endpoint /v1/chat/completions.
 
-    enforces_calls: tool_choice required holds by a grammar. In a session it does not: there the model is to learn it,
-    and tokens that a grammar forces are not the policy's.
+    Args:
+        conversations: Builds prompts from messages and caches turns.
+        sampler: Sends requests to the engine.
+        session: Name of a training session, which each answer repeats in its field `areno`. Trajectories are recognised
+            by
+            it. None outside of training.
+        enforces_calls: Whether `tool_choice` "required" is enforced by a grammar. A training session turns it off: the
+            model is to learn calls, and tokens forced by a grammar are not the policy's.
     """
 
     def __init__(
@@ -41,18 +52,29 @@ class ChatCompletions:
         self.conversations, self.sampler = conversations, sampler
         self._session, self._enforces_calls = session, enforces_calls
         tokenizer = conversations.tokenizer
-        self._grammars = Threads(1, "areno-grammars")  # the compiler is not for several
-        self._texts = TokenTexts(tokenizer)
+        self._grammars = Threads(1, "areno-grammars")  # one thread, since the compiler is not thread-safe
+        self._texts = TokenTextCache(tokenizer)
         self._special = special_ids(tokenizer, keep={*conversations.parser.tags, THINK, END_THINK})
 
     async def open(self, request: ChatRequest) -> _Chat:
-        """The request with its prompt, ready to be sampled. ApiError 400 where it cannot be served."""
+        """Build the prompt of a request and the engine's request.
+
+        Args:
+            request: The checked request.
+
+        Returns:
+            The request in progress, ready to be sampled.
+
+        Raises:
+            ApiError: With status 400 if the request cannot be served, such as a prompt that leaves no room for an
+                answer.
+        """
         try:
             definitions = [tool.definition for tool in request.tools]
             with self.sampler.engine.gathering.expecting():
-                prompt = await self.conversations.prompt_beside(request.messages, definitions, request.template)
+                prompt = await self.conversations.prompt_async(request.messages, definitions, request.template)
         except PromptTooLong as error:
-            raise _about_messages(self.sampler.too_long(), request) from error
+            raise _about_messages(error, request) from error
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         constraint = {}
@@ -60,7 +82,8 @@ class ChatCompletions:
             # A grammar of a large vocabulary takes a second the first time.
             constraint = {"grammar": await self._grammars.run(lambda: self._grammar(request, prompt))}
         try:
-            # A whole answer is read in pieces, too: what can be made of it is there before many samples end at once.
+            # An answer that is not streamed is read in pieces, too, so that its text is parsed before many samples
+            # finish at once.
             more = {"pieces": not request.options.stream, **constraint}
             sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
         except ApiError as error:
@@ -87,14 +110,16 @@ class ChatCompletions:
             reasoning=reasoning_after(prompt.text, tokenizer.chat_template),
         )
         try:
-            grammar = compile_grammar(constraint, tokenizer, self.sampler.room.vocab_size, self.sampler.stop_ids)
+            grammar = compile_grammar(
+                constraint, tokenizer, self.sampler.request_limits.vocab_size, self.sampler.stop_ids
+            )
         except ArenoError as error:
             raise ApiError(400, str(error), param="response_format" if choice == "auto" else "tools") from error
         return None if grammar is None else grammar.text
 
 
 def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
-    """Return the error of a prompt in terms of the messages that it was made of. tokens: of the prompt, where known."""
+    """Add the number of messages by role to a prompt's error, and the number of its tokens if it is known."""
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
     counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
@@ -104,7 +129,15 @@ def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int]
 
 @dataclass
 class _Chat:
-    """One request under way."""
+    """One chat request in progress.
+
+    Attributes:
+        endpoint: The endpoint that opened the request.
+        request: The checked request.
+        prompt: The prompt built from its messages.
+        sampled: The request sent to the engine.
+        hidden: Token ids that add no text to the answer.
+    """
 
     endpoint: ChatCompletions
     request: ChatRequest
@@ -115,28 +148,28 @@ class _Chat:
     def __post_init__(self) -> None:
         self.head = answers.envelope("chat.completion", "chatcmpl", self.request.model)
         options = self.request.options
-        self.tells_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
+        self.returns_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
 
     async def answer(self) -> bytes:
-        """The whole answer as JSON."""
+        """Sample the request and return the whole answer as JSON."""
         n = self.request.options.n
         choices, outputs = list[_Choice](), list[Any]([None] * n)
-        written, prompt = list[answers.WrittenTokens](), b""
+        written, prompt = list[answers.TokenFieldWriter](), b""
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
-                if not choices:  # not before: many requests may be on their way
+                if not choices:  # created late, because many requests may wait for the engine
                     choices = [_Choice(self, index) for index in range(n)]
-                    if self.tells_tokens:
-                        written = [answers.WrittenTokens() for _ in range(n)]
+                    if self.returns_tokens:
+                        written = [answers.TokenFieldWriter() for _ in range(n)]
                         prompt = to_json(self._prompt_field())
                 choices[output.sample].take(output)
-                if self.tells_tokens:
+                if self.returns_tokens:
                     written[output.sample].add(output)
                 if output.finish_reason is not None:
                     outputs[output.sample] = output
-        told = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
-        body = {**self.head, "choices": told, "usage": self._usage(outputs), "system_fingerprint": None}
-        if not self.tells_tokens:
+        shown = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
+        body = {**self.head, "choices": shown, "usage": self._usage(outputs), "system_fingerprint": None}
+        if not self.returns_tokens:
             return to_json(body)
         tokens = [written[index].text(index, output.finish_reason) for index, output in enumerate(outputs)]
         return answers.with_token_field(body, prompt, tokens)
@@ -149,20 +182,29 @@ class _Chat:
             message["reasoning_content"] = parsed.reasoning_content
         if parsed.tool_calls:
             message["tool_calls"] = [_call(call) for call in parsed.tool_calls]
-        # When the answers that are ready have been sent, and before a client can send the next turn.
+        # Runs after the answers that are ready have been sent, and before a client can send the next turn.
         asyncio.get_running_loop().call_soon(self.remember, output, message)
         logprobs = None if self.request.options.n_top is None else choice.logprobs()
         reason = self.finish_reason(output, bool(parsed.tool_calls))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def remember(self, output: GenerationOutput, message: Json) -> None:
-        """Keep the turn for the one after it."""
+        """Cache a finished turn, so that the next turn of the conversation continues from its tokens.
+
+        Args:
+            output: The finished sample.
+            message: The message sent to the client.
+        """
         sent_back = {name: value for name, value in message.items() if value is not None}
         [message] = read_messages([sent_back])
         self.endpoint.conversations.remember(self.prompt, output.tokens, self.endpoint.sampler.stop_ids, message)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
-        """As the API names it. A call that was asked for by name ends with stop, like any answer that was asked for."""
+        """Return the finish reason as the API names it.
+
+        A call to the function that `tool_choice` names ends with "stop", as in OpenAI's API. Other calls end with
+        "tool_calls".
+        """
         if output.finish_reason == "stop" and has_calls and self.request.named is None:
             return "tool_calls"
         return answers.finish_reason(output)
@@ -172,7 +214,7 @@ class _Chat:
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
-        return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.tells_tokens else {}
+        return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.returns_tokens else {}
 
     def _prompt_field(self) -> Json:
         return {
@@ -184,7 +226,7 @@ class _Chat:
         }
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """The answer in pieces, as it is written."""
+        """Sample the request and yield the chunks of a streamed answer."""
         options = self.request.options
         base = {**self.head, "object": "chat.completion.chunk", "system_fingerprint": None}
         if options.include_usage:
@@ -217,7 +259,11 @@ class _Chat:
 
 
 class _Choice:
-    """One choice as it is written."""
+    """One choice of an answer, parsed while its tokens arrive.
+
+    Attributes:
+        n_calls: Number of tool calls found so far.
+    """
 
     def __init__(self, chat: _Chat, index: int):
         request, endpoint = chat.request, chat.endpoint
@@ -229,15 +275,15 @@ class _Choice:
         )
         self._texts, self._n_top = endpoint._texts, request.options.n_top
         self._one_call = not request.parallel_tool_calls
-        self._spelling = Spelling(self._texts, chat.hidden)
+        self._token_texts = TokenTextStream(self._texts, chat.hidden)
         self._n_characters = 0
-        self._scores: list[answers.TokenScore] = []  # of tokens that are not spelled yet
-        self._spelled: list[answers.SpelledScore] = []  # that `logprobs` has not told of
+        self._scores: list[answers.TokenScore] = []  # of tokens whose text is not certain yet
+        self._unreported: list[answers.ScoredText] = []  # not yet returned by `logprobs`
         self._deltas: list[MessageDelta] = []
         self._n_taken = self.n_calls = 0
 
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
-        """What is certain with an output of the engine."""
+        """Add an output of the engine and return the message deltas that are certain now."""
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
         tokens = answers.tail(output, "tokens", start)
         self._n_taken += len(tokens)
@@ -245,20 +291,20 @@ class _Choice:
         if self._n_top is not None:
             self._scores += answers.scores_of(output)[start:]
             self._n_characters += len(text)
-            self._spelling.feed(tokens)
-            self._spell(self._spelling.take(self._n_characters))
+            self._token_texts.feed(tokens)
+            self._add_texts(self._token_texts.take(self._n_characters))
         return self._kept(self._message.feed(text))
 
     def finish(self) -> list[MessageDelta]:
-        """What is left at the end."""
+        """Return the deltas that were held back until the end of the completion."""
         text = self._text.finish()
         if self._n_top is not None:
-            self._spell(self._spelling.finish(self._n_characters + len(text)))
+            self._add_texts(self._token_texts.finish(self._n_characters + len(text)))
         return self._kept(self._message.feed(text) + self._message.finish())
 
-    def _spell(self, spelled: list[Spelled]) -> None:
-        self._spelled += zip(self._scores, spelled, strict=False)
-        del self._scores[: len(spelled)]
+    def _add_texts(self, token_texts: list[TokenText]) -> None:
+        self._unreported += zip(self._scores, token_texts, strict=False)
+        del self._scores[: len(token_texts)]
 
     def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
         kept = []
@@ -272,18 +318,18 @@ class _Choice:
         return kept
 
     def parsed(self) -> ParsedMessage:
-        """All of it, once it is finished."""
+        """Return the whole message after `finish`."""
         return message_of(self._deltas)
 
     def message(self) -> Json:
-        """The same as `_Chat._choice` would tell it."""
+        """Return the whole message in the API's form after `finish`. Used by streams."""
         parsed = self.parsed()
         calls = [_call(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
 
     def delta(self, delta: MessageDelta) -> Json:
-        """A piece as a chunk tells it."""
+        """Return a delta in the API's form."""
         if delta.tool_call is not None:
             index = sum(one.tool_call is not None for one in self._deltas[: self._deltas.index(delta)])
             return {"tool_calls": [{"index": index, **_call(delta.tool_call)}]}
@@ -293,12 +339,12 @@ class _Choice:
 
     @property
     def has_scores(self) -> bool:
-        """Whether `logprobs` has something to tell."""
-        return bool(self._spelled)
+        """Whether `logprobs` has tokens to return."""
+        return bool(self._unreported)
 
     def logprobs(self) -> Json:
-        """Of the tokens since the last call."""
-        scores, self._spelled = self._spelled, []
+        """Return the `logprobs` object of the tokens since the last call."""
+        scores, self._unreported = self._unreported, []
         return answers.chat_logprobs(self._texts, scores)
 
 

@@ -1,4 +1,8 @@
-"""/v1/completions: text or tokens to text, as the older API has it. Evaluation harnesses score with it."""
+"""Serve /v1/completions, the older endpoint from text or tokens to text.
+
+Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.open` encodes the prompts. The
+returned object then gives the answer, either whole (`answer`) or as streamed chunks (`chunks`).
+"""
 
 from __future__ import annotations
 
@@ -11,33 +15,55 @@ from typing import Any
 from pydantic_core import to_json
 
 from areno.server import answers
-from areno.server.errors import has_more_tokens
-from areno.server.host import Threads
+from areno.server.detokenize import (
+    TextStream,
+    TokenText,
+    TokenTextCache,
+    TokenTextStream,
+    n_partial,
+    prompt_token_texts,
+    special_ids,
+)
+from areno.server.errors import check_prompt_length
 from areno.server.requests import CompletionRequest
 from areno.server.sampling import Sampler
-from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, n_begun, special_ids, spelled_prompt
+from areno.server.threads import Threads
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]
 
 
-_LONG = 1000  # characters or tokens: what is made of them takes about a millisecond
+_LONG = 1000  # characters or tokens: encoding or decoding more takes over a millisecond, so a thread does it
 
 
 class Completions:
-    """The endpoint. tells_tokens: whether answers have the extra field of tokens unless a request says otherwise.
+    """The endpoint /v1/completions.
 
-    threads: make tokens of long prompts, and long answers.
+    Args:
+        tokenizer: Tokenizer of transformers.
+        sampler: Sends requests to the engine.
+        threads: Worker threads that encode long prompts and build long answers.
+        returns_tokens: Whether answers carry the extra field `areno` unless a request says otherwise.
     """
 
-    def __init__(self, tokenizer: Any, sampler: Sampler, threads: Threads, *, tells_tokens: bool = False):
-        self._tokenizer, self._sampler, self._tells_tokens = tokenizer, sampler, tells_tokens
+    def __init__(self, tokenizer: Any, sampler: Sampler, threads: Threads, *, returns_tokens: bool = False):
+        self._tokenizer, self._sampler, self._returns_tokens = tokenizer, sampler, returns_tokens
         self._threads = threads
-        self._texts = TokenTexts(tokenizer)
+        self._texts = TokenTextCache(tokenizer)
         self._special = special_ids(tokenizer)
 
     async def open(self, request: CompletionRequest) -> _Completion:
-        """Return the request with its prompts as tokens. Raises ApiError 400 where one cannot be served."""
+        """Encode the prompts of a request and build the engine's requests.
+
+        Args:
+            request: The checked request.
+
+        Returns:
+            The request in progress, ready to be sampled.
+
+        Raises:
+            ApiError: With status 400 if a prompt cannot be served, such as one that leaves no room for an answer.
+        """
         scores_prompt = request.echo and request.options.n_top is not None
         is_large = sum(map(len, request.prompts)) > _LONG
         sampled = []
@@ -47,18 +73,16 @@ class Completions:
         return _Completion(self, request, sampled)
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
-        most = self._sampler.most_prompt
-        if isinstance(prompt, str):
-            if has_more_tokens(self._tokenizer, prompt, most):
-                raise self._sampler.too_long()
-            return self._tokenizer.encode(prompt)
-        if len(prompt) > most:
-            raise self._sampler.too_long()
-        return prompt
+        check_prompt_length(self._tokenizer, prompt, self._sampler.max_prompt_tokens)
+        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 class _Completion:
-    """One request under way. sampled: of each prompt."""
+    """One request in progress.
+
+    Attributes:
+        sampled: The engine's request of each prompt, in order.
+    """
 
     def __init__(self, endpoint: Completions, request: CompletionRequest, sampled: list[GenerationRequest]):
         self._endpoint, self._request, self._sampled = endpoint, request, sampled
@@ -66,34 +90,34 @@ class _Completion:
         skips = request.options.params.skip_special_tokens
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
-    def _begin(self, number: int) -> tuple[TextStream, Spelling]:
-        """Return the text of a completion of a prompt, and its tokens. Both go on from the prompt."""
+    def _begin(self, number: int) -> tuple[TextStream, TokenTextStream]:
+        """Return the text stream and the token texts of one completion. Both continue from prompt `number`."""
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
-        n_whole = len(prompt) - self._n_begun(number)
-        places = {"before": prompt[:n_whole], "begun": prompt[n_whole:]}
+        n_whole = len(prompt) - self._n_partial(number)
+        places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
         stream = TextStream(endpoint._tokenizer, self._hidden, self._request.options.params.stop or (), **places)
-        return stream, Spelling(endpoint._texts, self._hidden, **places)
+        return stream, TokenTextStream(endpoint._texts, self._hidden, **places)
 
-    def _n_begun(self, number: int) -> int:
-        """Return how many tokens of a prompt are the beginning of a character that is the completion's."""
+    def _n_partial(self, number: int) -> int:
+        """Return how many tokens at the end of a prompt are an unfinished character of the completion's text."""
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
-        return 0 if is_text else n_begun(self._endpoint._tokenizer, self._sampled[number].prompt)
+        return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 
-    def _said(self, number: int) -> tuple[str, list[Spelled]]:
-        """Return a prompt as it was sent, and its tokens where they have log-probabilities."""
+    def _echo(self, number: int) -> tuple[str, list[TokenText]]:
+        """Return the text of a prompt to echo and, with log-probabilities, the text of each of its tokens."""
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
-        whole = tokens[: len(tokens) - self._n_begun(number)]
+        whole = tokens[: len(tokens) - self._n_partial(number)]
         text = given if isinstance(given, str) else endpoint._tokenizer.decode(whole, skip_special_tokens=False)
         if self._request.options.n_top is None:
             return text, []
         if isinstance(given, str) and endpoint._tokenizer.is_fast:
-            return text, spelled_prompt(endpoint._tokenizer, given)
-        spelling = Spelling(endpoint._texts, frozenset())
-        spelling.feed(tokens)
-        return text, spelling.finish(len(text))
+            return text, prompt_token_texts(endpoint._tokenizer, given)
+        token_texts = TokenTextStream(endpoint._texts, frozenset())
+        token_texts.feed(tokens)
+        return text, token_texts.finish(len(text))
 
     async def answer(self) -> bytes:
-        """The whole answer as JSON."""
+        """Sample all prompts and return the whole answer as JSON."""
         found = await _all_of([self._endpoint._sampler.finished(one) for one in self._sampled])
         n_tokens = sum(len(one.prompt) for one in self._sampled) + sum(
             len(one.tokens) for all_ in found for one in all_
@@ -104,30 +128,33 @@ class _Completion:
     def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
         choices = []
         for number, outputs in enumerate(found):
-            said = self._said(number) if self._request.echo else ("", [])
-            choices += [self._choice(len(choices) + n, number, output, *said) for n, output in enumerate(outputs)]
+            echo = self._echo(number) if self._request.echo else ("", [])
+            choices += [self._choice(len(choices) + n, number, output, *echo) for n, output in enumerate(outputs)]
         body = {**self._head, "choices": choices, "usage": self._usage(found), "system_fingerprint": None}
         return to_json(body | self._token_field(found))
 
-    def _choice(self, index: int, number: int, output: GenerationOutput, said: str, prompt: list[Spelled]) -> Json:
-        """Return one choice of the answer to prompt `number`. said, prompt: text and tokens to echo in front."""
+    def _choice(self, index: int, number: int, output: GenerationOutput, echo: str, prompt: list[TokenText]) -> Json:
+        """Return one choice of the answer to prompt `number`.
+
+        `said` and `prompt` are the echoed text and its token texts.
+        """
         request, text = self._request, ""
-        scores: list[answers.SpelledScore] = []
+        scores: list[answers.ScoredText] = []
         if prompt:
             tokens = self._sampled[number].prompt
             pairs = [(None, []), *output.prompt_logprobs]
             scores = [((token, *pair), one) for token, pair, one in zip(tokens, pairs, prompt, strict=True)]
         if request.wants_new:
-            stream, spelling = self._begin(number)
+            stream, token_texts = self._begin(number)
             text = stream.feed(output.tokens) + stream.finish()
             if request.options.n_top is not None:
-                spelling.feed(output.tokens)
-                scores += zip(answers.scores_of(output), spelling.finish(len(text)), strict=True)
+                token_texts.feed(output.tokens)
+                scores += zip(answers.scores_of(output), token_texts.finish(len(text)), strict=True)
         logprobs = None
         if request.options.n_top is not None:
             logprobs = answers.text_logprobs(self._endpoint._texts, scores, request.options.n_top)
         reason = answers.finish_reason(output) if request.wants_new else "length"
-        return {"index": index, "text": said + text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "text": echo + text, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
         n_prompt = sum(len(one.prompt) for one in self._sampled)
@@ -135,14 +162,14 @@ class _Completion:
         return answers.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
 
     def _token_field(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
-        told = self._request.options.token_ids
-        if not (self._endpoint._tells_tokens if told is None else told):
+        wanted = self._request.options.token_ids
+        if not (self._endpoint._returns_tokens if wanted is None else wanted):
             return {}
         prompt = {"prompt_token_ids": [one.prompt for one in self._sampled]}
         return {"areno": answers.token_field(prompt, [output for outputs in found for output in outputs])}
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """The answer in pieces, one prompt after the other, each as it is written."""
+        """Sample the prompts one after the other and yield the chunks of a streamed answer."""
         options = self._request.options
         base = {**self._head, "system_fingerprint": None} | ({"usage": None} if options.include_usage else {})
         found: list[list[GenerationOutput]] = []
@@ -168,15 +195,15 @@ class _Completion:
 
 
 class _Part:
-    """A choice as it is written."""
+    """One choice of a streamed answer."""
 
-    def __init__(self, stream: TextStream, spelling: Spelling):
-        self._stream, self._spelling = stream, spelling
+    def __init__(self, stream: TextStream, token_texts: TokenTextStream):
+        self._stream, self._token_texts = stream, token_texts
         self._n_taken = self._n_characters = self._offset = 0
-        self._scores: list[answers.TokenScore] = []  # of tokens that are not spelled yet
+        self._scores: list[answers.TokenScore] = []  # of tokens whose text is not certain yet
 
-    def take(self, output: GenerationOutput, wants_scores: bool) -> tuple[str, list[answers.SpelledScore], int]:
-        """Return the text that is certain with an output, the tokens in it, and the characters before them."""
+    def take(self, output: GenerationOutput, wants_scores: bool) -> tuple[str, list[answers.ScoredText], int]:
+        """Add an output and return (text that is certain now, tokens in it, characters before these tokens)."""
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion
         tokens = output.tokens[start:]
@@ -186,16 +213,16 @@ class _Part:
         if not wants_scores:
             return text, [], 0
         self._scores += answers.scores_of(output)[start:]
-        self._spelling.feed(tokens)
-        spelling, n = self._spelling, self._n_characters
-        spelled, offset = spelling.finish(n) if is_last else spelling.take(n), self._offset
-        found, self._scores = list(zip(self._scores, spelled, strict=False)), self._scores[len(spelled) :]
-        self._offset += sum(len(one.text) for one in spelled)
+        self._token_texts.feed(tokens)
+        token_texts, n = self._token_texts, self._n_characters
+        found_texts, offset = token_texts.finish(n) if is_last else token_texts.take(n), self._offset
+        found, self._scores = list(zip(self._scores, found_texts, strict=False)), self._scores[len(found_texts) :]
+        self._offset += sum(len(one.text) for one in found_texts)
         return text, found, offset
 
 
 async def _all_of(waiting: list[Any]) -> list[Any]:
-    """What all of them return. Where one raises, or the caller is cancelled, the others end, too."""
+    """Await all coroutines and return their results. If one raises or the caller is cancelled, cancel the others."""
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
         return list(await asyncio.gather(*tasks))

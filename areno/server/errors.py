@@ -1,19 +1,19 @@
-"""Errors as OpenAI's clients expect them: an HTTP status, and a JSON body that says what was wrong with which field.
+"""Define the errors of the server and the bounds on what clients send.
 
-Bounds of what clients send: the depth and the size of JSON values, and the number of tokens of a text.
-
-Each check stops as soon as its bound is passed, so its own work is bounded, too.
+`ApiError` is an HTTP status with OpenAI's JSON body, and `bad` builds the one for a wrong field. The checks bound the
+depth and size of JSON values and the number of tokens of a prompt. Each check stops as soon as its bound is passed, so
+its own work is bounded, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONTEXT_FULL = "context_length_exceeded"
 """The code of a request whose prompt leaves no room for an answer."""
 
-_MOST_MESSAGE, _MOST_PARAM = 2000, 200  # characters
+_MAX_MESSAGE, _MAX_PARAM = 2000, 200  # characters
 
 _TYPES = {
     401: "authentication_error",
@@ -26,44 +26,76 @@ _TYPES = {
 
 
 class BadTrajectory(Exception):
-    """What an agent returned cannot be trained on. The text says why."""
+    """An agent's trajectory that cannot be trained on. The message says why."""
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. param: the field that it is about. code: a word for programs.
+    """A request that is answered with an error.
 
-    The message may repeat anything that the request says: it becomes one line of bounded length.
+    The message may repeat text of the request, so it is cut to one line of bounded length.
+
+    Args:
+        status: HTTP status.
+        message: What is wrong, for people.
+        param: The field of the request that is wrong, if the error is about one.
+        code: A word for programs, such as "context_length_exceeded".
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
-        message = _cut(" ".join(message[: 2 * _MOST_MESSAGE].split()), _MOST_MESSAGE)
+        message = _cut(" ".join(message[: 2 * _MAX_MESSAGE].split()), _MAX_MESSAGE)
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
-        self.param = param if param is None else _cut(param, _MOST_PARAM)
+        self.param = param if param is None else _cut(param, _MAX_PARAM)
 
     def body(self) -> dict[str, Any]:
-        """`{"error": {message, type, param, code}}`."""
+        """Return OpenAI's error object, `{"error": {message, type, param, code}}`."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _cut(text: str, max_len: int) -> str:
+    return text if len(text) <= max_len else f"{text[: max_len - 3]}..."
+
+
+class PromptTooLong(ApiError):
+    """A prompt that has too many tokens for the model's context.
+
+    Args:
+        max_tokens: The most tokens that a prompt may have.
+    """
+
+    def __init__(self, max_tokens: int):
+        message = f"the prompt has more than {max_tokens} tokens, which leaves no room for a completion"
+        super().__init__(400, f"{message}; shorten the prompt", param="prompt", code=CONTEXT_FULL)
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A field that is not as expected: status 400."""
+    """Return the error for a field that is not as expected.
+
+    Args:
+        param: Name of the field, which the message begins with. None for the whole body.
+        message: What is wrong, as a continuation of the name.
+        code: A word for programs.
+
+    Returns:
+        An error of status 400.
+    """
     return ApiError(400, message if param is None else f"{param} {message}", param=param, code=code)
 
 
-_PIECE = 1 << 16  # characters that become tokens at once
-_AT_CUTS = 8  # counting in pieces may overestimate, by less than 1/8
+_PIECE = 1 << 16  # characters that are encoded at once
+_OVERCOUNT = 8  # counting in pieces may overestimate, by less than 1/8
 
 
-def is_deeper(value: Any, most: int) -> bool:
-    """Return whether JSON objects and lists are nested in `value` more than `most` levels deep."""
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Return whether JSON objects and lists are nested more than `max_depth` levels deep.
+
+    Args:
+        value: A JSON value.
+        max_depth: Number of levels.
+    """
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(max_depth + 1):
         level = [one for one in level if isinstance(one, Mapping | list)]
         if not level:
             return False
@@ -71,40 +103,66 @@ def is_deeper(value: Any, most: int) -> bool:
     return True
 
 
-def is_larger(value: Any, most: int) -> bool:
-    """Return whether a JSON value is larger than `most`. Each value in it counts as one, and each character, too."""
+def is_larger(value: Any, max_size: int) -> bool:
+    """Return whether the size of a JSON value exceeds `max_size`.
+
+    Args:
+        value: A JSON value.
+        max_size: Number of values and characters. Each nested value counts as one, and so does each character of a
+            string.
+    """
     waiting = [value]
     while waiting:
         one = waiting.pop()
-        most -= 1 + (len(one) if isinstance(one, str) else 0)
+        max_size -= 1 + (len(one) if isinstance(one, str) else 0)
         if isinstance(one, Mapping | list):
-            if len(one) > most:
+            if len(one) > max_size:
                 return True
             if isinstance(one, Mapping):
                 waiting += one
             waiting += _children(one)
-        if most < 0:
+        if max_size < 0:
             return True
     return False
 
 
-def has_more_tokens(tokenizer: Any, text: str, most: int) -> bool:
-    """Return whether a text surely has more than `most` tokens.
+def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens: int, n_before: int = 0) -> None:
+    """Check that a prompt leaves room for an answer in the model's context.
+
+    A text is checked before it is encoded, see `has_more_tokens`.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        prompt: Text or token ids.
+        max_tokens: The most tokens that a prompt may have.
+        n_before: Tokens that precede `prompt` and count, too.
+
+    Raises:
+        PromptTooLong: If the prompt has more tokens.
+    """
+    room = max(max_tokens - n_before, 0)
+    is_longer = has_more_tokens(tokenizer, prompt, room) if isinstance(prompt, str) else len(prompt) > room
+    if is_longer:
+        raise PromptTooLong(max_tokens)
+
+
+def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
+    """Return whether a text certainly has more than `max_tokens` tokens.
 
     Tokens are counted in pieces of the text, so a text of many megabytes is judged by its beginning. A text slightly
     above the bound may pass.
 
     Args:
-        tokenizer: Of transformers.
+        tokenizer: Tokenizer of transformers.
         text: Any text.
-        most: In tokens.
+        max_tokens: Number of tokens.
     """
-    if len(text) <= most:
+    if len(text) <= max_tokens:
         return False
     n = 0
     for start in range(0, len(text), _PIECE):
         n += _tokens_of(tokenizer, text[start : start + _PIECE])
-        if n - n // _AT_CUTS > most:
+        if n - n // _OVERCOUNT > max_tokens:
             return True
     return False
 

@@ -1,6 +1,7 @@
-"""Reads the fields of a JSON request one by one, and says what is wrong with which.
+"""Read JSON request bodies and their fields.
 
-The body of a request as a JSON value, whatever its bytes are.
+`decompress` and `read_json` turn the bytes of a body into a JSON value, within bounds on size and depth. `Fields` reads
+one JSON object field by field, checks each value and rejects fields that nothing has read.
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ from areno.errors import did_you_mean
 from areno.schema.values import show
 from areno.server.errors import ApiError, bad, is_deeper
 
-_LONG_NAME = 80  # characters: no misspelling of a field
+_LONG_NAME = 80  # characters: a longer name gets no "did you mean"
 
 
 class Fields:
-    """The fields of one JSON object. Null counts as absent. What nobody took is an error at the end.
+    """The fields of one JSON object, each checked when it is read. Null counts as absent.
 
-    ignored: fields without an effect here, such as those for the accounting of a hosted service.
+    Call `finish` after the last field: it rejects fields that were not read.
+
+    Args:
+        values: The JSON object.
+        where: Path of the object in the request, such as "messages[0]", for errors.
+
+    Raises:
+        ApiError: With status 400 if `values` is not an object, and from each method for a value that is wrong.
     """
 
     def __init__(self, values: Any, where: str = ""):
@@ -34,44 +42,44 @@ class Fields:
         self._taken: set[str] = set()
 
     def name(self, field: str) -> str:
-        """The field as an error names it."""
+        """Return the path of a field in the request, for errors."""
         return self._where + field
 
     def __contains__(self, field: str) -> bool:
         return field in self._values
 
     def take(self, field: str) -> Any:
-        """The value, of whatever kind; None where it is absent."""
+        """Return the unchecked value of a field, or None if it is absent."""
         self._taken.add(field)
         return self._values.get(field)
 
-    def number(self, field: str, least: float, most: float) -> float | None:
-        """A number within bounds."""
+    def number(self, field: str, minimum: float, maximum: float) -> float | None:
+        """Return a number from `minimum` to `maximum`, or None if the field is absent."""
         value = self.take(field)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise bad(self.name(field), f"is {show(value)}; a number from {least:g} to {most:g} is expected")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+            raise bad(self.name(field), f"is {show(value)}; a number from {minimum:g} to {maximum:g} is expected")
         return float(value)
 
-    def integer(self, field: str, least: int, most: int) -> int | None:
-        """A whole number within bounds."""
+    def integer(self, field: str, minimum: int, maximum: int) -> int | None:
+        """Return a whole number from `minimum` to `maximum`, or None if the field is absent."""
         value = self.take(field)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise bad(self.name(field), f"is {show(value)}; a whole number from {least} to {most} is expected")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise bad(self.name(field), f"is {show(value)}; a whole number from {minimum} to {maximum} is expected")
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false, or `default` if the field is absent."""
         value = self.take(field)
         if value is not None and not isinstance(value, bool):
             raise bad(self.name(field), f"is {show(value)}; true or false is expected")
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
-        """A string of whole characters."""
+        """Return a string, or None if the field is absent. Text that cannot be encoded as UTF-8 is an error."""
         value = self.take(field)
         if value is None:
             return None
@@ -82,25 +90,30 @@ class Fields:
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
-        """One of some words."""
+        """Return one of the words in `choices`, or None if the field is absent."""
         value = self.text(field)
         if value is not None and value not in choices:
             raise bad(self.name(field), f"is {show(value)}; expected one of {', '.join(choices)}")
         return value
 
-    def items(self, field: str, most: int) -> list[Any] | None:
-        """A list of at most so many elements."""
+    def items(self, field: str, max_items: int) -> list[Any] | None:
+        """Return a list of at most `max_items` elements, or None if the field is absent."""
         value = self.take(field)
         if value is None:
             return None
         if not isinstance(value, list):
             raise bad(self.name(field), f"is {show(value)}; a list is expected")
-        if len(value) > most:
-            raise bad(self.name(field), f"has {len(value)} elements; at most {most} are taken")
+        if len(value) > max_items:
+            raise bad(self.name(field), f"has {len(value)} elements; at most {max_items} are allowed")
         return value
 
     def finish(self, ignored: Collection[str] = (), unsupported: Collection[str] = ()) -> None:
-        """Raise for fields that were not taken. Those of `ignored` have no effect, which does no harm."""
+        """Reject fields that were not read.
+
+        Args:
+            ignored: Fields that are accepted without an effect, such as those for the accounting of a hosted service.
+            unsupported: Fields of OpenAI's API whose error says that this server does not support them.
+        """
         for field in self._values.keys() - self._taken - set(ignored):
             if field in unsupported:
                 raise bad(self.name(field), "is not supported by this server")
@@ -109,68 +122,80 @@ class Fields:
             raise ApiError(400, message, param=self.name(field))
 
 
-MOST_LEVELS = 128
-"""Lists and objects in each other. All that reads a request afterwards may recurse."""
-_MOST_PARTS = 200_000  # values but numbers that the scanner in C reads: it lets no other thread run meanwhile
-_MOST_OBJECTS = 200_000  # lists and objects: Python's garbage collector looks through all of them at once
+MAX_DEPTH = 128
+"""The most levels of nested lists and objects in a request, so that code that reads it may recurse."""
+_MAX_PARTS = 200_000  # values other than numbers for the scanner in C, during which no other thread can run
+_MAX_OBJECTS = 200_000  # lists and objects, all of which Python's garbage collector scans at once
 
 
-def unpacked(body: bytes, encoding: str, most: int) -> bytes:
-    """Return a body without its Content-Encoding. Raises ApiError where it is damaged, too large or unknown.
+def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Decompress a body according to its Content-Encoding.
 
     Args:
-        body: As it was sent.
-        encoding: The value of the header.
-        most: Bytes of the result.
+        body: The bytes that were sent.
+        encoding: Value of the header. "gzip" and "deflate" are supported.
+        max_bytes: The most bytes of the result.
+
+    Returns:
+        The decompressed body.
+
+    Raises:
+        ApiError: With status 415 for another encoding, 400 for damaged data, 413 for a result that is too large.
     """
     if encoding not in ("gzip", "deflate"):
         raise ApiError(415, f"Content-Encoding is {encoding[:80]!r}; gzip, deflate or none is expected")
-    # Some clients send deflate without the header that the standard asks for.
+    # Some clients send deflate without the zlib header that the standard requires.
     is_bare = encoding == "deflate" and body[:1] and body[0] & 15 != zlib.DEFLATED
-    unpacking = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
+    stream = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
     try:
-        found = unpacking.decompress(body, most + 1)
+        found = stream.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise ApiError(400, f"the body is not valid {encoding}: {error}") from None
-    if len(found) > most:
-        raise too_large(most)
-    if not unpacking.eof or unpacking.unused_data:
+    if len(found) > max_bytes:
+        raise too_large(max_bytes)
+    if not stream.eof or stream.unused_data:
         raise ApiError(400, f"the body is not valid {encoding}: it is truncated or has trailing data")
     return found
 
 
-def too_large(most: int) -> ApiError:
-    """Return the error for a body of more than `most` bytes."""
-    return ApiError(413, f"the request has more than {most} bytes", code="request_too_large")
+def too_large(max_bytes: int) -> ApiError:
+    """Return the error of status 413 for a body of more than `max_bytes` bytes."""
+    return ApiError(413, f"the request has more than {max_bytes} bytes", code="request_too_large")
 
 
 def read_json(body: bytes) -> Any:
-    """Return the value of a JSON text. Raises ApiError 400 where it is none or nested too deeply.
+    """Parse the JSON text of a body.
 
     Args:
-        body: In UTF-8, or another encoding of Unicode.
+        body: Text in UTF-8, UTF-16 or UTF-32.
+
+    Returns:
+        The JSON value.
+
+    Raises:
+        ApiError: With status 400 if the body is not JSON, is nested too deeply or has too many lists and objects.
     """
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         n_parts = text.count('"') // 2 + sum(map(text.count, ("[", "{", "null", "true", "false")))
-        decoder: type[json.JSONDecoder] = _Interruptible if n_parts > _MOST_PARTS else json.JSONDecoder
-        # Functions in Python let other threads run.
+        decoder: type[json.JSONDecoder] = _Interruptible if n_parts > _MAX_PARTS else json.JSONDecoder
+        # With parse functions in Python, other threads can run between two numbers.
         numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda text: float(text)}
         value = decoder(**numbers, parse_constant=_refuse).decode(text)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if is_deeper(value, MOST_LEVELS):
+    if is_deeper(value, MAX_DEPTH):
         raise _too_deep()
     return value
 
 
 class _Interruptible(json.JSONDecoder):
-    """Reads ten times as slowly as the scanner in C, but lets other threads run."""
+    """A JSON decoder in Python: ten times as slow as the scanner in C, but other threads can run meanwhile."""
 
-    def __init__(self, **how: Any):
-        super().__init__(**how)
+    def __init__(self, **options: Any):
+        super().__init__(**options)
         self._n_objects = 0
         self.parse_array, self.parse_object = self._counted(JSONArray), self._counted(JSONObject)
         self.scan_once = py_make_scanner(self)
@@ -178,15 +203,15 @@ class _Interruptible(json.JSONDecoder):
     def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
         def parse_counted(*args: Any) -> Any:
             self._n_objects += 1
-            if self._n_objects > _MOST_OBJECTS:
-                raise ApiError(400, f"the body has more than {_MOST_OBJECTS:,} lists and objects")
+            if self._n_objects > _MAX_OBJECTS:
+                raise ApiError(400, f"the body has more than {_MAX_OBJECTS:,} lists and objects")
             return parse(*args)
 
         return parse_counted
 
 
 def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested more than {MOST_LEVELS} levels deep")
+    return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
 def _refuse(name: str) -> Any:

@@ -1,4 +1,9 @@
-"""Grammars of what a request asks for: JSON of a schema, tool calls that must come."""
+"""Build grammars that constrain an answer.
+
+A `Constraint` holds what a request asks of the form of its answer: a JSON schema (`response_format`) or a tool call
+(`tool_choice`). `compile_grammar` turns it into a grammar for the tokenizer. The decoder samples only tokens that this
+grammar allows.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +14,35 @@ from typing import Any, Literal
 
 from areno.engine.decoder.grammar import Grammar, GrammarCompiler, GrammarState
 from areno.errors import GrammarError
-from areno.server.parsers.lark import Lark, closed, parameters_of
+from areno.server.parsers.lark import Lark, close_objects, parameters_of
 from areno.server.parsers.message import END_THINK, THINK, ToolCallParser
 from areno.server.parsers.reading import Schema
 
 __all__ = ["Constraint", "Grammar", "GrammarState", "Reasoning", "compile_grammar", "reasoning_after"]
 
 Reasoning = Literal["none", "open", "optional"]
-"""Before the answer: no reasoning, the rest of reasoning that the prompt opened, or reasoning if the model wants."""
+"""Reasoning before the answer: none, the rest of reasoning that the prompt opened, or optional reasoning."""
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """What a request says about the form of the answer, in OpenAI's terms.
+    """The required form of an answer, in the terms of OpenAI's API.
 
-    response_format: {"type": "text"}, "json_object", or "json_schema" with {"schema": ..., "strict": ...}. With strict,
-    a feature of JSON Schema that cannot be enforced is an error; else it is left out.
-    tool_choice: "auto" and "none" constrain nothing; "required"; {"type": "function", "function": {"name": ...}}.
-    parallel_tool_calls: whether several calls may follow. A named function is called once.
-    parser: of the model's family. reasoning: see `reasoning_after`.
+    Objects whose schema lists properties but does not set `additionalProperties` get no other properties.
 
-    Objects whose schema names properties, and does not say whether others are allowed, get no others.
+    Attributes:
+        response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
+            ...,
+            "strict": ...}}. With strict, a feature of JSON Schema that cannot be enforced is an error. Without, it is
+            ignored.
+        tools: Tools that the model may call, in OpenAI's form.
+        tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and
+            {"type": "function", "function": {"name": ...}} a call of this function.
+        parallel_tool_calls: Whether several calls may follow each other. A named function is called once.
+        parser: Tool-call parser of the model's family. None if the family is unknown.
+        reasoning: Reasoning that may precede the answer, from `reasoning_after`.
     """
 
     response_format: Mapping[str, Any] | None = None
@@ -42,9 +53,16 @@ class Constraint:
     reasoning: Reasoning = "none"
 
     def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
-        """The text of the grammar, for `GenerationRequest.grammar`; None where nothing is constrained.
+        """Return the text of the grammar, for `GenerationRequest.grammar`.
 
-        special_tokens: from `GrammarCompiler.special_tokens`. Raises GrammarError that names the field of the request.
+        Args:
+            special_tokens: Special tokens and their ids, from `GrammarCompiler.special_tokens`.
+
+        Returns:
+            The grammar, or None if nothing is constrained.
+
+        Raises:
+            GrammarError: If a field is wrong. The message names the field of the request.
         """
         lark = Lark(special_tokens)
         wants_call = not isinstance(self.tool_choice, str) or self.tool_choice not in ("auto", "none")
@@ -65,7 +83,7 @@ class Constraint:
         return lark.text(answer)
 
     def _schema(self) -> tuple[Schema | None, bool]:
-        """The schema of the answer and whether it is strict."""
+        """Return (schema of the answer or None, whether it is strict)."""
         form = self.response_format
         kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
         if kind == "text":
@@ -78,24 +96,24 @@ class Constraint:
         schema = described.get("schema", {}) if isinstance(described, Mapping) else None
         if not isinstance(described, Mapping) or not isinstance(schema, dict):
             raise GrammarError("response_format.json_schema must be an object with a schema, which is an object itself")
-        return closed(schema), bool(described.get("strict"))
+        return close_objects(schema), bool(described.get("strict"))
 
     def _calls(self, lark: Lark) -> str:
         functions = self._functions()
         if self.parser is None:
-            raise GrammarError("tool_choice asks for a call, but it is not known how the model writes calls")
+            raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")
         named = not isinstance(self.tool_choice, str)
         return self.parser.call_grammar(lark, functions, many=self.parallel_tool_calls and not named)
 
     def _functions(self) -> dict[str, Schema]:
-        """Name -> schema of the functions that may be called."""
+        """Return the functions that may be called, as name -> schema of the arguments."""
         functions: dict[str, Schema] = {}
         for number, tool in enumerate(self.tools or ()):
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
             schema = (function.get("parameters") or {}) if isinstance(function, Mapping) else None
             if not isinstance(name, str) or not name or not isinstance(schema, dict):
-                raise GrammarError("tools[{}] is no function with a name and parameters that are an object", number)
+                raise GrammarError("tools[{}] is not a function with a name and an object of parameters", number)
             functions[name] = parameters_of(schema)
         if not functions:
             raise GrammarError("tool_choice asks for a call, but there are no tools")
@@ -111,7 +129,17 @@ class Constraint:
 
 
 def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
-    """What reasoning may come after a rendered prompt: of a template that knows `<think>` and did not close it."""
+    """Return which reasoning may follow a rendered prompt.
+
+    Args:
+        prompt: The rendered prompt.
+        chat_template: The chat template. A template without `<think>` is of a model that does not reason.
+
+    Returns:
+        "open" if the prompt ends with `<think>`, "optional" if the template knows `<think>` and the prompt has not
+        closed it
+        at the end, else "none".
+    """
     end = prompt.rstrip()
     if end.endswith(THINK):
         return "open"
@@ -119,7 +147,16 @@ def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
 
 
 def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()) -> GrammarCompiler:
-    """The compiler of a tokenizer, which is made once. Raises GrammarError without llguidance."""
+    """Return the grammar compiler of a tokenizer, which is built once.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        vocab_size: Number of the model's logits.
+        eos_token_ids: Tokens that end a completion.
+
+    Raises:
+        GrammarError: If llguidance is not installed.
+    """
     of_tokenizer = _compilers.setdefault(tokenizer, {})
     key = (vocab_size, frozenset(eos_token_ids))
     if key not in of_tokenizer:
@@ -128,15 +165,30 @@ def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]
 
 
 def compile_grammar(
-    what: Constraint | Mapping[str, Any] | str, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()
+    constraint: Constraint | Mapping[str, Any] | str,
+    tokenizer: Any,
+    vocab_size: int,
+    eos_token_ids: Collection[int] = (),
 ) -> Grammar | None:
-    """The grammar of a constraint, a response_format, or a text; None where nothing is constrained.
+    """Compile a constraint for a tokenizer.
 
-    Raises GrammarError where it is none or the library is missing, so a server that compiles a request's grammar before
-    it submits the request has told its client. `Grammar.text` is what the request carries.
+    A server calls this before it submits a request, so that a wrong grammar becomes an error for the client.
+
+    Args:
+        constraint: A constraint, a `response_format`, or the text of a grammar.
+        tokenizer: Tokenizer of transformers.
+        vocab_size: Number of the model's logits.
+        eos_token_ids: Tokens that end a completion.
+
+    Returns:
+        The compiled grammar, whose `text` goes into the request, or None if nothing is constrained.
+
+    Raises:
+        GrammarError: If the grammar is invalid or llguidance is not installed.
     """
     compiler = compiler_for(tokenizer, vocab_size, eos_token_ids)
-    if isinstance(what, Mapping):
-        what = Constraint(response_format=what)
-    text = what.grammar(compiler.special_tokens(tokenizer)) if isinstance(what, Constraint) else what
+    if isinstance(constraint, Mapping):
+        constraint = Constraint(response_format=constraint)
+    is_text = isinstance(constraint, str)
+    text = constraint if is_text else constraint.grammar(compiler.special_tokens(tokenizer))
     return None if text is None else compiler.compile(text)

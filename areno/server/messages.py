@@ -1,39 +1,61 @@
-"""Messages and tools of a chat request: checked, and in the form in which chat templates read them."""
+"""Check the messages, tools and `tool_choice` of a chat request.
+
+The readers return values in the form that chat templates expect: message contents are text, and the arguments of tool
+calls are objects. Anything else raises an `ApiError` that names the wrong field. `conversation_keys` identifies
+conversations by hashes of their messages.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from areno.data.row_schema import bad_text
 from areno.schema.values import show
 from areno.server.errors import bad, is_deeper, is_larger
-from areno.server.fields import MOST_LEVELS, Fields
+from areno.server.fields import MAX_DEPTH, Fields
 from areno.types import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _KINDS = ("array", "boolean", "integer", "null", "number", "object", "string")
 
-MOST_SCHEMA = 1_000_000
-"""Characters of a schema, of all tools, or of the arguments of a call."""
-TOO_LARGE = f"has more than {MOST_SCHEMA:,} characters"
+MAX_SCHEMA = 1_000_000
+"""The most characters of a schema, of all tools, or of the arguments of a call."""
+_LONG_TEXT = 1000  # characters of a text that is hashed without JSON
+TOO_LARGE = f"has more than {MAX_SCHEMA:,} characters"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """definition: in OpenAI's form, as the chat template gets it."""
+    """A function that the model may call.
+
+    Attributes:
+        name: Name of the function.
+        definition: The tool in OpenAI's form, as the chat template gets it.
+    """
 
     name: str
     definition: dict[str, Any]
 
 
 def read_messages(given: list[Any] | None) -> list[Message]:
-    """Messages as chat templates read them: contents are text, and arguments of calls are objects."""
+    """Check messages and return them as chat templates read them.
+
+    Args:
+        given: The list of the request, or None if it is absent.
+
+    Returns:
+        Messages whose contents are text and whose tool calls have objects as arguments.
+
+    Raises:
+        ApiError: With status 400 for the first field that is wrong.
+    """
     if not given:
         raise bad("messages", "is missing or empty; a list of messages is expected")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(given)]
@@ -50,7 +72,7 @@ def _message(given: Any, where: str) -> Message:
     if content is None and not calls and role != "assistant":
         raise bad(f"{where}.content", "is missing; text is expected")
     message["content"] = content or ""
-    # Reasoning goes by two names in replies of servers, and clients send back what they got.
+    # Servers use two names for reasoning, and clients send messages back as they got them.
     reasoning = fields.text("reasoning_content") or fields.text("reasoning")
     if reasoning is not None:
         message["reasoning_content"] = reasoning
@@ -68,7 +90,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _content(value: Any, where: str) -> str | None:
-    """The text of a content; that of several parts is joined."""
+    """Return a content as text. The texts of several parts are joined by newlines."""
     if value is None or isinstance(value, str):
         text = value
     elif isinstance(value, list):
@@ -104,13 +126,14 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    """Templates write arguments as JSON themselves, so text that is an object is read; other text stays text.
+    """Return the arguments of a call as an object, since chat templates write them as JSON themselves.
 
-    So does what they could not write: nested too deeply, or with half of a surrogate pair, for which JSON has escapes.
+    Text that a template could not write as JSON stays text: text that is no JSON object, objects nested too deeply, and
+    escapes of half a surrogate pair.
     """
     if value is None:
         return {}
-    if is_larger(value, MOST_SCHEMA):
+    if is_larger(value, MAX_SCHEMA):
         raise bad(f"{where}.function.arguments", TOO_LARGE)
     if isinstance(value, str):
         if problem := bad_text(value):
@@ -120,15 +143,25 @@ def _arguments(value: Any, where: str) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return value
-        return found if isinstance(found, dict) and not is_deeper(found, MOST_LEVELS) else value
+        return found if isinstance(found, dict) and not is_deeper(found, MAX_DEPTH) else value
     if isinstance(value, Mapping):
         return dict(value)
     raise bad(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
 
 
 def read_tools(given: list[Any] | None) -> list[Tool]:
-    """The tools, each a function with a JSON schema of its arguments."""
-    if is_larger(given, MOST_SCHEMA):
+    """Check the tools of a request.
+
+    Args:
+        given: The list of the request, or None if it is absent.
+
+    Returns:
+        The tools, each a function with a JSON schema of its arguments.
+
+    Raises:
+        ApiError: With status 400 for the first field that is wrong.
+    """
+    if is_larger(given, MAX_SCHEMA):
         raise bad("tools", TOO_LARGE)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
     for name, n in Counter(tool.name for tool in tools).items():
@@ -158,7 +191,7 @@ def _tool(given: Any, where: str) -> Tool:
 
 
 def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
-    """Whether something looks like the JSON schema of an object."""
+    """Raise ApiError unless a value looks like a JSON schema, and with `is_root` like the schema of an object."""
     if isinstance(schema, bool) and not is_root:
         return
     if not isinstance(schema, Mapping):
@@ -180,7 +213,18 @@ def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
 
 
 def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
-    """(none, auto or required; the name of a function that is asked for)."""
+    """Check `tool_choice`.
+
+    Args:
+        value: The field of the request, or None if it is absent.
+        tools: The tools of the request.
+
+    Returns:
+        ("none", "auto" or "required"; the name of the function that must be called, or None).
+
+    Raises:
+        ApiError: With status 400 if the value is wrong or names an unknown function.
+    """
     if value is None:
         return "auto" if tools else "none", None
     if isinstance(value, str):
@@ -196,3 +240,49 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
     if name not in [tool.name for tool in tools]:
         raise bad("tool_choice.function.name", f"is {show(name)}, which is none of the tools")
     return "required", name
+
+
+def conversation_keys(messages: Sequence[Message]) -> list[str]:
+    """Return a key for the conversation up to and including each message.
+
+    Args:
+        messages: The conversation, in the form of `read_messages`.
+
+    Returns:
+        One hash for each message. Equal keys mean equal messages.
+    """
+    key, keys = "", []
+    for message in messages:
+        key = next_key(key, message)
+        keys.append(key)
+    return keys
+
+
+def form_key(tools: Any, template: Any) -> str:
+    """Return a key for the tools and the template variables of a prompt, "" without any.
+
+    Args:
+        tools: Tools in OpenAI's form, or None.
+        template: Extra variables of the chat template, or None.
+    """
+    return next_key("", [tools or None, template or None]) if tools or template else ""
+
+
+_as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
+
+
+def next_key(key: str, value: Any) -> str:
+    """Return the key of a conversation with one more message.
+
+    Args:
+        key: Key of the conversation so far, "" for none.
+        value: The message.
+    """
+    long: dict[str, str] = {}
+    if isinstance(value, dict):  # long texts are hashed without JSON, whose encoder blocks other threads
+        long = {name: text for name, text in value.items() if isinstance(text, str) and len(text) > _LONG_TEXT}
+    short = {**value, **{name: [len(text)] for name, text in long.items()}} if long else value
+    hashed = hashlib.blake2b(f"{key}{_as_text(short)}".encode(), digest_size=16)
+    for _, text in sorted(long.items()):
+        hashed.update(text.encode())
+    return hashed.hexdigest()

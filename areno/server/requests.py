@@ -1,7 +1,8 @@
-"""What a request asks for: the fields of /v1/chat/completions and /v1/completions, checked.
+"""Check the fields of /v1/chat/completions and /v1/completions.
 
-The names are those of OpenAI's API. `top_k`, `min_p`, `min_tokens`, `ignore_eos`, `stop_token_ids`,
-`chat_template_kwargs` and `return_token_ids` are vLLM's.
+`read_chat` and `read_completion` turn a JSON value into a `ChatRequest` or `CompletionRequest`. Most names are those of
+OpenAI's API. `top_k`, `min_p`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `chat_template_kwargs` and
+`return_token_ids` are vLLM's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from areno.schema.values import show
 from areno.server.errors import ApiError, bad, is_larger
 from areno.server.fields import Fields
 from areno.server.messages import (
-    MOST_SCHEMA,
+    MAX_SCHEMA,
     TOO_LARGE,
     Tool,
     read_messages,
@@ -27,36 +28,74 @@ from areno.server.messages import (
 )
 from areno.types import Message, SamplingParams
 
-MOST_CHOICES = 128
-MOST_TOP = 20
-MOST_MESSAGES = 10_000
-_MOST_TOKENS = 2**31 - 1
-_MOST_STOP = 1000  # characters of a stop string
-_MOST_DIGITS = 10  # of a token id
+MAX_CHOICES = 128
+MAX_TOP = 20
+MAX_MESSAGES = 10_000
+_MAX_TOKENS = 2**31 - 1
+_MAX_STOP = 1000  # characters of a stop string
+_MAX_DIGITS = 10  # of a token id
 # Settings of sampling that are numbers between two bounds are fields of requests, too. OpenAI's has a lower limit.
 _NUMBERS = {
     name: (known.bounds["ge"], known.bounds["le"])
     for name, known in settings(SamplingConfig).items()
     if known.hint is float and {"ge", "le"} <= known.bounds.keys()
 } | {"temperature": (0, 2)}
-_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-            "prompt_cache_retention")  # fmt: skip
-_UNSUPPORTED = ("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "verbosity",
-                "web_search_options", "best_of", "suffix", "repetition_penalty")  # fmt: skip
+_IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+_UNSUPPORTED = (
+    "audio",
+    "function_call",
+    "functions",
+    "modalities",
+    "prediction",
+    "reasoning_effort",
+    "verbosity",
+    "web_search_options",
+    "best_of",
+    "suffix",
+    "repetition_penalty",
+)
 
-# What `apply_chat_template` takes beside the variables of the template.
-_OF_THE_SERVER = {
-    "self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template",
-    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-}  # fmt: skip
+# Arguments of `apply_chat_template` that are no variables of the template, so a request may not set them.
+_RESERVED = {
+    "self",
+    "messages",
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
 
 
 @dataclass(kw_only=True)
 class SampleOptions:
-    """How to sample, and what to tell. seed: None where the server chooses. n_top: None without log-probabilities.
+    """How a request is sampled and which extra fields its answer has.
 
-    token_ids: whether the reply has the tokens in an extra field; None where the server's own rule holds.
+    Attributes:
+        params: Sampling parameters.
+        n: Samples of each prompt.
+        seed: Seed of the request. None lets the server choose one.
+        logit_bias: Token id -> number added to its logit.
+        n_top: Alternatives to report at each position. None reports no log-probabilities.
+        stream: Whether the answer is streamed.
+        include_usage: Whether a stream ends with a chunk that has `usage`.
+        token_ids: Whether the answer has the extra field `areno`. None follows the server's default.
     """
 
     params: SamplingParams
@@ -71,9 +110,18 @@ class SampleOptions:
 
 @dataclass(kw_only=True)
 class ChatRequest:
-    """tools: those that the model is offered. requires_call, named: by tool_choice, the latter the function it names.
+    """A checked request to /v1/chat/completions.
 
-    template: further arguments of the chat template.
+    Attributes:
+        model: Name of the model.
+        messages: The conversation, in the form that chat templates read.
+        tools: Tools offered to the model.
+        requires_call: Whether `tool_choice` forces a call.
+        named: Name of the function that `tool_choice` forces. None for any function.
+        parallel_tool_calls: Whether the answer may have several calls.
+        response_format: Required form of the answer, in OpenAI's form. None for text.
+        template: Extra variables of the chat template (`chat_template_kwargs`).
+        options: How to sample.
     """
 
     model: str
@@ -89,7 +137,15 @@ class ChatRequest:
 
 @dataclass(kw_only=True)
 class CompletionRequest:
-    """prompts: texts or token ids. echo: the choices repeat the prompt. wants_new: false for max_tokens=0."""
+    """A checked request to /v1/completions.
+
+    Attributes:
+        model: Name of the model.
+        prompts: Texts or lists of token ids.
+        echo: Whether the choices repeat the prompt.
+        wants_new: Whether tokens are sampled. False for `max_tokens=0`, which only scores the prompt.
+        options: How to sample.
+    """
 
     model: str
     prompts: list[str | list[int]]
@@ -98,27 +154,36 @@ class CompletionRequest:
     options: SampleOptions
 
 
-def read_chat(values: Any, defaults: SamplingParams, most_messages: int = MOST_MESSAGES) -> ChatRequest:
-    """Return the request of a chat. Raises ApiError 400 for the first field that is wrong."""
+def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MESSAGES) -> ChatRequest:
+    """Check a request to /v1/chat/completions.
+
+    Args:
+        values: The JSON value of the body.
+        defaults: Sampling parameters for fields that the request leaves out.
+        max_messages: The most messages of a request.
+
+    Raises:
+        ApiError: With status 400 for the first field that is wrong.
+    """
     fields = Fields(values)
     model = _model(fields)
-    messages = read_messages(fields.items("messages", most=most_messages))
-    tools = read_tools(fields.items("tools", most=1024))
+    messages = read_messages(fields.items("messages", max_items=max_messages))
+    tools = read_tools(fields.items("tools", max_items=1024))
     choice, named = read_tool_choice(fields.take("tool_choice"), tools)
     offered = [] if choice == "none" else [tool for tool in tools if named in (None, tool.name)]
-    limits = (fields.integer(name, 1, _MOST_TOKENS) for name in ("max_tokens", "max_completion_tokens"))
+    limits = (fields.integer(name, 1, _MAX_TOKENS) for name in ("max_tokens", "max_completion_tokens"))
     given = [limit for limit in limits if limit is not None]
     options = _options(fields, defaults, min(given) if given else None)
     if fields.flag("logprobs"):
-        options.n_top = fields.integer("top_logprobs", 0, MOST_TOP) or 0
-    elif fields.integer("top_logprobs", 0, MOST_TOP):
+        options.n_top = fields.integer("top_logprobs", 0, MAX_TOP) or 0
+    elif fields.integer("top_logprobs", 0, MAX_TOP):
         raise bad("top_logprobs", "needs logprobs=true")
     template = fields.take("chat_template_kwargs") or {}
     if not isinstance(template, Mapping):
         raise bad("chat_template_kwargs", f"is {show(template)}; an object is expected")
-    if reserved := sorted(_OF_THE_SERVER & template.keys()):
-        what = "it holds extra variables of the chat template"
-        raise bad("chat_template_kwargs", f"may not set {', '.join(reserved)}; {what}")
+    if reserved := sorted(_RESERVED & template.keys()):
+        purpose = "it holds extra variables of the chat template"
+        raise bad("chat_template_kwargs", f"may not set {', '.join(reserved)}; {purpose}")
     request = ChatRequest(
         model=model,
         messages=messages,
@@ -135,20 +200,28 @@ def read_chat(values: Any, defaults: SamplingParams, most_messages: int = MOST_M
 
 
 def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
-    """ApiError 400 for the first field that is wrong."""
+    """Check a request to /v1/completions.
+
+    Args:
+        values: The JSON value of the body.
+        defaults: Sampling parameters for fields that the request leaves out.
+
+    Raises:
+        ApiError: With status 400 for the first field that is wrong.
+    """
     fields = Fields(values)
     model = _model(fields)
     prompts = _prompts(fields.take("prompt"))
-    most = fields.integer("max_tokens", 0, _MOST_TOKENS)
-    options = _options(fields, defaults, 16 if most is None else max(most, 1))
-    options.n_top = fields.integer("logprobs", 0, MOST_TOP)
+    max_tokens = fields.integer("max_tokens", 0, _MAX_TOKENS)
+    options = _options(fields, defaults, 16 if max_tokens is None else max(max_tokens, 1))
+    options.n_top = fields.integer("logprobs", 0, MAX_TOP)
     echo = fields.flag("echo")
-    if most == 0 and not echo:
+    if max_tokens == 0 and not echo:
         raise bad("max_tokens", "is 0, which leaves nothing to answer; set echo=true for the prompt alone")
     if echo and options.stream:
         raise bad("echo", "is not supported with stream=true")
     fields.finish(_IGNORED, _UNSUPPORTED)
-    return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=most != 0, options=options)
+    return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=max_tokens != 0, options=options)
 
 
 def _model(fields: Fields) -> str:
@@ -163,9 +236,9 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
         defaults,
         **{name: fields.number(name, *bounds) for name, bounds in _NUMBERS.items()},
         top_p=fields.number("top_p", 0, 1),
-        top_k=fields.integer("top_k", -1, _MOST_TOKENS),
+        top_k=fields.integer("top_k", -1, _MAX_TOKENS),
         max_new_tokens=max_new,
-        min_new_tokens=fields.integer("min_tokens", 0, _MOST_TOKENS),
+        min_new_tokens=fields.integer("min_tokens", 0, _MAX_TOKENS),
         stop=_stop(fields.take("stop")),
         stop_token_ids=_token_ids(fields, "stop_token_ids"),
         ignore_eos=fields.flag("ignore_eos", defaults.ignore_eos),
@@ -181,7 +254,7 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
         raise bad("stream_options", "is for stream=true")
     return SampleOptions(
         params=params,
-        n=fields.integer("n", 1, MOST_CHOICES) or 1,
+        n=fields.integer("n", 1, MAX_CHOICES) or 1,
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
         logit_bias=_logit_bias(fields.take("logit_bias")),
         stream=stream,
@@ -191,7 +264,17 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
 
 
 def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """The defaults with those values that are given, of which temperature, top_p and top_k may be 0 here."""
+    """Replace sampling parameters by those of a request.
+
+    The API allows 0 for three of them: `temperature` 0 and `top_p` 0 sample greedily, and `top_k` 0 means no limit.
+
+    Args:
+        defaults: Parameters to start from.
+        **given: Parameters of the request. None keeps the default.
+
+    Returns:
+        A changed copy of `defaults`.
+    """
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("top_k") == 0:
         given["top_k"] = -1
@@ -205,7 +288,7 @@ def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
 
 
 def _token_ids(fields: Fields, field: str) -> list[int] | None:
-    """Read a list of at most 64 token ids. Whether the model has them is checked later."""
+    """Read a list of at most 64 token ids. The engine checks later whether the model has them."""
     ids = fields.items(field, 64)
     for token in ids or []:
         if type(token) is not int or token < 0:
@@ -221,8 +304,8 @@ def _stop(value: Any) -> list[str] | None:
         raise bad("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
     if problem := bad_text(strings):
         raise bad("stop", problem)
-    if max(map(len, strings), default=0) > _MOST_STOP:
-        raise bad("stop", f"has a string of more than {_MOST_STOP} characters")
+    if max(map(len, strings), default=0) > _MAX_STOP:
+        raise bad("stop", f"has a string of more than {_MAX_STOP} characters")
     return strings
 
 
@@ -233,7 +316,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or len(value) > 4096:
         raise bad("logit_bias", f"is {show(value)}; an object of at most 4096 token ids and numbers is expected")
     for token, number in value.items():
-        if not (token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS):
+        if not (token.isdecimal() and token.isascii() and len(token) <= _MAX_DIGITS):
             raise bad("logit_bias", f"has the key {show(token)}; token ids are expected")
         if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
             raise bad("logit_bias", f"of token {token} is {show(number)}; a number from -100 to 100 is expected")
@@ -257,7 +340,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     schema = inner.take("schema")
     inner.finish(ignored=("description", "strict"))
     fields.finish()
-    if is_larger(schema, MOST_SCHEMA):
+    if is_larger(schema, MAX_SCHEMA):
         raise bad("response_format.json_schema.schema", TOO_LARGE)
     if not isinstance(schema, Mapping | bool):
         raise bad("response_format.json_schema.schema", f"is {show(schema)}; a JSON schema is expected")
@@ -274,10 +357,10 @@ def _prompts(value: Any) -> list[str | list[int]]:
         shown = "missing" if value is None else f"{show(value)}"
         raise bad("prompt", f"is {shown}; a string, token ids, or a list of either is expected")
     if len(value) > 1024:
-        raise bad("prompt", f"has {len(value)} elements; at most 1024 are taken")
+        raise bad("prompt", f"has {len(value)} elements; at most 1024 are allowed")
     for one in value:
         if isinstance(one, str):
             Fields({"prompt": one}).text("prompt")
-        elif max(one) > _MOST_TOKENS or min(one) < 0:
+        elif max(one) > _MAX_TOKENS or min(one) < 0:
             raise ApiError(400, "prompt has token ids outside of the vocabulary", param="prompt")
     return value

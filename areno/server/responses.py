@@ -1,7 +1,8 @@
-"""Responses of the server, as an agent returned them.
+"""Check the server's responses that an agent returns for training.
 
-The agent had them in its hands, so nothing is taken as valid: what is wrong would otherwise end the run in the
-tokenizer, the loss, the model or the files.
+User code may have changed them, so every field is checked here. A wrong value would otherwise fail later in the
+tokenizer, the loss, the model or the files of the run. `read_response` extracts message and tokens, and
+`TurnTokens.read` checks the tokens.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from areno.server.errors import BadTrajectory
 from areno.server.tokens import Runs, Source
 from areno.types import SamplingParams
 
-_LEAST = -1e30  # training holds log-probabilities in float32
-_ROUNDING = 1e-3  # of the log-probability of a token that is nearly certain
-_MOST_VERSION = 2**31 - 1
-_LEAVES = {str, int, float, bool, type(None)}
+_MIN_LOGPROB = -1e30  # training holds log-probabilities in float32
+_MAX_LOGPROB = 1e-3  # rounding may put a token that is nearly certain slightly above 0
+_MAX_VERSION = 2**31 - 1
+_SCALARS = {str, int, float, bool, type(None)}
 
 
 @dataclass(slots=True, kw_only=True)
 class TurnTokens:
-    """What the model read and wrote in one turn.
+    """The tokens of one turn: the prompt that the model read and the completion that it sampled.
 
     Attributes:
-        prompt: Token ids that it read, at least one.
-        sources: Where they come from, in runs.
-        sampled: Token ids that it wrote, at least one.
-        logprobs: Log-probability of each of them, finite and not positive.
-        versions: The version of the weights that sampled each of them.
-        temperature: That all of them were sampled at.
+        prompt: Token ids of the prompt, at least one.
+        sources: Origin of the prompt's tokens, as runs.
+        sampled: Token ids of the completion, at least one.
+        logprobs: Log-probability of each sampled token, finite and not positive.
+        versions: Version of the weights that sampled each token.
+        temperature: Sampling temperature of the turn.
     """
 
     prompt: list[int]
@@ -44,31 +45,34 @@ class TurnTokens:
     temperature: float
 
     @classmethod
-    def read(cls, told: Mapping[str, Any], vocab_size: int) -> TurnTokens:
-        """Return the tokens of a response. Raises BadTrajectory, naming the field that is not as the server wrote it.
+    def read(cls, values: Mapping[str, Any], vocab_size: int) -> TurnTokens:
+        """Check the field `areno` of a response and return its tokens.
 
         Args:
-            told: The field `areno` of the response.
-            vocab_size: Token ids of the model.
+            values: The field `areno` of the response.
+            vocab_size: Number of token ids of the model.
+
+        Raises:
+            BadTrajectory: If a field is not as the server wrote it. The message names the field.
         """
-        choices = told.get("choices")
+        choices = values.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, Mapping):
             raise BadTrajectory(f"the choices of its tokens are {show(choices)}; a list of objects is expected")
-        prompt = _whole_numbers(told, "prompt_token_ids", vocab_size - 1)
+        prompt = _whole_numbers(values, "prompt_token_ids", vocab_size - 1)
         sampled = _whole_numbers(choice, "token_ids", vocab_size - 1)
         return cls(
             prompt=prompt,
-            sources=_sources(told.get("sources"), len(prompt)),
+            sources=_sources(values.get("sources"), len(prompt)),
             sampled=sampled,
             logprobs=_logprobs(choice, len(sampled)),
-            versions=_whole_numbers(choice, "versions", _MOST_VERSION, len(sampled)),
-            temperature=_temperature(told.get("temperature")),
+            versions=_whole_numbers(choice, "versions", _MAX_VERSION, len(sampled)),
+            temperature=_temperature(values.get("temperature")),
         )
 
 
 def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
-    """Return a list of at least one number, of `n` where that is given."""
+    """Return a field that must be a list of numbers: `n` of them, or at least one if `n` is None."""
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
         raise BadTrajectory(f"{name} is {show(numbers)}; a list of numbers is expected")
@@ -80,23 +84,23 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
     return numbers
 
 
-def _whole_numbers(values: Mapping[str, Any], name: str, most: int, n: int | None = None) -> list[int]:
+def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
     numbers = _numbers(values, name, {int}, n)
-    if min(numbers) < 0 or max(numbers) > most:
+    if min(numbers) < 0 or max(numbers) > maximum:
         wrong = min(numbers) if min(numbers) < 0 else max(numbers)
-        raise BadTrajectory(f"{name} holds {show(wrong)}; numbers from 0 to {most} are expected")
+        raise BadTrajectory(f"{name} holds {show(wrong)}; numbers from 0 to {maximum} are expected")
     return numbers
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
     numbers = _numbers(choice, "logprobs", {int, float}, n)
-    if wrong := [number for number in numbers if not _LEAST < number <= _ROUNDING]:  # true for NaN, too
+    if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
         raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
     return numbers
 
 
 def _sources(runs: Any, n: int) -> Runs:
-    """Return the runs as pairs, which together have one source for each of `n` tokens."""
+    """Return the runs as pairs. Together they must have one source for each of `n` tokens."""
     known = {int(source) for source in Source}
     pairs = runs if isinstance(runs, list) else []
     good = all(
@@ -105,7 +109,7 @@ def _sources(runs: Any, n: int) -> Runs:
     if not good or any(source not in known or length < 0 for source, length in pairs):
         raise BadTrajectory(f"sources is {show(runs)}; pairs of a source and a number of tokens are expected")
     if (total := sum(length for _, length in pairs)) != n:
-        raise BadTrajectory(f"sources is of {show(total)} tokens, and the prompt has {n}")
+        raise BadTrajectory(f"sources covers {show(total)} tokens, and the prompt has {n}")
     return [(source, length) for source, length in pairs]
 
 
@@ -116,14 +120,23 @@ def sampled_with(params: SamplingParams) -> dict[str, float]:
 
 def _temperature(value: Any) -> float:
     if type(value) not in (int, float) or not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
-        raise BadTrajectory(f"temperature is {show(value)}; that of the request is expected")
+        raise BadTrajectory(f"temperature is {show(value)}; the temperature of the request is expected")
     return float(value)
 
 
 def read_response(response: Any) -> dict[str, Any]:
-    """Return message, finish_reason and tokens of a response or, of a stream, of its chunks, as plain values.
+    """Extract message, finish reason and tokens of a response.
 
-    Raises BadTrajectory without the field `areno`, and some other error for what no client makes.
+    Args:
+        response: A response of OpenAI's client, or the list of chunks of a streamed one. Objects and dictionaries both
+            work.
+
+    Returns:
+        `message`, `finish_reason` and `tokens` (the field `areno`), all as plain JSON values.
+
+    Raises:
+        BadTrajectory: If the field `areno` is missing.
+        Exception: Any other error, such as TypeError or KeyError, for a value that no client returns.
     """
     response = _joined([plain(chunk) for chunk in response]) if isinstance(response, list) else plain(response)
     tokens = response.get("areno") if isinstance(response, Mapping) else None
@@ -145,21 +158,30 @@ def read_response(response: Any) -> dict[str, Any]:
 
 
 def check_json(value: Any) -> None:
-    """Raise TypeError, ValueError or RecursionError for what the files of a run cannot hold."""
+    """Check that a value can be written to the JSON files of a run.
+
+    Args:
+        value: Any value.
+
+    Raises:
+        TypeError: If a part of the value has no JSON form.
+        ValueError: If text cannot be encoded as UTF-8, or the value contains itself.
+        RecursionError: If the value is nested too deeply.
+    """
     json.dumps(value, ensure_ascii=False).encode()
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value consists of what JSON has, so that another process can read it."""
+    """Return whether a value consists of JSON types only, so that it can be sent to another process."""
     if isinstance(value, dict):
         return all(type(name) is str and _is_plain(one) for name, one in value.items())
     if isinstance(value, list):
-        return _LEAVES.issuperset(map(type, value)) or all(map(_is_plain, value))
-    return type(value) in _LEAVES
+        return _SCALARS.issuperset(map(type, value)) or all(map(_is_plain, value))
+    return type(value) in _SCALARS
 
 
 def _joined(chunks: list[Any]) -> dict[str, Any]:
-    """The chunks of a stream as the response that they make up."""
+    """Join the chunks of a stream into the response that they make up."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     found: dict[str, Any] = {"choices": [{"message": message, "finish_reason": None}]}
     for chunk in chunks:
@@ -178,7 +200,14 @@ def _joined(chunks: list[Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value with the client's objects as dictionaries, in the form in which the client would send them."""
+    """Convert the client's objects in a value to dictionaries.
+
+    Args:
+        value: Objects of OpenAI's client, or containers of them.
+
+    Returns:
+        The value as the client would send it, with dictionaries and lists.
+    """
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):

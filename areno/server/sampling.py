@@ -1,6 +1,7 @@
-"""What /metrics shows, in the text form of Prometheus.
+"""Send the requests of clients to the engine.
 
-Between requests of clients and the engine: ids, seeds, limits, and the end of what nobody waits for any more.
+`Sampler` gives each request an id and a seed, enforces the limits of the server, and aborts requests whose client has
+disconnected. `ServerMetrics` counts requests and tokens for the page /metrics in Prometheus' text format.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits, RequestRefused
 from areno.errors import ArenoError, EngineError
 from areno.server.errors import CONTEXT_FULL, ApiError
-from areno.server.requests import MOST_MESSAGES, SampleOptions
+from areno.server.requests import MAX_MESSAGES, SampleOptions
 from areno.server.tokens import digest_of
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -26,18 +27,22 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Histogram:
-    """Counts of observations by upper bound."""
+    """A Prometheus histogram.
+
+    Args:
+        bounds: Upper bounds of the buckets, ascending. The default is in seconds.
+    """
 
     def __init__(self, bounds: tuple[float, ...] = _SECONDS):
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
+        """Add one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def lines(self, name: str) -> Iterator[str]:
-        """The samples of the metric `name`."""
+        """Return the sample lines of the metric `name`."""
         total = 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
@@ -47,7 +52,18 @@ class Histogram:
 
 
 class ServerMetrics:
-    """The counters of one server, since it was started. Tokens are counted when their request is done."""
+    """The counters of one server since its start. Tokens are counted when their request is finished.
+
+    Attributes:
+        requests: Answered HTTP requests by (path, status).
+        in_flight: Requests in progress.
+        prompt_tokens: Prompt tokens.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        completion_tokens: Sampled tokens.
+        aborted: Requests whose client disconnected or that ran out of time.
+        first_token: Seconds to the first token of streamed requests.
+        whole: Seconds from a request to the end of its answer.
+    """
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # (path, status)
@@ -56,14 +72,21 @@ class ServerMetrics:
         self.first_token, self.whole = Histogram(), Histogram()
 
     def text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
-        """The page. gauges: (name, help, value) of what others count."""
+        """Return the page /metrics.
+
+        Args:
+            gauges: Further values, as (name, help text, value).
+        """
         lines = []
 
         def metric(name: str, kind: str, about: str, samples: Iterable[str]) -> None:
             lines.extend([f"# HELP {name} {about}", f"# TYPE {name} {kind}", *samples])
 
-        told = [f'areno_requests_total{{path="{p}",status="{s}"}} {n}' for (p, s), n in sorted(self.requests.items())]
-        metric("areno_requests_total", "counter", "HTTP requests that were answered.", told)
+        by_status = [
+            f'areno_requests_total{{path="{path}",status="{status}"}} {n}'
+            for (path, status), n in sorted(self.requests.items())
+        ]
+        metric("areno_requests_total", "counter", "HTTP requests that were answered.", by_status)
         counters = {
             "areno_prompt_tokens_total": ("Tokens of prompts.", self.prompt_tokens),
             "areno_prompt_tokens_cached_total": ("Of these, found in the cache.", self.cached_tokens),
@@ -84,24 +107,29 @@ class ServerMetrics:
         return "\n".join(lines) + "\n"
 
 
-_MOST_SEEN = 1 << 16  # prompts whose draws are counted
-_FIRST_ID = 1 << 48  # of requests; calls of Engine.generate count theirs from 0
+_MAX_SEEN = 1 << 16  # prompts whose repetitions are counted
+_FIRST_ID = 1 << 48  # of requests; ids of calls to Engine.generate begin at 0
 
 _NAMES = {"n_samples": "n", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""Fields of our own records -> those of the API. All others have the same name."""
+"""Fields of GenerationRequest and SamplingParams -> fields of the API. All others have the same name."""
 _ADVICE = {"max_new_tokens": "; shorten the prompt or lower max_tokens", "min_new_tokens": "; leave min_tokens out"}
 
 
 @dataclass(kw_only=True)
 class ServerLimits:
-    """max_body: bytes of a request. max_messages: of a chat. max_samples: being sampled or waiting; more are refused.
+    """Limits on requests, memory and time of a server.
 
-    max_remembered: tokens of the conversations that are remembered. timeout_s: for the answer to a request. shutdown_s:
-    for the answers under way when the server is told to end.
+    Attributes:
+        max_body: Bytes of a request's body, also after decompression.
+        max_messages: Messages of a chat request.
+        max_samples: Samples in progress or waiting. Further requests are refused with status 429.
+        max_remembered: Tokens of all cached conversations.
+        timeout_s: Seconds for the answer to a request.
+        shutdown_s: Seconds for requests in progress when the server is shut down.
     """
 
     max_body: int = 16 * 2**20
-    max_messages: int = MOST_MESSAGES
+    max_messages: int = MAX_MESSAGES
     max_samples: int = 4096
     max_remembered: int = 64_000_000
     timeout_s: float = 3600.0
@@ -109,24 +137,54 @@ class ServerLimits:
 
 
 class Sampler:
-    """Samples for requests, on an engine that is in a rollout phase.
+    """Samples the requests of clients on an engine that is in a rollout phase.
 
-    room: what the phase has room for. seed: of requests without one of their own: equal prompts draw the same, up to
-    their order. stop_ids: end a completion.
+    Args:
+        engine: The engine.
+        request_limits: Context length and KV-cache size of the rollout phase.
+        limits: Limits of the server.
+        seed: Seed for requests without a seed of their own. Such requests with the same prompt get the same seeds in
+            each
+            run, in the order in which they arrive.
+        stop_ids: Token ids that end a completion.
+
+    Attributes:
+        metrics: Counters for the page /metrics.
+        n_samples: Samples in progress.
     """
 
-    def __init__(self, engine: Engine, room: RequestLimits, limits: ServerLimits, seed: int, stop_ids: frozenset[int]):
-        self.engine, self.room, self.limits, self.stop_ids = engine, room, limits, stop_ids
+    def __init__(
+        self,
+        engine: Engine,
+        request_limits: RequestLimits,
+        limits: ServerLimits,
+        seed: int,
+        stop_ids: frozenset[int],
+    ):
+        self.engine, self.request_limits, self.limits, self.stop_ids = engine, request_limits, limits, stop_ids
         self.metrics = ServerMetrics()
         self._seed = seed
         self._ids = itertools.count(_FIRST_ID)
-        self._seen: OrderedDict[int, int] = OrderedDict()  # prompts that chose no seed, and how often
-        self.n_samples = 0  # under way
+        self._seen: OrderedDict[int, int] = OrderedDict()  # digest of a prompt -> its requests without a seed
+        self.n_samples = 0
 
     def request(
         self, prompt: list[int], options: SampleOptions, *, digest: int | None = None, **more: Any
     ) -> GenerationRequest:
-        """The engine's form of a request. digest: of the prompt, if known. ApiError 400 where it has no room."""
+        """Build the engine's request for a prompt.
+
+        Args:
+            prompt: Token ids.
+            options: How to sample.
+            digest: `digest_of(prompt)`, if it is known already.
+            **more: Further fields of `GenerationRequest`.
+
+        Returns:
+            The request, with an id and a seed.
+
+        Raises:
+            ApiError: With status 400 if the engine cannot serve the request, such as a prompt that is too long.
+        """
         request = GenerationRequest(
             request_id=next(self._ids),
             prompt=prompt,
@@ -139,41 +197,42 @@ class Sampler:
             **more,
         )
         try:
-            self.room.max_new(request)
+            self.request_limits.max_new(request)
         except RequestRefused as error:
-            too_long = len(prompt) >= min(self.room.context_len, options.params.max_context_len or 1 << 60)
+            too_long = len(prompt) >= min(self.request_limits.context_len, options.params.max_context_len or 1 << 60)
             raise _of_client(error, CONTEXT_FULL if too_long else None) from error
         return request
 
     def _next_seed(self, prompt: list[int], digest: int | None) -> int:
-        # Requests come in any order, so a seed by number would not be the same in another run.
+        # Requests arrive in any order, so a seed derived from a counter would differ between runs.
         digest = digest_of(prompt) if digest is None else digest
         n_seen = self._seen[digest] = self._seen.pop(digest, 0) + 1
-        if len(self._seen) > _MOST_SEEN:
+        if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         return (self._seed * 0x9E3779B97F4A7C15 + digest + n_seen * 0xD1342543DE82EF95) % 2**64
 
     @property
-    def most_prompt(self) -> int:
-        """The most tokens that a prompt may have, with at least one token of an answer."""
-        return min(self.room.context_len - 1, self.room.kv_tokens)
-
-    def too_long(self) -> ApiError:
-        """Return the error for a prompt whose tokens were not made because they are surely too many."""
-        said = f"the prompt has more than {self.most_prompt} tokens, which leaves no room for a completion"
-        return ApiError(400, f"{said}; shorten the prompt", param="prompt", code=CONTEXT_FULL)
+    def max_prompt_tokens(self) -> int:
+        """The most tokens of a prompt that leave room for one token of an answer."""
+        return min(self.request_limits.context_len - 1, self.request_limits.kv_tokens)
 
     @contextmanager
-    def place(self, n: int) -> Iterator[None]:
-        """Hold room for `n` more samples. Raises ApiError 429 if too many are in progress, 400 if `n` can never fit."""
-        if n > self.limits.max_samples:
-            most = self.limits.max_samples
-            said = f"the request asks for {n} samples, and at most {most} may be in progress"
-            raise ApiError(400, f"{said}; lower n or send fewer prompts", param="n")
-        if self.n_samples + n > self.limits.max_samples:
-            raise ApiError(
-                429, f"{self.n_samples} samples are under way, and at most {self.limits.max_samples} may be; try later"
-            )
+    def reserve(self, n: int) -> Iterator[None]:
+        """Count `n` samples as in progress within a `with` block.
+
+        Args:
+            n: Samples of the request.
+
+        Raises:
+            ApiError: With status 429 if too many samples are in progress, and 400 if `n` alone exceeds the limit.
+        """
+        max_samples = self.limits.max_samples
+        if n > max_samples:
+            message = f"the request asks for {n} samples, and at most {max_samples} may be in progress"
+            raise ApiError(400, f"{message}; lower n or send fewer prompts", param="n")
+        if self.n_samples + n > max_samples:
+            message = f"{self.n_samples} samples are in progress, and at most {max_samples} may be; try later"
+            raise ApiError(429, message)
         self.n_samples += n
         try:
             yield
@@ -181,13 +240,23 @@ class Sampler:
             self.n_samples -= n
 
     async def outputs(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """What the engine gives for a request. Leaving early, for whatever reason, ends the request."""
+        """Submit a request and yield the engine's outputs. Leaving the iteration early aborts the request.
+
+        Args:
+            request: A request from `request`.
+
+        Yields:
+            Outputs of the samples in the order in which they are ready.
+
+        Raises:
+            ApiError: If the request times out (408), is refused (400) or fails (500, 503).
+        """
         started, is_first, done = time.monotonic(), True, False
         try:
             async with aclosing(self.engine.generate_stream(request, self.limits.timeout_s)) as stream:
                 async for output in stream:
                     if output.finish_reason == "error":
-                        raise ApiError(500, "the model gave no finite numbers for this request")
+                        raise ApiError(500, "the model produced non-finite logits for this request")
                     if is_first:
                         is_first = False
                         if request.stream:
@@ -202,7 +271,7 @@ class Sampler:
             raise ApiError(408, f"no answer within {self.limits.timeout_s:g} s") from None
         except RequestRefused as error:
             raise _of_client(error) from error
-        except EngineError as error:  # it names settings of the server, whose own log has it
+        except EngineError as error:  # the message names settings of the server, so it goes into the log only
             raise ApiError(503, "the server has stopped sampling; its log says why") from error
         except ArenoError as error:
             raise ApiError(400, str(error.renamed(_name_of))) from error
@@ -211,13 +280,13 @@ class Sampler:
             self.metrics.whole.observe(time.monotonic() - started)
 
     async def finished(self, request: GenerationRequest) -> list[GenerationOutput]:
-        """All samples of a request, whole and in order."""
+        """Return the finished samples of a request, in the order of their numbers."""
         async with aclosing(self.outputs(request)) as stream:  # type: ignore[type-var]
             found = [output async for output in stream if output.finish_reason is not None]
         return sorted(found, key=lambda output: output.sample)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """What the engine's decoders do now."""
+        """Return the current state of the engine's decoders, as (name, help text, value) for /metrics."""
         stats = self.engine.rollout_stats()
         return [
             ("areno_samples_running", "Samples in the batch.", sum(one.running for one in stats)),
@@ -228,12 +297,12 @@ class Sampler:
 
 
 def _of_client(error: RequestRefused, code: str | None = None) -> ApiError:
-    """Return the error in the words of the request."""
+    """Return the error in terms of the fields that a client sets."""
     advice = "; shorten the prompt" if code == CONTEXT_FULL else _ADVICE.get(error.field, "")
     return ApiError(400, error.why + advice, param=_name_of(error.field), code=code)
 
 
 def _name_of(key: str) -> str:
-    """Return what the API calls a setting."""
+    """Return the API's name of a setting."""
     name = key.rpartition(".")[2]
     return _NAMES.get(name, name)

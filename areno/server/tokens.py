@@ -1,17 +1,33 @@
-"""Where the tokens of a row come from, in runs: a list of (source, how many tokens)."""
+"""Record where each token of a training row comes from, and cache prompts by their tokens.
+
+A row's sources are stored as runs, a list of (source, number of tokens). `source_runs` derives them from the places of
+messages in a rendered prompt, and `expand_runs` turns them into one source for each token. `TokenCache` keeps prompts
+and turns within a limit on their tokens.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 
 class Source(IntEnum):
-    """What put a token into a row. TEMPLATE are all tokens that are none of the others."""
+    """Origin of a token of a row.
+
+    Attributes:
+        TEMPLATE: Written by the chat template, or none of the others.
+        SYSTEM: In a system message.
+        USER: In a user message.
+        TOOL: In the result of a tool.
+        SAMPLED: Sampled by the model.
+    """
 
     TEMPLATE = 0
     SYSTEM = 1
@@ -21,29 +37,33 @@ class Source(IntEnum):
 
 
 Runs = list[tuple[int, int]]
+"""(source, number of tokens) of consecutive tokens."""
 _AT_ONCE = 1 << 16  # tokens
 
-OF_ROLE = {"system": Source.SYSTEM, "user": Source.USER, "tool": Source.TOOL, "function": Source.TOOL}
+SOURCE_OF_ROLE = {"system": Source.SYSTEM, "user": Source.USER, "tool": Source.TOOL, "function": Source.TOOL}
 
 
 def digest_of(tokens: list[int]) -> int:
-    """Return a number of 64 bits for token ids."""
+    """Return a 64-bit hash of token ids."""
     hashed = hashlib.blake2b(digest_size=8)
-    for at in range(0, len(tokens), _AT_ONCE):  # other threads can run between
+    for at in range(0, len(tokens), _AT_ONCE):  # in pieces, so that other threads can run in between
         hashed.update(np.array(tokens[at : at + _AT_ONCE], dtype=np.int64).tobytes())
     return int.from_bytes(hashed.digest(), "little")
 
 
-def runs_at(
+def source_runs(
     places: Iterable[tuple[int, int, int]], n_tokens: int, span_of: Callable[[int], tuple[int, int]], start: int = 0
 ) -> Runs:
     """Return the sources of the tokens of a text.
 
     Args:
-        places: (start, end, source) of words in the text, in order.
-        n_tokens: Of the text, from character `start` on.
-        span_of: From the number of a token to its characters, counted from `start`.
-        start: Where the tokens begin.
+        places: (start, end, source) of messages in the text, in characters and in order.
+        n_tokens: Number of tokens of the text from character `start` on.
+        span_of: Maps the index of a token to its (start, end) in characters, counted from `start`.
+        start: Character of the text at which the tokens begin.
+
+    Returns:
+        Runs that cover all `n_tokens` tokens.
     """
     runs: list[tuple[int, int]] = []
     at = 0
@@ -52,11 +72,11 @@ def runs_at(
         last = bisect_left(range(n_tokens), end - start, lo=first, key=lambda token: span_of(token)[0])
         runs += [(int(Source.TEMPLATE), first - at), (source, last - first)]
         at = last
-    return joined([*runs, (int(Source.TEMPLATE), n_tokens - at)])
+    return merge_runs([*runs, (int(Source.TEMPLATE), n_tokens - at)])
 
 
-def joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return runs of which none is empty and no two neighbours have the same source."""
+def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Merge neighbouring runs of the same source and drop empty ones."""
     found: Runs = []
     for source, n in runs:
         if found and found[-1][0] == source:
@@ -66,7 +86,64 @@ def joined(runs: Iterable[tuple[int, int]]) -> Runs:
     return found
 
 
-def expand(runs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Runs as one source for each token, uint8."""
+def expand_runs(runs: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Return one source for each token.
+
+    Returns:
+        Array of uint8, shape [n_tokens].
+    """
     pairs = np.array(list(runs), dtype=np.int64).reshape(-1, 2)
     return np.repeat(pairs[:, 0], pairs[:, 1]).astype(np.uint8)
+
+
+Key = tuple[str, str]
+"""(key of the tools and template arguments, key of the conversation)."""
+_ENTRY_OVERHEAD = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
+
+
+class TokenCache:
+    """A thread-safe LRU cache whose size is measured in tokens.
+
+    Args:
+        max_tokens: Limit on the sum over all entries. Each entry counts its tokens plus 256 for its own overhead.
+
+    Attributes:
+        n_tokens: Current sum over all entries.
+    """
+
+    def __init__(self, max_tokens: int):
+        self._max_tokens, self.n_tokens = max_tokens, 0
+        self._entries: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Any:
+        """Return the entry of a key, or None."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+
+    def put(self, key: Key, entry: Any, n_tokens: int, text: str = "") -> None:
+        """Add an entry, or replace the entry of the same key. The least recently used entries are evicted.
+
+        Args:
+            key: Key of the entry.
+            entry: Any object.
+            n_tokens: Number of tokens that the entry holds.
+            text: Text that the entry holds. It counts, too: a long text of unknown letters may have few tokens.
+        """
+        size = n_tokens + len(text) // 8 + _ENTRY_OVERHEAD
+        with self._lock:
+            self._remove(key)
+            self._entries[key] = entry, size
+            self.n_tokens += size
+            while self.n_tokens > self._max_tokens:
+                self._remove(next(iter(self._entries)))
+
+    def _remove(self, key: Key) -> None:
+        _, n_tokens = self._entries.pop(key, (None, 0))
+        self.n_tokens -= n_tokens

@@ -179,7 +179,7 @@ def sample_with_agents(
             take({first + place: (sample, record)})
 
         for first in range(0, len(every), size):
-            session.proxy.expect(every[first : first + size])
+            session.proxy.prefetch(every[first : first + size])
             agents.run(every[first : first + size], context, watch, partial(done, first))
     _report([found[place] for place in sorted(found)])
 

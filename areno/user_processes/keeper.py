@@ -1,8 +1,9 @@
-"""Stands between the driver and one process of users' code, and ends whatever that code started.
+"""Run a keeper process, which ends everything that user code starts.
 
-The driver starts a keeper, and the keeper forks the process, which runs a reward function (areno.rewards.process) or an
-agent. A process that these start may leave its session and lose its parent. On Linux it then becomes a child of the
-keeper (PR_SET_CHILD_SUBREAPER), which ends it. On other systems only the process group of the process ends.
+The driver starts a keeper, and the keeper forks the process that runs a reward function (areno.rewards.process) or an
+agent. User code may start processes that leave their session and lose their parent. On Linux such a process becomes a
+child of the keeper (PR_SET_CHILD_SUBREAPER), which kills it at the end. On other systems only the process group is
+killed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from pathlib import Path
 from areno.user_processes.process import run
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_END_LIMIT_S = 5.0  # a process of another user, or one that waits for a dead disk, cannot be ended
-_LOOK_S = 0.5  # whether the driver is still there
+_END_LIMIT_S = 5.0  # a process of another user, or one that waits for a dead disk, cannot be killed
+_POLL_S = 0.5  # between two checks that the driver is alive
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
-_SIGNALLED = 128  # exit code of a process that signal n ended: 128 + n, as in a shell
+_SIGNALLED = 128  # the exit code of a process that was killed by signal n is 128 + n, as in a shell
 
 
 def main(fd: int, driver_pid: int, serves: str) -> None:
-    """Run a process until it ends, SIGTERM comes or the driver is gone; then end all processes below this one.
+    """Run a process until it ends, SIGTERM arrives or the driver ends. Then kill all processes below this one.
 
-    fd: the socket to the driver. serves: the module whose `serve` the process runs. Exits with its code; see
-    `exit_text`.
+    This process exits with the code of the process that it ran, see `exit_text`.
+
+    Args:
+        fd: File descriptor of the socket to the driver.
+        driver_pid: Process id of the driver.
+        serves: Module whose `serve` the process runs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    # Blocked and waited for: a handler could run just before a blocking call, which would then not return.
+    # The signals are blocked and waited for. A handler could run just before a blocking call, which would not return.
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
@@ -48,7 +53,11 @@ def main(fd: int, driver_pid: int, serves: str) -> None:
 
 
 def exit_text(code: int) -> str:
-    """The end of a process in words, from the exit code of its keeper: `exit code 3`, `signal SIGKILL`."""
+    """Describe the end of a process, such as "exit code 3" or "signal SIGKILL".
+
+    Args:
+        code: Exit code of its keeper.
+    """
     number = -code if code < 0 else code - _SIGNALLED
     if number in set(signal.Signals):
         return f"signal {signal.Signals(number).name}"
@@ -66,16 +75,16 @@ def _become_worker(fd: int, serves: str) -> None:
 
 
 def _was_stopped() -> bool:
-    """Wait until a child has ended, SIGTERM comes or a moment has passed; whether it was SIGTERM."""
+    """Wait until a child ends, SIGTERM arrives or a moment passes. Return whether SIGTERM arrived."""
     if sys.platform == "linux":
-        found = signal.sigtimedwait(_AWAITED, _LOOK_S)
+        found = signal.sigtimedwait(_AWAITED, _POLL_S)
         return found is not None and found.si_signo == signal.SIGTERM
-    time.sleep(_LOOK_S / 10)
+    time.sleep(_POLL_S / 10)
     return signal.SIGTERM in signal.sigpending()
 
 
 def _reap(worker: int) -> int | None:
-    """Collect children that have ended; the exit code of the process if it is among them."""
+    """Collect ended children. Return the exit code of the worker if it is among them."""
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -85,7 +94,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _end_all(worker: int) -> None:
-    """Kill the children of this process until none is left: those of a killed one become its own."""
+    """Kill the children of this process until none is left. Children of a killed child become its own."""
     if worker:
         with contextlib.suppress(OSError):
             os.killpg(worker, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""How many reward processes a machine has cores for.
+"""Keep a pool of processes that run user code.
 
-Some processes of users' code: started together, waited for, and replaced when they end or hang.
+`WorkerPool` starts the processes together, sends them calls, and replaces those that end or hang. Reward functions and
+agents derive their pools from it. `default_workers` chooses the number of processes by the cores of the machine.
 """
 
 from __future__ import annotations
@@ -21,23 +22,34 @@ from areno.errors import ConfigError, EngineError, Key, Problem
 from areno.user_processes.worker import Output, Worker
 
 _CGROUP = Path("/sys/fs/cgroup")
-FEWEST, MOST = 2, 64
-"""One process that hangs does not hold up all others; each takes memory, and time to start."""
+MIN_WORKERS, MAX_WORKERS = 2, 64
+"""At least two, so that one hanging process does not block all calls. Each takes memory and time to start."""
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
-    """The cores of this process, less one for the driver and one for each device's worker."""
-    return min(MOST, max(FEWEST, usable_cores(cgroup) - 1 - n_devices))
+    """Return the default number of processes.
+
+    The usable cores count, less one for the driver and one for each device's worker.
+
+    Args:
+        n_devices: Number of devices.
+        cgroup: Folder of the container's limits.
+    """
+    return min(MAX_WORKERS, max(MIN_WORKERS, usable_cores(cgroup) - 1 - n_devices))
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """The cores that this process may use: those it is bound to, and no more than its container's share of time."""
+    """Return the cores that this process may use: those it is bound to, and at most its container's share of CPU time.
+
+    Args:
+        cgroup: Folder of the container's limits.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.floor(min(cores, _quota(cgroup))))
 
 
 def _quota(cgroup: Path) -> float:
-    """Cores' worth of time that a container gives its processes; infinite without a limit."""
+    """Return the container's limit on CPU time, in cores. Infinite without a limit."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
         try:
             quota, period = " ".join((cgroup / name).read_text() for name in names).split()
@@ -53,35 +65,68 @@ Self = TypeVar("Self", bound="WorkerPool[Any]")  # typing has it from Python 3.1
 Failure = Literal["error", "timeout"]
 
 _IMPORT_LIMIT_S = 180.0  # an import may compile or download something, but a hang must end
-_SLOW_S = 10.0  # waiting for longer is told, then again each time that it has doubled
-_LOOK_S = 0.5
+_SLOW_S = 10.0  # waiting for longer is logged, then again each time that it has doubled
+_POLL_S = 0.5
 
 
 class Work(Protocol):
-    """What a pool is asked to do: numbered calls of the user's function. n_open: without an outcome."""
+    """The calls that a pool makes for one request of the driver.
+
+    Attributes:
+        n_open: Number of calls without an outcome.
+    """
 
     n_open: int
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """What an idle process gets: numbers and pickled arguments; nothing if all have been dealt out."""
+        """Return calls for an idle process.
+
+        Args:
+            n_workers: Number of processes of the pool.
+            is_async: Whether the user's function is async.
+
+        Returns:
+            (number of the call, pickled arguments) of each call. Empty if all calls have been sent.
+        """
         ...
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
-        """A process has sent the answer to one call."""
+        """Record the answer to one call.
+
+        Args:
+            position: Number of the call.
+            answer: The answer of the process.
+        """
         ...
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """A process has ended, or was ended because it hangs, over what is left of `worker.chunk`."""
+        """Handle the end of a process that had calls left in `worker.chunk`.
+
+        Args:
+            worker: The process. It has ended, or was killed because it did not answer in time.
+            status: "timeout" if it did not answer in time, else "error".
+            text: Description of the failure.
+        """
         ...
 
 
 class WorkerPool(Generic[Config]):
-    """Processes that call the user's code. Start it early: they import it beside other work.
+    """Base class of the pools of processes that call user code. Use it in a `with` block.
 
-    noun: what its settings and its logger are called after. serves: the module that the processes run. ended, late,
-    importing: how messages say that a process ended, that it gave no answer in time, and that it ended while it
-    started. name: of the functions, for messages. n_workers: how many processes; None is config.workers. output: logs
-    what they print.
+    Start it early: the processes import the user code while other work goes on.
+
+    Args:
+        config: The section of the configuration.
+        name: Name of the functions, for messages.
+        n_workers: Number of processes. None takes `config.workers`.
+
+    Attributes:
+        noun: "reward" or "agent", the name of the configuration section and the logger.
+        serves: Module that the processes run.
+        ended: Message of a process that ended.
+        late: Message of a process that did not answer in time.
+        importing: Message of a process that ended while it started.
+        output: Logs the lines that the processes print.
     """
 
     noun: ClassVar[str]
@@ -100,11 +145,13 @@ class WorkerPool(Generic[Config]):
         self._workers: list[Worker] = []
 
     def start(self) -> None:
-        """Start the processes and return at once. Raises ConfigError if the file is missing or does not parse.
+        """Start the processes without waiting for their imports.
 
-        EngineError if the system does not let so many processes start.
+        Raises:
+            ConfigError: If the file of the user code is missing or does not parse.
+            EngineError: If the system does not allow so many processes.
         """
-        self._first_message = self._opening()
+        self._first_message = self._build_first_message()
         try:
             for _ in range(self.n_workers):
                 self._workers.append(self._start_worker())
@@ -115,7 +162,11 @@ class WorkerPool(Generic[Config]):
             raise EngineError(text, self.noun, n_started + 1, self.n_workers, error, limit) from error
 
     def wait_ready(self) -> None:
-        """Wait until every process has imported the function. Raises ConfigError, of its setting, if one cannot."""
+        """Wait until every process has imported the user code.
+
+        Raises:
+            ConfigError: If a process cannot import it. The message names the setting.
+        """
         slow = Slow()
         while starting := [worker for worker in self._workers if worker.is_starting]:
             self._wait(starting, None)
@@ -138,39 +189,49 @@ class WorkerPool(Generic[Config]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _opening(self) -> tuple[Any, ...]:
-        """What each process is sent first: the user's code, and what else it needs. Raises ConfigError."""
+    def _build_first_message(self) -> tuple[Any, ...]:
+        """Return the first message for each process: the user code and its options. Raises ConfigError."""
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
         return Worker(self._first_message, _IMPORT_LIMIT_S, self.serves, self.output)
 
-    def _do(self, work: Work, look: Callable[[], object]) -> None:
-        """Deal the calls out until each has an outcome. look: called meanwhile, at least every half second."""
+    def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
+        """Make calls until each has an outcome. `look` is called meanwhile, at least every half second."""
         if not self._workers:
             raise EngineError("the {} processes are not running; call start() first", self.noun)
         try:
             while work.n_open:
-                self.deal(work)
+                self.send_calls(work)
                 self.wait(work)
-                heartbeat.beat()  # however long a call may take, it has a limit, which is kept here
+                heartbeat.beat()  # this loop enforces the time limit of the calls, so waiting is no hang
                 look()
         except BaseException:
-            self.drop_calls()  # a late answer would be taken for one of the next call
+            self.drop_calls()  # a late answer would be taken for the answer to a later call
             raise
 
-    def deal(self, work: Work) -> None:
-        """Give each idle process something to do, as long as there is some."""
+    def send_calls(self, work: Work) -> None:
+        """Send calls to each idle process, as long as there are any.
+
+        Args:
+            work: The calls.
+        """
         for worker in self._workers:
             if worker.is_idle:
                 worker.send(work.next_chunk(len(self._workers), worker.is_async), self.config.timeout_s)
 
-    def wait(self, work: Work, wake: Connection | None = None, most_s: float = _LOOK_S) -> None:
-        """Wait until a process sends something or is out of time, and handle it; or for a moment. wake: see `_wait`."""
-        self._wait([worker for worker in self._workers if not worker.is_idle], work, wake, most_s)
+    def wait(self, work: Work, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
+        """Wait until a process answers or is out of time, and handle it.
+
+        Args:
+            work: The calls.
+            wake: A message on this connection ends the wait.
+            max_s: The most seconds to wait.
+        """
+        self._wait([worker for worker in self._workers if not worker.is_idle], work, wake, max_s)
 
     def drop_calls(self) -> None:
-        """End the processes that are busy, and start others in their place."""
+        """Kill the busy processes and start new ones in their place."""
         for worker in self._workers:
             if worker.chunk:
                 self._replace(worker)
@@ -180,39 +241,36 @@ class WorkerPool(Generic[Config]):
         self._workers[self._workers.index(worker)] = self._start_worker()
 
     def _wait(
-        self, workers: list[Worker], work: Work | None, wake: Connection | None = None, most_s: float = _LOOK_S
+        self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
-        """Wait until one of `workers` sends something or is out of time, and handle it; or for a moment.
-
-        wake: what is sent there ends the wait, too.
-        """
-        pause = min([most_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
+        """Wait for `workers`, as `wait` does."""
+        timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
-        spoke = readable(connections if wake is None else [*connections, wake], pause)
-        if wake in spoke and wake is not None:
+        ready = readable(connections if wake is None else [*connections, wake], timeout_s)
+        if wake in ready and wake is not None:
             wake.recv_bytes()
         for worker in workers:
-            if worker.connection in spoke:
-                self._listen(worker, work)
+            if worker.connection in ready:
+                self._receive(worker, work)
             elif time.monotonic() >= worker.deadline and not readable([worker.connection]):
                 self._lost(worker, work, "timeout", self.late.format(self.config.timeout_s))
 
-    def _listen(self, worker: Worker, work: Work | None) -> None:
+    def _receive(self, worker: Worker, work: Work | None) -> None:
         while readable([worker.connection]):
             try:
-                what, value = worker.connection.recv()
+                kind_or_position, value = worker.connection.recv()
             except (EOFError, OSError):
                 return self._lost(worker, work, "error", self.ended.format(worker.exit_text()))
-            if what == "failed":
+            if kind_or_position == "failed":
                 raise ConfigError(value)
-            if what == "ready":
+            if kind_or_position == "ready":
                 worker.is_starting, worker.is_async, worker.deadline = False, value, math.inf
             elif work is not None:
-                worker.answered(what, self.config.timeout_s)
-                work.answered(what, value)
+                worker.answered(kind_or_position, self.config.timeout_s)
+                work.answered(kind_or_position, value)
 
     def _lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
-        """A process died or hangs: start another one."""
+        """Replace a process that died or hangs, and let the work handle its calls."""
         if worker.is_starting:
             hangs = f"importing it took more than {_IMPORT_LIMIT_S:g} s"
             why = hangs if status == "timeout" else self.importing.format(text)
@@ -223,9 +281,13 @@ class WorkerPool(Generic[Config]):
 
 
 def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[Connection]:
-    """Those that have something to read, or have ended, after waiting for the first of them.
+    """Return the connections that have something to read or are closed.
 
-    As multiprocessing.connection.wait, in a fifth of its time.
+    Does the same as multiprocessing.connection.wait in a fifth of its time.
+
+    Args:
+        connections: Connections to look at.
+        timeout_s: The most seconds to wait for the first of them.
     """
     poll, by_number = select.poll(), {connection.fileno(): connection for connection in connections}
     for number in by_number:
@@ -234,7 +296,7 @@ def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[C
 
 
 class Slow:
-    """Tells when waiting has become long, and again each time that it has doubled."""
+    """Clock that is due when waiting has become long, and again each time that it has doubled."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -242,9 +304,11 @@ class Slow:
 
     @property
     def seconds(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self._started
 
     def is_due(self) -> bool:
+        """Return whether the wait should be logged now."""
         if time.monotonic() < self._due_at:
             return False
         self._due_at = self._started + 2 * self.seconds

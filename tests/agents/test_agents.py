@@ -106,7 +106,7 @@ def test_what_an_agent_prints_is_logged(session: RolloutSession, caplog: pytest.
 def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutSession, tmp_path: Path) -> None:
     outcomes = run(session, f"sleep {tmp_path}/over", "ok", "ok again", on_done=after(2, tmp_path / "over"))
     assert [outcome.status for outcome in outcomes] == ["timeout", "ok", "ok"]
-    assert re.fullmatch(r"not done within 60 s \(agent.timeout_s\); it waits at faulty.py:\d+", outcomes[0].message)
+    assert re.fullmatch(r"not finished within 60 s \(agent.timeout_s\); it waits at faulty.py:\d+", outcomes[0].message)
     line = int(outcomes[0].message.rpartition(":")[2])
     assert "asyncio.sleep(1_000_000)" in FILE.read_text().splitlines()[line - 1]
 
@@ -114,7 +114,7 @@ def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutS
 def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session: RolloutSession) -> None:
     outcomes = run(session, "ok", "block for ever", "ok too")
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]
-    assert "held the event loop" in outcomes[1].message
+    assert "blocked the event loop" in outcomes[1].message
     assert "faulty.py" in outcomes[1].message
 
 
@@ -171,7 +171,7 @@ def test_a_plain_function_runs_in_threads(session: RolloutSession, tmp_path: Pat
     prompts = [*(f"ok {number}" for number in range(20)), f"sleep {tmp_path}/over"]
     outcomes = run(session, *prompts, function="run_plain", on_done=after(20, tmp_path / "over"))
     assert [outcome.status for outcome in outcomes] == ["ok"] * 20 + ["timeout"]
-    assert re.search(r"not done within 60 s .*; it waits at faulty.py:\d+$", outcomes[-1].message)
+    assert re.search(r"not finished within 60 s .*; it waits at faulty.py:\d+$", outcomes[-1].message)
 
 
 @pytest.mark.parametrize(

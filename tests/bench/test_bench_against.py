@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areno.bench.arguments import Work
-from areno.bench.others import WithTransformers, WithVllm
+from areno.bench.other_contenders import TransformersContender, VllmContender
 from areno.engine.engine import Engine
 from areno.errors import EngineError
 from tests.helpers.bench_runs import TINY, found, settings
@@ -40,7 +40,7 @@ def same_weights(tmp_path: Path) -> str:
 def test_transformers_gives_the_log_probabilities_of_what_it_drew(same_weights: str) -> None:
     """Prompts of several lengths are padded on the left; the engine scores the very same rows."""
     work = Work(prompt_lens=(3, 9, 5), new_lens=(6, 2, 4), n_samples=2, name="")
-    theirs = WithTransformers(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
+    theirs = TransformersContender(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
     torch.manual_seed(0)
     rows = theirs.rollout(work, work.prompts(theirs.vocab_size, 0))
     assert [len(item.tokens or []) for item in rows] == work.row_lens
@@ -56,7 +56,7 @@ def test_transformers_gives_the_log_probabilities_of_what_it_drew(same_weights: 
 
 def test_transformers_trains_towards_rows_of_positive_advantage(same_weights: str) -> None:
     work = Work(prompt_lens=(3, 7), new_lens=(6, 2), n_samples=2, name="")
-    theirs = WithTransformers(settings("train --device cpu --tokens-per-mb 30"), same_weights, False)
+    theirs = TransformersContender(settings("train --device cpu --tokens-per-mb 30"), same_weights, False)
     theirs._optimizer = torch.optim.AdamW(theirs.model.parameters(), lr=1e-3, fused=True)
     rows = work.random_rows(theirs.vocab_size, 0)
 
@@ -77,7 +77,7 @@ def test_transformers_does_in_parts_what_memory_has_no_room_for(
     same_weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = Work(prompt_lens=(3, 4, 5, 6, 7), new_lens=(2, 2, 2, 2, 2), n_samples=2, name="")
-    theirs = WithTransformers(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
+    theirs = TransformersContender(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
     generate, tried = theirs._generate, []
 
     def generate_up_to_two(prompts: list[list[int]], n_new: int, n_samples: int) -> Any:
@@ -125,7 +125,7 @@ def test_vllm_is_asked_for_log_probabilities_and_all_lengths(
     module.__dict__.update(LLM=LLM, SamplingParams=lambda **options: SimpleNamespace(**options))
     monkeypatch.setitem(sys.modules, "vllm", module)
     work = Work(prompt_lens=(3, 4), new_lens=(2, 5), n_samples=2, name="")
-    theirs = WithVllm(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, True)
+    theirs = VllmContender(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, True)
     rows = theirs.rollout(work, work.prompts(theirs.vocab_size, 0))
     assert asked[0]["load_format"] == "dummy"
     assert [one.max_tokens for one in asked[1:]] == [2, 5]

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from areno.bench.__main__ import main
+from areno.bench.areno_contender import sampling_page, speeds
 from areno.bench.arguments import Work
-from areno.bench.ours import sampling_page, speeds
 from areno.bench.serving import Clients, Load, serving_page
 from tests.helpers.agent_model import TOKENIZER, model_folder
 

@@ -23,7 +23,7 @@ from openai import AuthenticationError, OpenAI, RateLimitError
 from areno.cli.__main__ import main
 from areno.cli.serve import _model, _signals
 from areno.errors import ArenoError
-from areno.server.host import ServerThread, Threads
+from areno.server.threads import ServerThread, Threads
 from tests.helpers.agent_model import made, model_folder
 from tests.helpers.served import BASE, Served
 from tests.helpers.waiting import until
@@ -75,7 +75,7 @@ def test_too_many_requests_are_refused_and_a_second_signal_is_not_needed(served:
     how: Any = {"model": next(iter(client.models.list())).id, "messages": HELLO, "extra_body": {"ignore_eos": True}}
     streams = [client.chat.completions.create(max_tokens=2000, stream=True, **how) for _ in range(2)]
     next(iter(streams[0]))
-    with pytest.raises(RateLimitError, match="2 samples are under way"):
+    with pytest.raises(RateLimitError, match="2 samples are in progress"):
         client.chat.completions.create(**how)
     for stream in streams:
         stream.close()

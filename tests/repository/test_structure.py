@@ -21,7 +21,7 @@ OUTSIDE_KERNELS = {name: module for name, module in TREE.items() if module.step 
 # These stay, each for its reason. One that is no longer needed fails as well.
 MAY_COMPUTE_ATTRIBUTES = {
     "areno": "public names are imported when they are first used",
-    "areno.bench.others": "a model of transformers may lack a method",
+    "areno.bench.other_contenders": "a model of transformers may lack a method",
     "areno.engine.processes.child": "changes attributes of the module __main__",
     "areno.engine.processes.messages": "a command for a worker names its method",
     "areno.schema.fields": "adds sections to a dataclass",

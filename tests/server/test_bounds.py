@@ -11,7 +11,7 @@ import pytest
 from areno.schema.values import show
 from areno.server import errors, fields
 from areno.server.errors import ApiError, has_more_tokens, is_deeper, is_larger
-from areno.server.fields import read_json, unpacked
+from areno.server.fields import decompress, read_json
 
 
 def nested(levels: int, kind: str) -> Any:
@@ -56,7 +56,7 @@ def test_tokens_are_counted_in_pieces_without_a_wrong_refusal(
 
 @pytest.mark.parametrize("most", [0, 10**9])
 def test_json_is_the_same_by_both_scanners(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "_MOST_PARTS", most)
+    monkeypatch.setattr(fields, "_MAX_PARTS", most)
     value = {"a": [1, -2.5, 1e300, "\u00e9\n", None, True, {"": []}], "b": {"c": "d"}}
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
         assert read_json(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
@@ -73,8 +73,8 @@ def test_json_is_the_same_by_both_scanners(most: int, monkeypatch: pytest.Monkey
 
 
 def test_the_number_of_lists_and_objects_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "_MOST_PARTS", 10)
-    monkeypatch.setattr(fields, "_MOST_OBJECTS", 10)
+    monkeypatch.setattr(fields, "_MAX_PARTS", 10)
+    monkeypatch.setattr(fields, "_MAX_OBJECTS", 10)
     assert read_json(json.dumps([{}] * 9).encode()) == [{}] * 9
     with pytest.raises(ApiError, match="more than 10 lists and objects"):
         read_json(json.dumps([{}] * 10).encode())
@@ -87,16 +87,16 @@ def test_a_packed_body(wbits: int) -> None:
         return packing.compress(data) + packing.flush()
 
     encoding, data = "gzip" if wbits == 31 else "deflate", b'{"a": 1}' * 100
-    assert unpacked(packed(data), encoding, 800) == data
+    assert decompress(packed(data), encoding, 800) == data
     for damaged in (b"", packed(data)[:-9], packed(data)[:9] + b"\xff\xff", packed(data) + b"more"):
         with pytest.raises(ApiError, match=f"the body is not valid {encoding}"):
-            unpacked(damaged, encoding, 800)
+            decompress(damaged, encoding, 800)
     with pytest.raises(ApiError, match="more than 799 bytes"):
-        unpacked(packed(data), encoding, 799)
+        decompress(packed(data), encoding, 799)
     with pytest.raises(ApiError, match="more than 1000 bytes"):
-        unpacked(packed(b"\0" * 100_000_000), encoding, 1000)
+        decompress(packed(b"\0" * 100_000_000), encoding, 1000)
     with pytest.raises(ApiError, match="Content-Encoding is 'br'"):
-        unpacked(data, "br", 800)
+        decompress(data, "br", 800)
 
 
 def test_of_a_large_value_the_beginning_is_shown() -> None:

@@ -18,11 +18,12 @@ from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
 from areno.errors import DataError
 from areno.server import errors
-from areno.server.conversations import Conversations, Prompt, PromptTooLong, Remembered, conversation_keys
-from areno.server.host import Threads
-from areno.server.messages import read_messages
+from areno.server.conversations import Conversations, Prompt
+from areno.server.errors import PromptTooLong
+from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import parser_for_template
-from areno.server.tokens import Source, expand
+from areno.server.threads import Threads
+from areno.server.tokens import Source, TokenCache, expand_runs
 from tests.helpers.conversations import OTHER, USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 
@@ -180,14 +181,14 @@ def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any
 def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
     turn = turn_of(conversations, [USER], "a<|im_end|>", None)
-    known = list(conversations._remembered._entries)
+    known = list(conversations._cache._entries)
     builder = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer))
     with pytest.raises(BadTrajectory, match=r"they say .*and you"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
     monkeypatch.setattr(tiny, "chat_template", "{{ raise_exception('system first') }}")
     with pytest.raises(BadTrajectory, match=r"of the request .1 messages.: the chat template refuses .*first"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
-    assert list(conversations._remembered._entries) == known  # which are the server's
+    assert list(conversations._cache._entries) == known  # which are the server's
 
 
 def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
@@ -196,7 +197,7 @@ def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
     answer = {"role": "assistant", "content": "hello", "tool_calls": [{"function": {"name": "user", "arguments": {}}}]}
     result = {"role": "tool", "tool_call_id": "c", "content": "user"}
     prompt = conversations.prompt([system, {"role": "user", "content": "user"}, answer, result])
-    sources = expand(prompt.sources)
+    sources = expand_runs(prompt.sources)
     found = {}
     for source in (Source.SYSTEM, Source.USER, Source.TOOL):
         of_source = [token for token, one in zip(prompt.tokens, sources, strict=True) if one == source]
@@ -240,7 +241,7 @@ def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> 
 
 
 def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=1500)
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=1500)
     tool = {"type": "function", "function": {"name": "f"}}
     first = conversations.prompt([USER])
     assert conversations.prompt([dict(USER)]) is first
@@ -256,23 +257,23 @@ def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any) -> None:
 def test_a_long_text_becomes_tokens_beside_the_event_loop(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
     long, short = [{"role": "user", "content": "hello " * 400}], [USER]
-    encode, threads = conversations._encode, []
+    encode, threads = conversations._encode_new_text, []
 
     def noted(draft: Any) -> Any:
         threads.append(threading.current_thread())
         time.sleep(0.02)
         return encode(draft)
 
-    monkeypatch.setattr(conversations, "_encode", noted)
+    monkeypatch.setattr(conversations, "_encode_new_text", noted)
 
     async def all_of_them() -> list[Prompt]:
-        left = asyncio.ensure_future(conversations.prompt_beside(long))
-        waiting = [asyncio.ensure_future(conversations.prompt_beside(long)) for _ in range(3)]
+        left = asyncio.ensure_future(conversations.prompt_async(long))
+        waiting = [asyncio.ensure_future(conversations.prompt_async(long)) for _ in range(3)]
         await asyncio.sleep(0)
         left.cancel()  # the others still get it
-        among = await conversations.prompt_beside(short)
+        among = await conversations.prompt_async(short)
         assert not any(each.done() for each in waiting)
-        return [among, *await asyncio.gather(*waiting), await conversations.prompt_beside(long)]
+        return [among, *await asyncio.gather(*waiting), await conversations.prompt_async(long)]
 
     among, *same = asyncio.run(all_of_them())
     assert sorted(thread is threading.main_thread() for thread in threads) == [False, True]
@@ -283,7 +284,7 @@ def test_a_long_text_becomes_tokens_beside_the_event_loop(tiny: Any, monkeypatch
     answer = {"role": "assistant", "content": "hi " * 600}
     turn_of(fresh, long, "hi " * 600 + "<|im_end|>", None)
     later = [*long, answer, {"role": "user", "content": "and " * 400}]
-    assert asyncio.run(fresh.prompt_beside(later)) == fresh.prompt(later)
+    assert asyncio.run(fresh.prompt_async(later)) == fresh.prompt(later)
 
 
 def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,28 +295,28 @@ def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pyt
         raise DataError("no tokens")
 
     async def both() -> list[Any]:
-        return await asyncio.gather(*(conversations.prompt_beside(long) for _ in range(2)), return_exceptions=True)
+        return await asyncio.gather(*(conversations.prompt_async(long) for _ in range(2)), return_exceptions=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversations, "_encode", broken)
+        patch.setattr(conversations, "_encode_new_text", broken)
         assert [str(error) for error in asyncio.run(both())] == ["no tokens"] * 2
     assert asyncio.run(both())[0].tokens  # it is tried again
 
 
 def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template), threads=Threads(1, "one"))
-    encode, made, go_on = conversations._encode, [], threading.Event()
+    encode, made, go_on = conversations._encode_new_text, [], threading.Event()
 
     def noted(draft: Any) -> Any:
         made.append(draft.text)
         assert go_on.wait(60)
         return encode(draft)
 
-    monkeypatch.setattr(conversations, "_encode", noted)
+    monkeypatch.setattr(conversations, "_encode_new_text", noted)
 
     async def some_leave() -> Prompt:
         asked = [
-            asyncio.ensure_future(conversations.prompt_beside([{"role": "user", "content": f"{number} " * 1000}]))
+            asyncio.ensure_future(conversations.prompt_async([{"role": "user", "content": f"{number} " * 1000}]))
             for number in (1, 2, 2, 3)
         ]
         while not made:
@@ -329,14 +330,14 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypa
     prompt = asyncio.run(some_leave())
     assert len(made) == 2  # the first had begun
     assert "3 3 3" in prompt.text
-    assert not conversations._making
+    assert not conversations._pending
 
 
 @pytest.mark.parametrize("n_words", [300, 300_000])
 def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
     n_words: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_prompt=200)
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_prompt_tokens=200)
     n_characters = 0
 
     def counted(draft_or_text: Any, *asked: Any, **how: Any) -> Any:
@@ -344,24 +345,34 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
         n_characters += len(draft_or_text)
         return tiny(draft_or_text, *asked, **how)
 
-    monkeypatch.setattr(conversations, "_encode", None)  # would be called for a prompt that fits
+    monkeypatch.setattr(conversations, "_encode_new_text", None)  # would be called for a prompt that fits
     monkeypatch.setattr(errors, "_tokens_of", lambda tokenizer, text: len(counted(text)["input_ids"]))
     long = [{"role": "user", "content": "hello " * n_words}]
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
         conversations.prompt(long)
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
-        asyncio.run(conversations.prompt_beside(long))
+        asyncio.run(conversations.prompt_async(long))
     assert 0 < n_characters <= 2 * min(errors._PIECE, 6 * n_words + 200)
-    assert len(conversations._remembered) == 0
+    assert len(conversations._cache) == 0
 
 
 def test_what_a_turn_leaves_room_for_is_counted(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_prompt=900)
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_prompt_tokens=900)
     turn_of(conversations, [USER], "hello " * 300 + "<|im_end|>", None)
     later = [USER, {"role": "assistant", "content": "hello " * 300}]
     assert len(conversations.prompt([*later, {"role": "user", "content": "hello " * 100}]).tokens) > 800
     with pytest.raises(PromptTooLong):
         conversations.prompt([*later, {"role": "user", "content": "hello " * 200}])
+
+
+def test_private_use_characters_of_a_message_do_not_hide_where_it_stands(tiny: Any) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    plain, marked = ({"role": "user", "content": f"one {mark} two"} for mark in ("", "\ue002\ue003\ue002 12"))
+    for message in (plain, marked):
+        prompt = conversations.prompt([message])
+        user = expand_runs(prompt.sources) == Source.USER
+        tokens = [token for token, is_user in zip(prompt.tokens, user, strict=True) if is_user]
+        assert tiny.decode(tokens) == message["content"]
 
 
 def test_long_texts_count_for_the_key_of_a_conversation() -> None:
@@ -378,10 +389,10 @@ def test_long_texts_count_for_the_key_of_a_conversation() -> None:
 
 
 def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=3000)
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=3000)
     for number in range(10):
         turn_of(conversations, [{"role": "user", "content": f"hello {number}"}], "a<|im_end|>", None)
-    remembered = conversations._remembered
+    remembered = conversations._cache
     assert 0 < remembered.n_tokens <= 3000
     assert 6 < len(remembered) < 12  # of 20; short ones count, too
     long = turn_of(conversations, [{"role": "user", "content": "hello " * 500}], "a<|im_end|>", None)
@@ -400,13 +411,13 @@ def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) ->
     rows = [[{"role": "user", "content": f"prompt {number}"}] for number in range(8)]
 
     async def begun(other: bool) -> int:
-        conversations._remembered = Remembered(1_000_000)
-        task = asyncio.ensure_future(conversations.expect(rows))
+        conversations._cache = TokenCache(1_000_000)
+        task = asyncio.ensure_future(conversations.prefetch(rows))
         await asyncio.sleep(0)
         asked = [{"role": "user", "content": "another" if other else "prompt 5"}]
-        assert (await conversations.prompt_beside(asked)).tokens == conversations.prompt(asked).tokens
+        assert (await conversations.prompt_async(asked)).tokens == conversations.prompt(asked).tokens
         await task
-        return len(conversations._remembered) - other
+        return len(conversations._cache) - other
 
     assert asyncio.run(begun(other=False)) == len(rows)
     assert 0 < asyncio.run(begun(other=True)) < len(rows)

@@ -236,11 +236,11 @@ def test_nothing_is_constrained_where_nothing_was_asked(tiny: Any) -> None:
         ({"tool_choice": "always"}, "tool_choice is 'always'; expected none, auto, required or a function"),
         ({"tool_choice": {"function": {"name": "x"}}}, "names 'x'; the tools are get_weather, now"),
         ({"tool_choice": {"function": 1}}, "names None; the tools are"),
-        ({"tool_choice": "required", "tools": [TOOLS[0], {"function": 1}]}, r"tools\[1\] is no function"),
-        ({"tool_choice": "required", "tools": ["f"]}, r"tools\[0\] is no function"),
-        ({"tool_choice": "required", "tools": [{"name": "f", "parameters": 1}]}, r"tools\[0\] is no function"),
+        ({"tool_choice": "required", "tools": [TOOLS[0], {"function": 1}]}, r"tools\[1\] is not a function"),
+        ({"tool_choice": "required", "tools": ["f"]}, r"tools\[0\] is not a function"),
+        ({"tool_choice": "required", "tools": [{"name": "f", "parameters": 1}]}, r"tools\[0\] is not a function"),
         ({"tool_choice": "required", "parser": parser_for("text")}, "no format for tool calls"),
-        ({"tool_choice": "required", "parser": None}, "not known how the model writes calls"),
+        ({"tool_choice": "required", "parser": None}, "the format of this model.s calls is not known"),
     ],
 )
 def test_requests_that_are_none(how: dict[str, Any], message: str, tiny: Any) -> None:

@@ -390,7 +390,7 @@ def test_other_errors_have_their_status(client: OpenAI, proxy: SessionProxy) -> 
 
 def test_too_many_samples_are_refused(client: OpenAI, proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy.server.sampler.limits, "max_samples", 3)
-    with proxy.server.sampler.place(1), pytest.raises(openai.RateLimitError):
+    with proxy.server.sampler.reserve(1), pytest.raises(openai.RateLimitError):
         chat(client, n=3)
     assert len(chat(client, n=3).choices) == 3
 

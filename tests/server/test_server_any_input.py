@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from areno import SamplingParams
 from areno.server.app import Server, build_server
-from areno.server.host import ServerThread
 from areno.server.sampling import ServerLimits
+from areno.server.threads import ServerThread
 from tests.helpers.agent_model import VOCAB, made
 from tests.helpers.waiting import until
 
@@ -148,7 +148,7 @@ class Asked:
 def asked() -> Iterator[Asked]:
     params = SamplingParams(max_new_tokens=8)
     with made() as trainer, trainer.rollout_session(sampling_params=params, max_running_prompts=16) as session:
-        room = replace(session.proxy.server.sampler.room, context_len=192)
+        room = replace(session.proxy.server.sampler.request_limits, context_len=192)
         server = build_server(
             trainer.engine, room, session.proxy.server.chat.conversations.tokenizer, models=["model"], keys=[KEY],
             defaults=replace(params, max_context_len=192), limits=ServerLimits(max_body=2**17, max_messages=1000),

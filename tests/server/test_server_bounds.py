@@ -16,7 +16,7 @@ import pytest
 
 from areno.agents.proxy import SessionProxy
 from areno.server import sampling
-from areno.server.host import ServerThread
+from areno.server.threads import ServerThread
 from tests.helpers.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
@@ -54,7 +54,7 @@ def test_the_event_loop_is_not_held_up(proxy: SessionProxy, name: str, monkeypat
     body = json.dumps({"model": "policy", "max_tokens": 1, **fields}).encode()
     headers = {"Authorization": f"Bearer {proxy.api_key}"}
     monkeypatch.setattr(asyncio.Handle, "_run", timed)
-    remembered = proxy.server.chat.conversations._remembered
+    remembered = proxy.server.chat.conversations._cache
     n_before = remembered.n_tokens
     answer = httpx2.post(f"{proxy.base_url}/{path}", content=body, headers=headers, timeout=60)
     assert answer.status_code == (200 if "echo" in fields else 400), answer.text
@@ -67,8 +67,8 @@ def test_how_often_a_prompt_came_is_known_of_the_latest_prompts(
     proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = proxy.server.sampler
-    monkeypatch.setattr(sampling, "_MOST_SEEN", 3)
-    sampler = sampling.Sampler(server.engine, server.room, server.limits, 7, frozenset())
+    monkeypatch.setattr(sampling, "_MAX_SEEN", 3)
+    sampler = sampling.Sampler(server.engine, server.request_limits, server.limits, 7, frozenset())
     seeds = [sampler._next_seed([number], None) for number in (1, 1, 2, 1, 3, 1)]
     assert len(set(seeds)) == 6
     for number in range(4, 100):
@@ -137,4 +137,4 @@ def test_a_request_that_does_not_arrive_does_not_hold_the_end(proxy: SessionProx
         assert time.monotonic() - begun < 50
         answers = [client.recv(10_000) for client in clients]
     assert answers[:3] == [b""] * 3
-    assert all(b" 503 " in answer and b"has not arrived" in answer for answer in answers[3:])
+    assert all(b" 503 " in answer and b"before this request has arrived" in answer for answer in answers[3:])

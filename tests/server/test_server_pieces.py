@@ -38,8 +38,8 @@ def test_an_answer_is_the_same_however_often_the_engine_tells_of_it(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch, fields: Any
 ) -> None:
     told: list[int] = []
-    add = answers.WrittenTokens.add
-    monkeypatch.setattr(answers.WrittenTokens, "add", lambda self, output: (told.append(1), add(self, output)))
+    add = answers.TokenFieldWriter.add
+    monkeypatch.setattr(answers.TokenFieldWriter, "add", lambda self, output: (told.append(1), add(self, output)))
 
     def body() -> str:
         text = client.chat.completions.with_raw_response.create(
@@ -92,8 +92,8 @@ def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pyte
             for number, messages in enumerate(rows)
             for sample in range(2)
         ]
-        session.proxy.expect(items)
-        until(lambda: len(conversations._remembered) >= 2)
+        session.proxy.prefetch(items)
+        until(lambda: len(conversations._cache) >= 2)
         assert 6 in trainer.engine.gathering._announced.values()
         monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
         for messages in (rows[0], [{"role": "user", "content": "text 2"}]):

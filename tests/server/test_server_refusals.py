@@ -117,7 +117,7 @@ def test_arguments_of_the_template_that_are_the_servers(proxy: SessionProxy, nam
 
 def test_what_the_cache_has_no_room_for(proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = proxy.server.sampler
-    monkeypatch.setattr(sampler, "room", replace(sampler.room, kv_tokens=64, vocab_size=12))
+    monkeypatch.setattr(sampler, "request_limits", replace(sampler.request_limits, kv_tokens=64, vocab_size=12))
     for path, fields in (("completions", {"prompt": [5]}), ("chat/completions", {"messages": HELLO})):
         param, message = refused(proxy, path, max_tokens=500, **fields)
         assert param == "max_tokens"

@@ -236,7 +236,7 @@ def test_errors(proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(proxy.server.sampler, "place", broken)
+    monkeypatch.setattr(proxy.server.sampler, "reserve", broken)
     assert status_of(ask(proxy, "chat/completions", body)) == 500
     assert set(ApiError(400, "a").body()["error"]) == {"message", "type", "param", "code"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areno.server.tokens import expand, runs_at
+from areno.server.tokens import expand_runs, source_runs
 
 
 @pytest.mark.parametrize("start", [0, 7])
@@ -27,7 +27,7 @@ def test_sources_are_found_by_bisection_as_one_token_after_the_other_finds_them(
                 next((source for begin, end, source in places if start + last > begin and start + first < end), 0)
                 for first, last in spans
             ]
-            runs = runs_at(places, len(spans), spans.__getitem__, start)
-            assert expand(runs).tolist() == sources
+            runs = source_runs(places, len(spans), spans.__getitem__, start)
+            assert expand_runs(runs).tolist() == sources
             assert all(n > 0 for _, n in runs)
             assert all(one != other for (one, _), (other, _) in itertools.pairwise(runs))

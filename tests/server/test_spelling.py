@@ -13,7 +13,14 @@ from transformers import AutoTokenizer
 
 from areno import SamplingParams
 from areno.server.answers import text_logprobs
-from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, n_begun, spelled_prompt
+from areno.server.detokenize import (
+    TextStream,
+    TokenText,
+    TokenTextCache,
+    TokenTextStream,
+    n_partial,
+    prompt_token_texts,
+)
 from tests.helpers.agent_model import made, model_folder
 from tests.helpers.tokenizers import load_tokenizer
 
@@ -40,7 +47,7 @@ def draw_tokens(tokenizer: Any, draw: random.Random) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_texts_of_tokens_add_up_however_they_come(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    texts, special = TokenTexts(tokenizer), frozenset(tokenizer.all_special_ids)
+    texts, special = TokenTextCache(tokenizer), frozenset(tokenizer.all_special_ids)
     for seed in range(40):
         draw = random.Random(seed)
         hidden = special if seed % 2 else frozenset()
@@ -50,8 +57,8 @@ def test_the_texts_of_tokens_add_up_however_they_come(name: str) -> None:
         visible = [token for token in before if token not in hidden]
         expected = tokenizer.decode(all_of_it)[len(tokenizer.decode(visible)) :]
         for size in (1, 3, 100):
-            stream, spelling = TextStream(tokenizer, hidden, before=before), Spelling(texts, hidden, before)
-            text, found = "", list[Spelled]()
+            stream, spelling = TextStream(tokenizer, hidden, before=before), TokenTextStream(texts, hidden, before)
+            text, found = "", list[TokenText]()
             for at in range(0, len(tokens), size):
                 text += stream.feed(tokens[at : at + size])
                 spelling.feed(tokens[at : at + size])
@@ -68,32 +75,35 @@ def test_the_texts_of_tokens_add_up_however_they_come(name: str) -> None:
 def test_a_prompt_is_spelled_as_it_was_sent(name: str) -> None:
     tokenizer = tokenizer_of(name)
     for text in (PROMPT, " ", "a", "e\u0301 and <s>", "été 🌧🌧"):
-        found = spelled_prompt(tokenizer, text)
+        found = prompt_token_texts(tokenizer, text)
         assert "".join(one.text for one in found) == text
         assert len(found) == len(tokenizer.encode(text))
     if name in ("phi3-v", "stories"):
-        assert [one.text for one in spelled_prompt(tokenizer, "the the")][-2:] in (["the", " the"], [" t", "he"])
+        assert [one.text for one in prompt_token_texts(tokenizer, "the the")][-2:] in (["the", " the"], [" t", "he"])
 
 
 def test_names_of_likely_tokens_differ() -> None:
     """Byte by byte, where a token alone is a part of a character; by id, where two tokens have one text."""
     tokenizer = tokenizer_of("phi3-v")
-    texts = TokenTexts(tokenizer)
+    texts = TokenTextCache(tokenizer)
     t, space_t, capital = (tokenizer.convert_tokens_to_ids(name) for name in ("t", "▁t", "<0x41>"))
     letter, part, other = (tokenizer.convert_tokens_to_ids(name) for name in ("A", "<0xC3>", "<0xC4>"))
     top = [(space_t, -1.0), (t, -2.0), (capital, -3.0), (letter, -4.0), (part, -5.0), (other, -6.0)]
     expected = {" t": -1.0, "t": -2.0, "A": -3.0, f"token_id:{letter}": -4.0, "bytes:\\xc3": -5.0, "bytes:\\xc4": -6.0}
-    said = text_logprobs(texts, [((t, -2.0, top), Spelled("t", b"t", False))], 6)
+    said = text_logprobs(texts, [((t, -2.0, top), TokenText("t", b"t", False))], 6)
     assert said["top_logprobs"] == [expected]
     # At the start of a text, both are "t".
-    said = text_logprobs(texts, [((t, -2.0, top[:2]), Spelled("t", b"t", True))], 2)
+    said = text_logprobs(texts, [((t, -2.0, top[:2]), TokenText("t", b"t", True))], 2)
     assert said["top_logprobs"] == [{"t": -2.0, f"token_id:{space_t}": -1.0}]
 
 
 def test_a_stop_string_cuts_the_texts_of_tokens() -> None:
     tokenizer = load_tokenizer("tiny")
     tokens = tokenizer.encode("hello you hello", add_special_tokens=False)
-    stream, spelling = TextStream(tokenizer, frozenset(), ["ou h"]), Spelling(TokenTexts(tokenizer), frozenset())
+    stream, spelling = (
+        TextStream(tokenizer, frozenset(), ["ou h"]),
+        TokenTextStream(TokenTextCache(tokenizer), frozenset()),
+    )
     text = stream.feed(tokens) + stream.finish()
     spelling.feed(tokens)
     found = spelling.finish(len(text))
@@ -131,7 +141,7 @@ def test_prompt_and_completion_read_as_the_decoding_of_all_tokens(client: OpenAI
     echoed: Any = client.completions.create(echo=True, **how)
     [asked] = whole.areno["prompt_token_ids"]
     special = not isinstance(prompt, str)
-    said = prompt if isinstance(prompt, str) else tokenizer.decode(prompt[: len(prompt) - n_begun(tokenizer, prompt)])
+    said = prompt if isinstance(prompt, str) else tokenizer.decode(prompt[: len(prompt) - n_partial(tokenizer, prompt)])
     for choice, beside, told in zip(whole.choices, echoed.choices, whole.areno["choices"], strict=True):
         assert beside.text == said + choice.text
         tokens = [token for token in told["token_ids"] if token not in tokenizer.all_special_ids]

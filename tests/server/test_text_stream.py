@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from areno.data.encode import decode
-from areno.server.text import TextStream
+from areno.server.detokenize import TextStream
 from tests.helpers.tokenizers import load_tokenizer
 
 WORDS = "Hello, world ! It 's 3 o'clock . \u00e9t\u00e9 \U0001f600 \u4f60\u597d <|im_end|> don 't"

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from areno.server.host import Threads
+from areno.server.threads import Threads
 from tests.helpers.waiting import until
 
 

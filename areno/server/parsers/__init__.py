@@ -1,4 +1,8 @@
-"""How model families write tool calls: one module for each, and which one a model uses."""
+"""Read and write the tool-call formats of model families.
+
+Each family has a `ToolCallParser` in a file of its own. `parser_for_template` picks the parser from a model's chat
+template, and `parser_for` from a name.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +39,19 @@ _BY_MODEL_TYPE = {"qwen2": "hermes", "qwen3": "hermes", "qwen3_moe": "hermes"}
 
 
 def parser_names() -> list[str]:
-    """Of all families."""
+    """Return the names of all parsers."""
     return list(_PARSERS)
 
 
 def parser_for(name: str) -> ToolCallParser:
-    """The parser of this name. ConfigError if there is none."""
+    """Return the parser of a name.
+
+    Args:
+        name: A name from `parser_names`.
+
+    Raises:
+        ConfigError: If there is no parser of this name.
+    """
     if name not in _PARSERS:
         hint = did_you_mean(name, _PARSERS, f"; there are {', '.join(_PARSERS)}")
         raise ConfigError("there is no tool-call parser {!r}" + hint.replace("{", "{{").replace("}", "}}"), name)
@@ -48,9 +59,14 @@ def parser_for(name: str) -> ToolCallParser:
 
 
 def parser_for_template(chat_template: str | None, model_type: str = "") -> ToolCallParser:
-    """The parser for the calls that a chat template asks for; `text`, which finds none, where it asks for none.
+    """Return the parser for the call format that a chat template describes.
 
-    Without a template the type of the model decides.
+    Args:
+        chat_template: The template. Without one, the model's type decides.
+        model_type: `model_type` of the model's configuration, such as "qwen3".
+
+    Returns:
+        The parser. The parser "text", which finds no calls, if the template describes no known format.
     """
     if chat_template is None:
         return _PARSERS[_BY_MODEL_TYPE.get(model_type, "text")]

@@ -1,11 +1,13 @@
-"""Qwen 2.5, Qwen 3 and Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one or more.
+"""Parse tool calls that are JSON objects.
 
-Llama 3: `{"name": ..., "parameters": {...}}` as the answer itself, or after `<|python_tag|>`; several by `;`.
+Qwen 2.5, Qwen 3 and Hermes write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or several times.
+Llama 3 writes `{"name": ..., "parameters": {...}}` as the whole answer or after `<|python_tag|>`, and separates several
+calls by `;`.
 """
 
 from __future__ import annotations
 
-from areno.server.parsers.lark import Lark, moved
+from areno.server.parsers.lark import Lark, rebase_refs
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
 from areno.server.parsers.reading import Cursor, Reading, Schema, after_space, dump_json, load_json
 
@@ -13,12 +15,13 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolCallParser):
-    """At the end of the text the closing tag may be missing."""
+    """Parser for Qwen 2.5, Qwen 3 and Hermes. The closing tag may be missing at the end of the text."""
 
     name = "hermes"
     tags = (OPEN,)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
+        """Read one call and its closing tag."""
         yield from source.skip_space()
         text = yield from source.json_object()
         if text is None or (call := call_of(text, ("arguments",))) is None:
@@ -29,22 +32,38 @@ class HermesParser(ToolCallParser):
         return [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
+        """Return the grammar of calls in tags."""
         return in_tags(lark, call_object(lark, functions, "arguments"), many)
 
 
 def in_tags(lark: Lark, call: str, many: bool) -> str:
-    """A call between its tags; with `many`, one or more of them, each on lines of its own."""
+    """Return the grammar of a call between its tags.
+
+    Args:
+        lark: The grammar that gets the rules.
+        call: Expression of the call without tags.
+        many: Whether several calls may follow each other, each on lines of its own.
+    """
     opening, closing, newline = map(lark.literal, (f"{OPEN}\n", f"\n{CLOSE}", "\n"))
     call = lark.rule(f"{opening} {call} {closing}")
     return lark.rule(f"{call} ({newline} {call})*") if many else call
 
 
 def call_object(lark: Lark, functions: dict[str, Schema], arguments_key: str) -> str:
-    """A JSON object with the name of one of the functions and its arguments."""
+    """Return the grammar of a JSON object with a function's name and arguments.
+
+    Args:
+        lark: The grammar that gets the rules.
+        functions: Name -> JSON schema of the arguments.
+        arguments_key: Key of the arguments in the object.
+    """
     objects = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, arguments_key: moved(schema, f"/properties/{arguments_key}")},
+            "properties": {
+                "name": {"const": name},
+                arguments_key: rebase_refs(schema, f"/properties/{arguments_key}"),
+            },
             "required": ["name", arguments_key],
             "additionalProperties": False,
         }
@@ -54,9 +73,16 @@ def call_object(lark: Lark, functions: dict[str, Schema], arguments_key: str) ->
 
 
 def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
-    """The call that a JSON object with name and arguments describes. None if it is none.
+    """Return the call that a JSON object describes.
 
-    Missing arguments are {}. Arguments may also be a string that holds the object.
+    Args:
+        text: Text of the object.
+        argument_keys: Keys that may hold the arguments. Without any of them, the arguments are {}. A string that holds
+            a JSON
+            object counts as the object.
+
+    Returns:
+        (name, arguments as JSON text), or None if the text is not such an object.
     """
     try:
         value = load_json(text)
@@ -76,12 +102,13 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LlamaJsonParser(ToolCallParser):
-    """An object at the start of the answer is a call if it names a tool that was offered, else it is text."""
+    """Parser for Llama 3. An object at the start of the answer is a call only if it names an offered tool."""
 
     name = "llama3_json"
     tags = (PYTHON_TAG,)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
+        """Find an opening brace at the start of the answer, a `;` before a further call, or the tag."""
         if is_fresh:
             start = after_space(text, at)
             brace = after_space(text, start + 1) if after_call and text.startswith(";", start) else start
@@ -90,11 +117,13 @@ class LlamaJsonParser(ToolCallParser):
         return super().opening(text, at, is_fresh, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
+        """Read one call."""
         yield from source.skip_space()
         text = yield from source.json_object()
         call = None if text is None else call_of(text, ("parameters", "arguments"))
         return None if call is None or (tools is not None and call[0] not in tools) else [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
+        """Return the grammar of calls separated by `;`."""
         call = call_object(lark, functions, "parameters")
         return lark.rule(f"{call} ({lark.literal('; ')} {call})*") if many else call

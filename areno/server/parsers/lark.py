@@ -1,4 +1,8 @@
-"""Grammars in llguidance's variant of Lark, put together from pieces."""
+"""Compose grammars in llguidance's variant of Lark.
+
+`Lark` collects named rules for texts and JSON schemas and returns the whole grammar as text. The other functions
+prepare JSON schemas, which users write in many dialects, for llguidance.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,28 @@ from typing import Any
 from areno.errors import GrammarError
 from areno.server.parsers.reading import Schema, json_type, properties_of
 
-MOST_CHARACTERS = 2_000_000
-"""Of a grammar. Larger ones take many seconds to compile."""
+MAX_CHARACTERS = 2_000_000
+"""The most characters of a grammar. Larger ones take many seconds to compile."""
 
-# How `json.dumps` and the chat templates write JSON: a model has seen its own calls that way.
+# The form of `json.dumps` and the chat templates: a model has seen its own calls in this form.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Space may stand where JSON has it, but not without end.
+# Whitespace is allowed where JSON allows it, but bounded, since a model might never stop writing it.
 _FREE = {"whitespace_pattern": r"[ \t]|\r?\n[ \t]{0,40}"}
 _HEADER = '%llguidance {"ignore_once": true}'
 _VALUES = ("enum", "const", "default", "examples")
-_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions"}  # whose keys are no keywords
+_NAME_MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # their keys are names, not keywords
 _COMBINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "patternProperties")
 
 
 class Lark:
-    """Expressions are strings that may be joined by spaces; `rule` gives one a name.
+    """A grammar under construction.
 
-    special: the tokens that no text matches, with their ids. strict: refuse what the library does not know of JSON
-    Schema, instead of leaving it out.
+    Expressions are strings, which may be joined by spaces. `rule` gives an expression a name, and `text` returns the
+    grammar.
+
+    Args:
+        special: Special tokens and their ids. No text matches them.
+        strict: Whether a feature of JSON Schema that llguidance does not know is an error. Otherwise it is ignored.
     """
 
     def __init__(self, special: Mapping[str, int], strict: bool = True):
@@ -35,16 +43,27 @@ class Lark:
         self._size = 0  # characters of the rules
 
     def rule(self, body: str, option: str = "") -> str:
-        """Give an expression a name, which is returned. Raises GrammarError where the grammar becomes too large."""
+        """Add a rule for an expression.
+
+        Args:
+            body: The expression.
+            option: Options of the rule, such as "[lazy]".
+
+        Returns:
+            The name of the rule, which is an expression itself.
+
+        Raises:
+            GrammarError: If the grammar becomes too large.
+        """
         name = f"r{len(self._rules)}"
         self._size += len(body)
-        if self._size > MOST_CHARACTERS:
-            raise GrammarError("the grammar has more than {:,} characters; use smaller schemas", MOST_CHARACTERS)
+        if self._size > MAX_CHARACTERS:
+            raise GrammarError("the grammar has more than {:,} characters; use smaller schemas", MAX_CHARACTERS)
         self._rules.append(f"{name}{option}: {body}")
         return name
 
     def literal(self, text: str) -> str:
-        """Exactly this text."""
+        """Return the expression of exactly this text, with special tokens as tokens."""
         parts, at = [], 0
         places = {tag: place for tag in self._special if (place := text.find(tag)) >= 0}
         while places:
@@ -58,48 +77,71 @@ class Lark:
         return " ".join(parts) or '""'
 
     def until(self, tag: str) -> str:
-        """Any text, and the tag at its end."""
+        """Return the expression of any text that ends with a tag."""
         if tag in self._special:
             return self.rule(f"/(?s:.*)/ {self.literal(tag)}")
         escaped = "".join(f"\\{char}" if char in "\\/.*+?()[]{}|^$" else char for char in tag)
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
-    def json(self, schema: Any, one_line: bool = True, strict: bool | None = None, **how: Any) -> str:
-        """A JSON value of a schema. one_line: as `json.dumps` writes it; else with any sensible space."""
+    def json(self, schema: Any, one_line: bool = True, strict: bool | None = None, **guidance: Any) -> str:
+        """Return the expression of a JSON value of a schema.
+
+        Args:
+            schema: JSON schema.
+            one_line: Whether the value is written as by `json.dumps`. Otherwise whitespace is free within bounds.
+            strict: Overrides the grammar's own `strict`. None keeps it.
+            **how: Further options of llguidance's `x-guidance`.
+        """
         strict = self._strict if strict is None else strict
-        options = {**(_ONE_LINE if one_line else _FREE), "lenient": not strict, **how}
+        options = {**(_ONE_LINE if one_line else _FREE), "lenient": not strict, **guidance}
         if isinstance(schema, dict):
             schema = {**schema, "x-guidance": options}
         return self.rule(f"%json {json.dumps(schema)}")
 
     def text(self, start: str) -> str:
-        """The whole grammar, which begins with this expression."""
+        """Return the whole grammar.
+
+        Args:
+            start: The expression that the answer must match.
+        """
         return "\n".join([_HEADER, f"start: {start}", *self._rules])
 
 
 def parameters_of(schema: Schema) -> Schema:
-    """The schema of a tool's arguments as an object with all its properties, and with JSON's names of the types."""
+    """Return the schema of a tool's arguments as a closed object schema with JSON's type names.
+
+    Args:
+        schema: The `parameters` of a tool. Some tools give only the properties.
+    """
     full = dict(schema)
     if full.get("type") is None and "properties" not in full and not {"$ref", "anyOf", "oneOf", "allOf"} & set(full):
         full = {"properties": properties_of(full)}
     full.setdefault("properties", {})
-    return closed(_json_types({**full, "type": "object"}))
+    return close_objects(_json_types({**full, "type": "object"}))
 
 
-def closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` for each object that names its properties and does not say.
+def close_objects(schema: Any) -> Any:
+    """Add `additionalProperties: false` to each object that lists its properties and does not set it.
 
-    Models then end objects as they are meant to end. Where schemas are combined nothing is changed: what is closed in
-    one part could be needed by the other.
+    Models then end objects where they are meant to end. A schema with combining keywords, such as `allOf`, stays as it
+    is: a property that is unknown in one part may be needed by another.
+
+    Args:
+        schema: JSON schema. It is not changed.
     """
     shown = json.dumps(schema)
     if any(f'"{word}"' in shown for word in _COMBINING):
         return schema
-    return _closed(schema)
+    return _close_all(schema)
 
 
-def moved(schema: Any, path: str) -> Any:
-    """A schema that is to stand at this path of another one: its references into itself go on pointing there."""
+def rebase_refs(schema: Any, path: str) -> Any:
+    """Return a schema for use at a path of another schema: its references into itself get the path as a prefix.
+
+    Args:
+        schema: JSON schema. It is not changed.
+        path: JSON pointer to its new place, such as "/properties/arguments".
+    """
 
     def follow(key: str, value: Any) -> Any:
         is_own = key == "$ref" and isinstance(value, str) and value.startswith("#")
@@ -108,8 +150,8 @@ def moved(schema: Any, path: str) -> Any:
     return _rewritten(schema, follow)
 
 
-def _closed(schema: Any) -> Any:
-    done = _rewritten(schema, lambda _, value: _closed(value))
+def _close_all(schema: Any) -> Any:
+    done = _rewritten(schema, lambda _, value: _close_all(value))
     if (
         isinstance(done, dict)
         and isinstance(done.get("properties"), dict)
@@ -126,7 +168,7 @@ def _json_types(schema: Any) -> Any:
 
 
 def _rewritten(schema: Any, rewrite: Callable[[str, Any], Any]) -> Any:
-    """Return a schema whose subschemas are rewritten, each once. Keywords that hold plain values stay as they are."""
+    """Apply `rewrite` once to each subschema. Keywords that hold plain values, such as `enum`, stay as they are."""
     if isinstance(schema, list):
         return [rewrite("", each) for each in schema]
     if not isinstance(schema, dict):
@@ -135,7 +177,7 @@ def _rewritten(schema: Any, rewrite: Callable[[str, Any], Any]) -> Any:
     for key, value in schema.items():
         if key in _VALUES:
             done[key] = value
-        elif key in _OF_NAMES and isinstance(value, dict):
+        elif key in _NAME_MAPS and isinstance(value, dict):
             done[key] = {name: rewrite("", each) for name, each in value.items()}
         else:
             done[key] = rewrite(key, value)

@@ -1,4 +1,8 @@
-"""From what a model wrote to a message: its reasoning, its text and its tool calls; all at once or as it comes."""
+"""Parse the text that a model wrote into reasoning, content and tool calls.
+
+`ToolCallParser` is the base class of the parsers of all families. It parses a finished text (`parse`) or a text that
+arrives in pieces (`stream`), with the same result.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,13 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """arguments: the text of a JSON object."""
+    """A tool call.
+
+    Attributes:
+        id: Unique id, which the tool's result refers to.
+        name: Name of the function.
+        arguments: Arguments as the text of a JSON object.
+    """
 
     id: str
     name: str
@@ -25,7 +35,13 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """content: None where there is only reasoning or a call. reasoning_content: None where there is none."""
+    """The parts of a model's message.
+
+    Attributes:
+        content: The text. None if there is only reasoning or a call.
+        reasoning_content: The text between `<think>` and `</think>`. None without reasoning.
+        tool_calls: The calls, in order.
+    """
 
     content: str | None
     reasoning_content: str | None = None
@@ -34,7 +50,13 @@ class ParsedMessage:
 
 @dataclass(frozen=True, slots=True)
 class MessageDelta:
-    """The next piece of a message: one of the three. A call always comes whole."""
+    """The next piece of a message. Exactly one attribute is set.
+
+    Attributes:
+        content: More text.
+        reasoning_content: More reasoning.
+        tool_call: A whole call.
+    """
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -43,20 +65,24 @@ class MessageDelta:
 
 Tools = dict[str, Schema]
 RawCall = tuple[str, str]
-"""Name and arguments (the text of a JSON object)."""
+"""(name, arguments as the text of a JSON object)."""
 
 
 class ToolCallParser:
-    """Reads the calls of one model family. This one knows no calls, only reasoning.
+    """Base class of the parsers for one family's tool calls. By itself it finds no calls, only reasoning.
 
-    The text is what the model wrote, with the special tokens in it (`skip_special_tokens=False`) but without the token
-    that ended it. Reasoning is what stands between `<think>` and `</think>` at the start. A call that is malformed or
-    cut off is text like any other. Whitespace next to a call is content only if there is text before and after it. No
-    text raises an exception, and nothing in it is ever executed.
+    The text is the model's output with its special tokens (`skip_special_tokens=False`), but without the token that
+    ended it. Reasoning is the text between `<think>` and `</think>` at the start. A call that is malformed or cut off
+    counts as text. Whitespace next to a call is content only if there is text before and after it. No text raises an
+    exception, and nothing in the text is ever executed.
+
+    Attributes:
+        name: Name of the parser.
+        tags: Texts that may begin a call.
     """
 
     name = "text"
-    tags: tuple[str, ...] = ()  # where a call may begin
+    tags: tuple[str, ...] = ()
 
     def parse(
         self,
@@ -66,11 +92,15 @@ class ToolCallParser:
         in_reasoning: bool = False,
         message_id: str | None = None,
     ) -> ParsedMessage:
-        """The message of a finished text.
+        """Parse a finished text.
 
-        tools: those that the model was offered, in OpenAI's form. With [] everything is text; with None any name counts
-        as that of a tool. in_reasoning: the prompt ended with `<think>`. message_id: the ids of the calls are made of
-        it; by default they are random.
+        Args:
+            text: The model's output.
+            tools: Tools offered to the model, in OpenAI's form. With [] everything is text. With None any function name
+                is
+                accepted.
+            in_reasoning: Whether the prompt ended with `<think>`.
+            message_id: Prefix of the ids of the calls. None takes a random one.
         """
         stream = self.stream(tools, in_reasoning=in_reasoning, message_id=message_id)
         return message_of(stream.feed(text) + stream.finish())
@@ -78,14 +108,30 @@ class ToolCallParser:
     def stream(
         self, tools: Sequence[Any] | None = None, *, in_reasoning: bool = False, message_id: str | None = None
     ) -> MessageStream:
-        """The same for a text that comes in pieces. However it is cut, the deltas add up to what `parse` returns."""
+        """Parse a text that arrives in pieces. The deltas add up to the result of `parse`, however the text is split.
+
+        Args:
+            tools: Tools offered to the model, in OpenAI's form. With [] everything is text. With None any function name
+                is
+                accepted.
+            in_reasoning: Whether the prompt ended with `<think>`.
+            message_id: Prefix of the ids of the calls. None takes a random one.
+        """
         return MessageStream(self, schemas_of(tools), in_reasoning, message_id or uuid.uuid4().hex)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Where from `at` on a call may begin, and where the text after its tag does.
+        """Find the next place at which a call may begin.
 
-        is_fresh: `at` is the start of the content or directly after a call, `after_call` the latter. Without an opening
-        it is (from where on one might still be written, None).
+        Args:
+            text: All text so far.
+            at: Character to begin at.
+            is_fresh: Whether `at` is the start of the content or directly after a call.
+            after_call: Whether `at` is directly after a call.
+
+        Returns:
+            (start of the opening tag, start of the text after it). Without a tag, (first character that may still
+            become part
+            of a tag, None).
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:
@@ -94,36 +140,57 @@ class ToolCallParser:
         return partial_tag(text, self.tags, at), None
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """The calls that begin at the cursor, which goes past them; None if there are none after all."""
+        """Read the calls after an opening tag.
+
+        Args:
+            source: Text and position. The method moves the position past the calls.
+            tag: The opening tag. "" for a family that can begin a call without one.
+            tools: Name -> schema of the offered tools. None accepts any name.
+
+        Returns:
+            The calls, or None if the text is not a call.
+        """
         raise NotImplementedError("the family has tags but does not read calls")
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """The expression of a call to one of these functions, as the family writes it; with `many` of one or more.
+        """Return the grammar of a call, as the family writes it.
 
-        functions: name -> schema of the arguments, from `parameters_of`. Raises GrammarError where the format cannot
-        express a call.
+        Args:
+            lark: The grammar that gets the rules.
+            functions: Name -> schema of the arguments, from `parameters_of`.
+            many: Whether several calls may follow each other.
+
+        Raises:
+            GrammarError: If the format cannot express a call.
         """
         raise GrammarError("models of this family have no format for tool calls, so none can be required")
 
 
 class MessageStream:
-    """A message as it is written. `feed` takes the next text, `finish` says that there is no more, once."""
+    """Parses one message while its text arrives. Made by `ToolCallParser.stream`.
+
+    Args:
+        family: Parser of the family.
+        tools: Name -> schema of the offered tools. None accepts any name.
+        in_reasoning: Whether the prompt ended with `<think>`.
+        message_id: Prefix of the ids of the calls.
+    """
 
     def __init__(self, family: ToolCallParser, tools: Tools | None, in_reasoning: bool, message_id: str):
         self._family = family if tools is None or tools else ToolCallParser()
         self._tools, self._message_id = tools, message_id
         self._source, self._deltas = Cursor(), list[MessageDelta]()
         self._n_calls, self._has_content = 0, False
-        self._space = ""  # around calls: it belongs to the text that follows, if there is any
+        self._space = ""  # whitespace around calls, which belongs to the next text, if there is any
         self._reading = self._message(in_reasoning)
 
     def feed(self, delta: str) -> list[MessageDelta]:
-        """What is certain with this text and was not before."""
+        """Add text and return the deltas that are certain now."""
         self._source.text += delta
         return self._advance()
 
     def finish(self) -> list[MessageDelta]:
-        """What was held back because more text might have changed it."""
+        """Return the deltas that were held back until the end of the text. Call it once."""
         self._source.ended = True
         return self._advance()
 
@@ -141,7 +208,7 @@ class MessageStream:
             source.forget()
             yield from self._reasoning()
         else:
-            source.at = 0  # the space belongs to the content
+            source.at = 0  # the whitespace is part of the content
         yield from self._content()
 
     def _reasoning(self) -> Reading[None]:
@@ -152,7 +219,7 @@ class MessageStream:
             border = end if end >= 0 else partial_tag(source.text, (END_THINK,), source.at)
             if source.ended and end < 0:
                 border = len(source.text)
-            # The newlines at its end belong to the tag.
+            # Newlines before the closing tag belong to the tag.
             border = source.at + len(source.text[source.at : border].rstrip("\n"))
             self._emit_to(border, reasoning=True)
             if end >= 0 or source.ended:
@@ -182,11 +249,11 @@ class MessageStream:
             if after_tag is None:
                 yield
                 continue
-            # The text before the cursor was dropped, so positions have moved.
+            # `_emit_to` dropped the text before the cursor, so positions have rebase_refs.
             is_fresh = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:
-        """Read what an opening promised. Whether it was calls; if not, the tag is text."""
+        """Read the calls after an opening tag. Return False, with the tag as content, if there are none."""
         source = self._source
         source.at = after_tag
         tag = source.text[start:after_tag]
@@ -204,7 +271,7 @@ class MessageStream:
         return True
 
     def _emit_to(self, end: int, reasoning: bool = False) -> None:
-        """Give out the text from the cursor to `end`, and drop it."""
+        """Emit the text from the cursor to `end` as a delta, and drop it from the source."""
         source = self._source
         if text := source.text[source.at : end]:
             if not reasoning:
@@ -216,7 +283,11 @@ class MessageStream:
 
 
 def message_of(deltas: Iterable[MessageDelta]) -> ParsedMessage:
-    """What the deltas of a whole message add up to."""
+    """Join the deltas of a whole message.
+
+    Args:
+        deltas: All deltas, in order.
+    """
     deltas = list(deltas)
     content = "".join(delta.content or "" for delta in deltas)
     reasoning = "".join(delta.reasoning_content or "" for delta in deltas)

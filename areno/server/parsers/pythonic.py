@@ -1,6 +1,7 @@
-"""Llama 3.2 and 4, LFM2: `[name(key=value, ...), ...]` with Python literals, as the whole answer or between tags.
+"""Parse tool calls that look like Python: `[name(key=value, ...), ...]`.
 
-The list is read by a small parser of literals. Nothing is evaluated.
+Llama 3.2 and 4 and LFM2 write such a list as the whole answer or between tags. A small parser reads the literals, and
+nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from areno.server.parsers.reading import (
 )
 
 TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
-MOST_NESTED = 50
+MAX_NESTED = 50
 
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
@@ -32,16 +33,20 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Malformed(Exception):
-    """The text is no list of calls."""
+    """The text is not a list of calls."""
 
 
 class PythonicParser(ToolCallParser):
-    """Without tags, the list must be the whole answer and name only tools that were offered."""
+    """Parser for Llama 3.2, Llama 4 and LFM2.
+
+    A list without tags must be the whole answer and name only offered tools.
+    """
 
     name = "pythonic"
     tags = tuple(TAGS)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
+        """Find a bracket at the start of the answer, or a tag."""
         if is_fresh and not after_call:
             at = after_space(text, at)
             if text.startswith("[", at):
@@ -49,6 +54,7 @@ class PythonicParser(ToolCallParser):
         return super().opening(text, at, is_fresh, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
+        """Read the list of calls and its closing tag."""
         yield from source.skip_space()
         try:
             calls = yield from _Literals(source).calls()
@@ -61,18 +67,19 @@ class PythonicParser(ToolCallParser):
         return calls if tools is None or tag or all(name in tools for name, _ in calls) else None
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
+        """Return the grammar of a list of calls."""
         call = lark.rule(" | ".join(_call_grammar(lark, name, schema) for name, schema in functions.items()))
         more = f"({lark.literal(', ')} {call})*" if many else ""
         return lark.rule(f"{lark.literal('[')} {call} {more} {lark.literal(']')}")
 
 
 def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
-    """name(key=value, ...), with the keys in the order of the schema; those that are not required may be missing."""
+    """Return the grammar of name(key=value, ...), with keys in the schema's order. Optional keys may be missing."""
     required = frozenset(schema.get("required") or ())
-    first = after = '""'  # what may follow where no argument was written yet, and where one was
+    first = after = '""'  # the remaining arguments: before any argument is written, and after one is
     for key, each in reversed(properties_of(schema).items()):
         if not key.isidentifier():
-            raise GrammarError("an argument of a Python call cannot have this name: {!r}", key)
+            raise GrammarError("{!r} cannot be the name of an argument in a Python call; rename the argument", key)
         argument = lark.rule(f"{lark.literal(f'{key}=')} {_value_grammar(lark, each, schema)}")
         skip_first, skip_after = ("", "") if key in required else (f" | {first}", f" | {after}")
         first = lark.rule(f"{argument} {after}{skip_first}")
@@ -81,7 +88,10 @@ def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
 
 
 def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """A literal, in the part of JSON that Python reads alike; nested true, false and null stay as in JSON."""
+    """Return the grammar of a literal, limited to JSON that Python reads the same way.
+
+    Nested booleans stay as in JSON.
+    """
     if types_of(resolved(schema, root)) == {"boolean"} and "enum" not in schema and "const" not in schema:
         return f"({lark.literal('True')} | {lark.literal('False')})"
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -89,12 +99,13 @@ def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
 
 
 class _Literals:
-    """A recursive descent over Python's literals: strings, numbers, True, False, None, lists, tuples and dicts."""
+    """Recursive-descent parser of Python literals: strings, numbers, True, False, None, lists, tuples and dicts."""
 
     def __init__(self, source: Cursor):
         self._source = source
 
     def calls(self) -> Reading[list[RawCall]]:
+        """Read a list of calls. Raises Malformed if the text is none."""
         calls: list[RawCall] = []
         yield from self._expect("[")
         while not (yield from self._ends("]", calls)):
@@ -117,7 +128,7 @@ class _Literals:
             raise Malformed from error
 
     def _word(self) -> Reading[str]:
-        """A name: letters, digits, and what tools have in their names."""
+        """Read a name of letters, digits, and the characters `_.-` that tool names may contain."""
         yield from self._source.skip_space()
         start = self._source.at
         while (char := (yield from self._source.peek())) and (char.isalnum() or char in "_.-"):
@@ -133,7 +144,10 @@ class _Literals:
             raise Malformed
 
     def _ends(self, closing: str, items: Any) -> Reading[bool]:
-        """Go past the comma before the next item, or past the closing bracket, which may follow a comma."""
+        """Skip the comma before the next item, or the closing bracket, which may follow a comma.
+
+        Return whether the list ends.
+        """
         if items:
             yield from self._source.skip_space()
             if (yield from self._source.accept(closing)):
@@ -145,7 +159,7 @@ class _Literals:
     def _value(self, depth: int) -> Reading[Any]:
         yield from self._source.skip_space()
         char = yield from self._source.peek()
-        if depth > MOST_NESTED or not char:
+        if depth > MAX_NESTED or not char:
             raise Malformed
         if char in "'\"":
             return (yield from self._string(char))
@@ -161,7 +175,7 @@ class _Literals:
         return _WORDS[word]
 
     def _list(self, opening: str, depth: int) -> Reading[Any]:
-        """A list, or a tuple; `(value)` is the value itself."""
+        """Read a list or a tuple. `(value)` is the value itself."""
         closing = "]" if opening == "[" else ")"
         items: list[Any] = []
         yield from self._expect(opening)
@@ -211,7 +225,7 @@ class _Literals:
         return "".join(chars)
 
     def _escape(self) -> Reading[str]:
-        """What a backslash and the next characters stand for. Octal escapes, and what is none, stay as they are."""
+        """Return the characters that an escape stands for. Octal and unknown escapes stay as they are."""
         source = self._source
         char = yield from source.peek()
         source.at += 1

@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Qwen 3.5 and Nemotron 3: a call in XML.
+"""Parse tool calls in the XML form of Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
     <tool_call>
     <function=NAME>
@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-A value is written as it is if it is a string, else as JSON. The schema of the tool tells which.
+A string value stands there as it is, any other value as JSON. The schema of the tool decides between them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class Qwen3CoderParser(ToolCallParser):
-    """`<tool_call>` may be missing around the function, as these models sometimes forget it.
+    """Parser for Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
-    Where the schema allows no string, a text that is no JSON is a string all the same: the tool will refuse it.
+    These models sometimes forget `<tool_call>` around the function, so it is optional. If the schema allows no string
+    but the value is not JSON, the value becomes a string, and the tool will refuse it.
     """
 
     name = "qwen3_coder"
     tags = (OPEN, FUNCTION)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
+        """Read one function and the closing tag."""
         if tag == OPEN:
             yield from source.skip_space()
             if not (yield from source.accept(FUNCTION)):
@@ -72,14 +74,17 @@ class Qwen3CoderParser(ToolCallParser):
         if not (yield from source.accept(CLOSE)):
             if tag == OPEN and (yield from source.peek()):
                 return None
-            source.at = end  # the space belongs to the text behind the call
+            source.at = end  # the whitespace belongs to the text after the call
         try:
             return [(name, dump_json(arguments))]
         except ValueError:
             return None
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """What the schema of a string says beside `enum` cannot be enforced here, since it is written as it is."""
+        """Return the grammar of calls.
+
+        For strings, only `enum` and `const` of the schema are enforced, as they have no quotes.
+        """
         call = lark.rule(" | ".join(self._function(lark, name, schema) for name, schema in functions.items()))
         return in_tags(lark, call, many)
 
@@ -87,9 +92,7 @@ class Qwen3CoderParser(ToolCallParser):
         parts, required = [lark.literal(f"{FUNCTION}{name}>\n")], frozenset(schema.get("required") or ())
         for key, each in properties_of(schema).items():
             if set(key + name) & set("<>\n"):
-                raise GrammarError(
-                    "a name with <, > or a line break cannot be written as a call of this model: {!r}", key
-                )
+                raise GrammarError("the name {!r} has <, > or a line break, which this model's calls cannot have", key)
             body = f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {_value_grammar(lark, each, schema)}"
             parts.append(lark.rule(body) if key in required else f"{lark.rule(body)}?")
         return lark.rule(" ".join([*parts, lark.literal(END_FUNCTION)]))
@@ -104,7 +107,7 @@ class Qwen3CoderParser(ToolCallParser):
         return source.text[start : source.at - 1].strip() or None
 
     def _value(self, source: Cursor) -> Reading[str | None]:
-        """The text of a value. A closing tag ends it if another tag follows; else it belongs to the value."""
+        """Return the text of a value. A closing tag ends the value only if another tag follows."""
         start = source.at
         while (yield from source.until(END_PARAMETER)) is not None:
             after = source.at
@@ -117,7 +120,7 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """A value and the tag that ends it."""
+    """Return the grammar of a value and its closing tag."""
     target = resolved(schema, root)
     types, end = types_of(target), lark.literal(f"\n{END_PARAMETER}\n")
     choices = [target["const"]] if "const" in target else target.get("enum")
@@ -130,7 +133,7 @@ def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
 
 
 def _typed(text: str, schema: Schema) -> Any:
-    """The value that the text of a parameter stands for."""
+    """Convert the text of a parameter to the type in its schema."""
     types, word = types_of(schema), text.strip().lower()
     if not types and isinstance(schema.get("enum"), list):
         return next((each for each in schema["enum"] if each == text or dump_json(each) == text), text)
@@ -142,7 +145,7 @@ def _typed(text: str, schema: Schema) -> Any:
 
 
 def _as_json(text: str) -> Any:
-    """The JSON value of a text, or the text itself if it is none."""
+    """Return the JSON value of a text, or the text itself if it is not JSON."""
     try:
         dump_json(value := load_json(text))
     except ValueError:

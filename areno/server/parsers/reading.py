@@ -1,9 +1,8 @@
-"""A place in a text that is still being written.
+"""Read text and JSON schemas for the tool-call parsers.
 
-The methods are generators. They yield while the answer depends on text that has not come yet, and return the answer
-with `yield from`. So a reader is written once, as if it had the whole text, and reads a stream with the same result.
-
-JSON that a model wrote, and the schemas of the tools that it was offered.
+`Cursor` reads a text that is still being written. Its methods are generators: they yield while the result depends on
+text that has not arrived, and return the result to `yield from`. So a parser is written once, as if it had the whole
+text, and reads a stream with the same result. The functions below it read the JSON of calls and the schemas of tools.
 """
 
 from __future__ import annotations
@@ -20,14 +19,25 @@ _JSON_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789truefalsenullE")
 
 
 def after_space(text: str, at: int) -> int:
-    """The first position from `at` on whose character is no whitespace, or the end."""
+    """Return the first position from `at` on that is no whitespace, or the end of the text.
+
+    Args:
+        text: Any text.
+        at: Character to begin at.
+    """
     while at < len(text) and text[at].isspace():
         at += 1
     return at
 
 
 def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
-    """From where on the end of the text could become one of the tags; the end if it cannot."""
+    """Return the position from which the end of the text may be the beginning of a tag, or the end of the text.
+
+    Args:
+        text: Any text.
+        tags: The tags.
+        at: Character to begin at.
+    """
     longest = max(map(len, tags), default=1) - 1
     for start in range(max(at, len(text) - longest), len(text)):
         if any(tag.startswith(text[start:]) for tag in tags):
@@ -36,7 +46,13 @@ def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
 
 
 class Cursor:
-    """text: all that was written so far. at: the next character to read. ended: no more text comes."""
+    """Position in a text that is still being written.
+
+    Attributes:
+        text: All text so far.
+        at: Index of the next character to read.
+        ended: Whether no more text will arrive.
+    """
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
@@ -46,35 +62,36 @@ class Cursor:
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Reading[str]:
-        """The next character, "" at the end."""
+        """Return the next character, or "" at the end of the text."""
         while self.at == len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def skip_space(self) -> Reading[None]:
-        """Go to the next character that is no whitespace."""
+        """Skip whitespace."""
         while (yield from self.peek()).isspace():
             self.at = after_space(self.text, self.at)
 
     def skip_newlines(self) -> Reading[None]:
+        """Skip newlines."""
         while (yield from self.peek()) == "\n":
             self.at += 1
 
     def looks_at(self, word: str) -> Reading[bool]:
-        """Whether this word comes next."""
+        """Return whether `word` comes next."""
         while not self.ended and len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]):
             yield
         return self.text.startswith(word, self.at)
 
     def accept(self, word: str) -> Reading[bool]:
-        """Go past this word if it comes next."""
+        """Skip `word` if it comes next, and return whether it did."""
         found = yield from self.looks_at(word)
         if found:
             self.at += len(word)
         return found
 
     def until(self, mark: str) -> Reading[str | None]:
-        """The text before the next `mark`, past which the cursor goes. None if there is none."""
+        """Return the text before the next `mark` and skip both. None if there is no mark."""
         start = searched = self.at
         while (found := self.text.find(mark, searched)) < 0:
             if self.ended:
@@ -85,7 +102,10 @@ class Cursor:
         return self.text[start:found]
 
     def json_object(self) -> Reading[str | None]:
-        """The text of a JSON object, as far as its brackets and strings tell. None if no object can come of it."""
+        """Return the text of the JSON object that comes next and skip it. None if the text cannot be an object.
+
+        Only brackets and strings are checked.
+        """
         start, brackets = self.at, []
         while True:
             char = yield from self.peek()
@@ -104,7 +124,7 @@ class Cursor:
                 return self.text[start : self.at] if char == "}" else None
 
     def _json_string(self) -> Reading[bool]:
-        """Go past a string whose first quote has been read."""
+        """Skip a string whose first quote has been read. Return False if the text is no string."""
         while (char := (yield from self.peek())) != '"':
             if char < " ":  # the end, or a control character, which JSON does not allow in a string
                 return False
@@ -118,14 +138,18 @@ class Cursor:
 
 
 Schema = dict[str, Any]
-MOST_REFERENCES = 10  # that are followed
+MAX_REFERENCES = 10  # `$ref`s that are followed in a row
 
-# Tools made from Python signatures often have its types in the place of JSON's, even as "int, optional".
+# Tools made from Python signatures often name Python's types instead of JSON's, even as "int, optional".
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 
 
 def load_json(text: str) -> Any:
-    """The value of a JSON text. ValueError if it is none, for whatever reason."""
+    """Parse a JSON text.
+
+    Raises:
+        ValueError: If the text is not JSON or is nested too deeply.
+    """
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:
@@ -133,11 +157,15 @@ def load_json(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """A value as JSON. ValueError for what JSON does not have, such as infinity."""
+    """Return a value as JSON text.
+
+    Raises:
+        ValueError: If JSON cannot express the value, such as infinity.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can express
+    except UnicodeEncodeError:  # half of a surrogate pair, which can only be written as an escape
         return json.dumps(value, allow_nan=False)
     except (TypeError, RecursionError) as error:
         raise ValueError("not expressible in JSON") from error
@@ -149,9 +177,14 @@ def _refuse(name: str) -> Any:
 
 
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
-    """Name -> parameters of each tool, in the form {"type": "function", "function": {...}} or the function alone.
+    """Return the parameters of tools by name.
 
-    None where it is not known which tools there are. What is no tool is left out.
+    Args:
+        tools: Tools as {"type": "function", "function": {...}} or the function alone. Entries that are no tool are
+            skipped.
+
+    Returns:
+        Name -> JSON schema of the arguments. None if `tools` is None.
     """
     if tools is None:
         return None
@@ -165,7 +198,11 @@ def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
 
 
 def properties_of(schema: Schema) -> dict[str, Schema]:
-    """The schemas of an object's properties. Some tools give the properties themselves in the place of the object."""
+    """Return the schemas of an object's properties by name.
+
+    Args:
+        schema: Schema of an object. Some tools give the properties themselves in its place.
+    """
     is_bare = "properties" not in schema and not isinstance(schema.get("type"), str)
     properties = schema if is_bare else schema.get("properties")
     if not isinstance(properties, dict):
@@ -174,8 +211,16 @@ def properties_of(schema: Schema) -> dict[str, Schema]:
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """The schema that a `$ref` into the root points to; the schema itself if it has none."""
-    for _ in range(MOST_REFERENCES):
+    """Follow the `$ref` of a schema.
+
+    Args:
+        schema: A schema inside of `root`.
+        root: The schema that references point into.
+
+    Returns:
+        The schema that is referred to, or `schema` itself if it has no reference.
+    """
+    for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             break
@@ -189,13 +234,13 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def json_type(name: str) -> str:
-    """The JSON name of a type."""
+    """Return the JSON name of a type, such as "integer" for "int, optional"."""
     word = name.partition(",")[0].strip()
     return _ALIASES.get(word, word)
 
 
 def types_of(schema: Schema) -> set[str]:
-    """The JSON types that a schema allows, as far as it says; empty if it does not."""
+    """Return the JSON types that a schema allows, also through `anyOf` and `oneOf`. Empty if it names none."""
     declared = schema.get("type")
     listed = declared if isinstance(declared, list) else [declared]
     types = {json_type(each) for each in listed if isinstance(each, str)}

@@ -1,6 +1,7 @@
-"""The work done by areno's engine, as a Trainer drives it.
+"""Run the benchmark's work with areno's engine, as a Trainer drives it.
 
-What each kind of sampling setting costs: the same rollout with it, against plain sampling at temperature 1.
+`ArenoContender` starts an engine and does rollouts, training steps and scoring. `run_areno` collects all figures of one
+kind of work. `run_sampling` times a rollout with each sampling setting against plain sampling at temperature 1.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from areno.bench.arguments import Settings, Work, row
 from areno.bench.device import memory_watched
-from areno.bench.profile import busy_s, idle_share, phase_table, traced
-from areno.bench.timing import Timed, measure, repeat_name, tell
+from areno.bench.profile import busy_s, idle_share, phase_table, trace
+from areno.bench.timing import Timed, log_progress, measure, repeat_name
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig, EngineConfig
 from areno.engine.engine import Engine
@@ -33,14 +34,34 @@ from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
 def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | None:
-    """On all linear layers, or none at all."""
+    """Return adapters on all linear layers, or None without `--lora-rank`.
+
+    Args:
+        settings: The parsed command line.
+        config: Configuration of the model.
+    """
     if settings.lora_rank is None:
         return None
     return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, tuple(linear_shapes(config)))
 
 
-class Ours:
-    """A contender. Close its engine."""
+class ArenoContender:
+    """areno as a contender. Close its `engine` at the end.
+
+    Args:
+        settings: The parsed command line.
+        folder: Model folder.
+        random_init: Whether to draw random weights.
+
+    Attributes:
+        engine: The engine.
+        start_s: Seconds to start the engine.
+        vocab_size: Number of token ids.
+        cache_tokens: Tokens that the KV cache of the last rollout could hold.
+
+    Raises:
+        ConfigError: If `--routing-replay` is set for a model without experts.
+    """
 
     name = "areno"
 
@@ -64,7 +85,7 @@ class Ours:
                 mb_spec=MicroBatchSpec(max_tokens_per_mb=settings.tokens_per_mb),
                 routing_replay=settings.routing_replay,
             ),
-            "inline" if settings.profile else "auto",  # a tracer sees its own process only
+            "inline" if settings.profile else "auto",  # the profiler traces its own process only
         )
         self.start_s = time.perf_counter() - self._created
         self.vocab_size = self.engine.info.vocab_size
@@ -74,26 +95,45 @@ class Ours:
         self.cache_tokens = 0
 
     def first_tokens(self) -> dict[str, float]:
-        """Seconds from the start of the engine to the first token, and to the second: all of the batch at once."""
+        """Return the seconds from the start of the engine to the first and to the second token of the whole batch."""
         work, out = self._settings.work, {"start_s": self.start_s}
-        for name, most in (("first_token_s", 1), ("second_token_s", 2)):
-            self.rollout(work.with_new_at_most(most), work.prompts(self.vocab_size, -2))
+        for name, max_new in (("first_token_s", 1), ("second_token_s", 2)):
+            self.rollout(work.with_new_at_most(max_new), work.prompts(self.vocab_size, -2))
             out[name] = time.perf_counter() - self._created
         return out
 
-    def begin(self, max_running: int, max_len: int) -> RequestLimits:
-        """Begin a rollout phase; what it has room for."""
+    def begin_rollout(self, max_running: int, max_len: int) -> RequestLimits:
+        """Begin a rollout phase.
+
+        Args:
+            max_running: The most samples in the decode batch.
+            max_len: The most tokens of a sequence.
+
+        Returns:
+            The limits on requests in this phase.
+        """
         settings = self._settings
         decoder = DecoderConfig(
-            max_prefill_tokens=settings.max_prefill_tokens, mem_fraction=settings.mem_fraction,
+            max_prefill_tokens=settings.max_prefill_tokens,
+            mem_fraction=settings.mem_fraction,
             eager_decode=settings.eager_decode,
-        )  # fmt: skip
+        )
         max_len = min(max_len, self.engine.info.context_len)
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=decoder))
 
     def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
-        """One rollout phase. params: of SamplingParams, beside those that the work sets."""
-        self.cache_tokens = self.begin(self._settings.work.n_rows, max(self._settings.work.row_lens)).cache_tokens
+        """Run one rollout phase.
+
+        Args:
+            work: The batch.
+            prompts: Token ids of each prompt.
+            **params: Further fields of `SamplingParams`.
+
+        Returns:
+            A row for each sample.
+        """
+        limits = self.begin_rollout(self._settings.work.n_rows, max(self._settings.work.row_lens))
+        self.cache_tokens = limits.cache_tokens
         outputs = self.engine.generate(requests(work, prompts, **params))
         self.engine.end_rollout()
         return [
@@ -103,7 +143,14 @@ class Ours:
         ]
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Update by GSPO on the rows, as if they had just been sampled, and wait for the last weight."""
+        """Run GSPO updates on rows as if they had just been sampled, and wait until the weights are updated.
+
+        Args:
+            rows: Rows of a rollout.
+
+        Returns:
+            The statistics of the update.
+        """
         fresh = [replace(item, old_logprobs=None) for item in rows]
         spec, settings = self.engine.spec.mb_spec, self._settings
         update = UpdateSpec(spec, settings.updates, seed=1, old_logprobs=settings.old_logprobs)
@@ -112,30 +159,49 @@ class Ours:
         return stats
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Under the actor."""
+        """Return the actor's log-probabilities of each row's tokens."""
         tokens, routes = [item.tokens or [] for item in rows], [item.routes for item in rows]
         return [row.tolist() for row in self.engine.logprobs("actor", tokens, routes=routes)]
 
 
 def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
-    """Of a work's prompts. params: of SamplingParams, beside those that the work sets."""
+    """Build the engine's requests for the prompts of a work.
+
+    Args:
+        work: The batch.
+        prompts: Token ids of each prompt.
+        **params: Further fields of `SamplingParams`.
+    """
     return [
         GenerationRequest(
-            request_id=index, prompt=prompt, n_samples=work.n_samples, seed=index,
+            request_id=index,
+            prompt=prompt,
+            n_samples=work.n_samples,
+            seed=index,
             params=SamplingParams(**{"max_new_tokens": new_len, "ignore_eos": True, **params}),
         )
         for index, (prompt, new_len) in enumerate(zip(prompts, work.new_lens, strict=True))
-    ]  # fmt: skip
+    ]
 
 
-def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
-    """All figures of areno for these settings."""
-    tell(f"areno: starting {settings.shape} on {settings.device}")
+def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
+    """Measure areno with these settings.
+
+    Args:
+        settings: The parsed command line.
+        folder: Model folder.
+        random_init: Whether to draw random weights.
+        cost: Sizes and FLOPs of the model.
+
+    Returns:
+        All figures by name, for `report.record`.
+    """
+    log_progress(f"areno: starting {settings.shape} on {settings.device}")
     with memory_watched(settings.device, on=not settings.profile) as device_peak:
-        ours = Ours(settings, folder, random_init)
+        ours = ArenoContender(settings, folder, random_init)
         with ours.engine:
             figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
-            ours.engine.peak_memory_gib()  # what came before is not of this work
+            ours.engine.peak_memory_gib()  # resets the peak
             timed = measure(ours, settings.kind, settings.work, settings.repeats)
             figures |= timed.figures(settings.work)
             peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
@@ -157,18 +223,18 @@ def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> 
 
 
 def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]]) -> dict[str, float]:
-    """How far the rollout's log-probabilities are from those of scoring, over the sampled tokens."""
+    """Return the mean and largest difference between rollout and scored log-probabilities, over sampled tokens."""
     differences = [
-        abs(drawn - again)
-        for item, again_row in zip(rows, scored, strict=True)
-        for is_prompt, drawn, again in zip(item.prompt_mask or [], item.logprobs or [], again_row, strict=True)
+        abs(drawn - rescored)
+        for item, scores in zip(rows, scored, strict=True)
+        for is_prompt, drawn, rescored in zip(item.prompt_mask or [], item.logprobs or [], scores, strict=True)
         if not is_prompt
     ]
     return {"logp_abs_diff_mean": statistics.fmean(differences), "logp_abs_diff_max": max(differences)}
 
 
-def _profile(ours: Ours, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
-    """Trace each phase once more, write the tables, return how idle the device was."""
+def _profile(ours: ArenoContender, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
+    """Trace each phase once, write the tables to a file, and return the device's idle share in each phase."""
     prompts = settings.work.prompts(ours.vocab_size, -3)
     bodies: dict[str, Any] = {
         "rollout": lambda: ours.rollout(settings.work, prompts),
@@ -179,14 +245,14 @@ def _profile(ours: Ours, settings: Settings, timed: Timed, figures: dict[str, An
     text = f"{settings.kind} {settings.shape} {settings.work.name}, {settings.dtype}\n"
     for phase, body in bodies.items():
         if phase in timed.seconds:
-            tell(f"tracing {phase}")
+            log_progress(f"tracing {phase}")
             started = time.perf_counter()
-            spans = traced(body)
+            spans = trace(body)
             plain_s = figures[f"{phase}_s"]
             text += phase_table(phase, spans, time.perf_counter() - started, plain_s)
             out[f"{phase}_idle_share"] = idle_share(busy_s(spans), plain_s)
     Path(settings.profile or "").write_text(text, encoding="utf-8")
-    tell(f"kernels by group are in {settings.profile}")
+    log_progress(f"kernels by group are in {settings.profile}")
     return out
 
 
@@ -194,12 +260,20 @@ _QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # what the model card 
 
 
 def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Name of the setting -> median seconds, tokens per second, and the speed relative to plain sampling.
+    """Time a rollout with each sampling setting.
 
-    The settings take turns, so that a change of the device's speed meets all of them alike.
+    The settings take turns, so that a change of the device's speed affects all of them alike.
+
+    Args:
+        settings: The parsed command line.
+        folder: Model folder.
+        random_init: Whether to draw random weights.
+
+    Returns:
+        Name of the setting -> figures of `speeds`, relative to plain sampling.
     """
     work = settings.work
-    ours = Ours(settings, folder, random_init)
+    ours = ArenoContender(settings, folder, random_init)
     kinds = _kinds(work, settings.tokenizer is not None)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     with ours.engine:
@@ -209,25 +283,35 @@ def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str
                 started = time.perf_counter()
                 ours.rollout(work, prompts, **params)
                 taken = time.perf_counter() - started
-                tell(f"{name}, {repeat_name(repeat, settings.repeats)}: {taken:.3f} s")
+                log_progress(f"{name}, {repeat_name(repeat, settings.repeats)}: {taken:.3f} s")
                 if repeat >= 0:
                     seconds[name].append(taken)
     return speeds(work, seconds, "plain")
 
 
 def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Of each way to do the work: the median of its seconds, tokens per second, and the speed relative to `base`.
+    """Summarize the repeats of several ways to do the same work.
 
-    fastest_s, slowest_s: of its repeats.
+    Args:
+        work: The batch.
+        seconds: Name -> seconds of each repeat.
+        base: Name that the others are compared with.
+
+    Returns:
+        Name -> `rollout_s` (median seconds), `tok_s` (tokens per second), `relative` (speed relative to `base`),
+        `fastest_s` and `slowest_s`.
     """
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         name: {
-            "rollout_s": value, "tok_s": work.n_new / value, "relative": medians[base] / value,
-            "fastest_s": min(seconds[name]), "slowest_s": max(seconds[name]),
+            "rollout_s": value,
+            "tok_s": work.n_new / value,
+            "relative": medians[base] / value,
+            "fastest_s": min(seconds[name]),
+            "slowest_s": max(seconds[name]),
         }
         for name, value in medians.items()
-    }  # fmt: skip
+    }
 
 
 def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
@@ -245,7 +329,13 @@ def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
 
 
 def sampling_page(found: dict[str, dict[str, float]], title: str = "sampling", base: str = "plain") -> str:
-    """The table as text. base: the line that the speed of the others is relative to."""
+    """Return the figures of `speeds` as a table.
+
+    Args:
+        found: Name -> figures.
+        title: Heading of the first column.
+        base: Name of the line that speeds are relative to.
+    """
     width = max(map(len, [title, *found]))
     rows = [
         f"{name:<{width}}  {value['rollout_s']:8.3f} s  {value['fastest_s']:8.3f} to {value['slowest_s']:.3f} s"

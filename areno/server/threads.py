@@ -1,6 +1,7 @@
-"""Threads for work that would hold an event loop up.
+"""Run work and the server in threads of their own.
 
-Runs an application in a thread of its own, whose event loop no code of a user can hold up.
+`Threads` are worker threads for CPU-heavy work that would block an event loop, such as encoding a long prompt.
+`ServerThread` runs an application in a thread with its own event loop, so that user code cannot block the server.
 """
 
 from __future__ import annotations
@@ -23,43 +24,45 @@ from aiohttp.http_exceptions import HttpProcessingError
 from areno.errors import EngineError
 
 T = TypeVar("T")
-_EXIT_S = 2.0  # a process that ends waits this long for work in progress
+_EXIT_S = 2.0  # the most seconds for which a process waits at exit for work in progress
 _running: set[threading.Thread] = set()
 
 
 class Threads:
-    """A few threads that work for event loops. They end when there is nothing to do.
+    """A small pool of worker threads for event loops. Threads end when there is nothing to do.
 
-    Unlike those of `concurrent.futures` they are daemons: a process can end although one of them is stuck.
+    Unlike those of `concurrent.futures` they are daemons: a process can exit although one of them is stuck.
 
     Args:
-        most: Threads that run at once; further work waits.
-        name: Of the threads.
+        max_threads: The most threads that run at once. Further work waits.
+        name: Name of the threads.
     """
 
-    def __init__(self, most: int, name: str):
-        self._most, self._name = most, name
+    def __init__(self, max_threads: int, name: str):
+        self._max_threads, self._name = max_threads, name
         self._lock = threading.Lock()
         self._waiting: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
         self._n_threads = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, or raise its error. Work whose caller is cancelled before it begins is dropped.
+        """Call a function in one of the threads and return its result.
+
+        If the caller is cancelled before the call begins, the function is not called.
 
         Args:
-            work: Called once, in one of the threads.
+            work: Called once without arguments. Its exception is raised here.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.append((future, work))
-            starts = self._n_threads < self._most
+            starts = self._n_threads < self._max_threads
             self._n_threads += starts
         if starts:
             threading.Thread(target=self._serve, daemon=True, name=self._name).start()
         try:
             return await future
         finally:
-            del future  # the traceback of its error has this frame: a cycle would keep all that the work had in hand
+            del future  # its error's traceback holds this frame: the cycle would keep the objects of the work alive
 
     def _serve(self) -> None:
         thread = threading.current_thread()
@@ -73,7 +76,7 @@ class Threads:
                     future, work = self._waiting.popleft()
                 if not future.cancelled():
                     _finish(future, work)
-                del future, work  # a thread in the next piece of work keeps nothing of this one
+                del future, work  # so that the next piece of work keeps no objects of this one alive
         finally:
             _running.discard(thread)
 
@@ -99,7 +102,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait shortly for the threads: one that comes back from a library amid Python's end could crash the process."""
+    """Wait briefly for the threads.
+
+    A thread that returns from a library during Python's exit could crash the process.
+    """
     ends_at = time.monotonic() + _EXIT_S
     for thread in list(_running):
         thread.join(max(0.0, ends_at - time.monotonic()))
@@ -108,21 +114,28 @@ def _wait_at_exit() -> None:
 _logger = logging.getLogger("areno.server.http")
 
 
-def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """Return whether a record is not about a client that speaks no HTTP, or that has gone."""
+def _is_not_about_a_client(record: logging.LogRecord) -> bool:
+    """Return False for log records about clients that send no valid HTTP or have disconnected."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | ConnectionError)
 
 
-_logger.addFilter(_is_of_the_server)  # the traceback of each of them would fill the log
-_LEAST_S = 0.01  # aiohttp takes 0 for no limit at all
-_MORE_S = 5.0  # that the end may take beside the requests under way
+_logger.addFilter(_is_not_about_a_client)  # the tracebacks would fill the log
+_MIN_GRACE_S = 0.01  # aiohttp takes 0 for no limit at all
+_SHUTDOWN_S = 5.0  # for the shutdown itself, in addition to the requests in progress
 
 
 class ServerThread:
-    """An application at an address, from `start` until `stop`. port 0: any that is free.
+    """A web application that is served in a thread from `start` until `stop`.
 
-    grace_s: at the end, how long requests under way may still take.
+    Args:
+        make: Returns the application. Called in the thread.
+        host: Address to listen at.
+        port: Port to listen at. 0 takes a free one.
+        grace_s: Seconds that requests in progress get to finish after `stop`.
+
+    Attributes:
+        url: Address of the server, such as http://127.0.0.1:8000. Empty before `start`.
     """
 
     def __init__(
@@ -137,7 +150,14 @@ class ServerThread:
         self.url = ""
 
     def start(self) -> str:
-        """Serve; the address, such as http://127.0.0.1:8000. EngineError where the port is taken."""
+        """Start to serve.
+
+        Returns:
+            The address, such as http://127.0.0.1:8000.
+
+        Raises:
+            EngineError: If the server cannot listen at the address, such as a port in use.
+        """
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-server")
         self._thread.start()
         self._ready.wait()
@@ -146,8 +166,8 @@ class ServerThread:
             raise EngineError(f"the server cannot listen at {self._host}:{self._port}: {self._error}") from self._error
         return self.url
 
-    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something beside the requests. Of no effect where the server has ended."""
+    def submit(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine in the server's event loop. Has no effect after the server has stopped."""
         assert self._loop is not None
         try:
             asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -155,12 +175,15 @@ class ServerThread:
             work.close()
 
     def stop(self) -> None:
-        """Take no more requests, wait for those under way, then end them. Again: of no effect."""
+        """Accept no more requests, wait `grace_s` seconds for those in progress, then end them.
+
+        A second call has no effect.
+        """
         if self._loop is None or self._stopping is None or self._thread is None:
             return
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(self._grace_s + _MORE_S)
+        self._thread.join(self._grace_s + _SHUTDOWN_S)
 
     def _run(self) -> None:
         try:
@@ -172,12 +195,15 @@ class ServerThread:
 
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        grace_s = max(self._grace_s, _LEAST_S)
-        # The application unpacks bodies itself, beside the event loop.
+        grace_s = max(self._grace_s, _MIN_GRACE_S)
         runner = web.AppRunner(
-            self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s, auto_decompress=False,
+            self._make(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=grace_s,
+            auto_decompress=False,  # the application decompresses bodies itself, in worker threads
             logger=_logger,
-        )  # fmt: skip
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._port, backlog=1024).start()

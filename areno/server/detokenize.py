@@ -1,9 +1,9 @@
-"""Completion tokens to text as they come: whole characters only, and nothing of a stop string.
+"""Turn sampled tokens into text while they arrive.
 
-The text and the bytes of single tokens, as log-probabilities name them.
-
-The texts of a completion's tokens add up to its text. A tokenizer that decodes a token by itself may drop a space
-(SentencePiece) or a part of a character, so a token is read behind the tokens before it.
+`TextStream` decodes a completion piece by piece. It returns whole characters only, and holds back text that may be the
+beginning of a stop string. `TokenTextCache` and `TokenTextStream` find the text and the bytes of each single token for
+`logprobs`. The texts of a completion's tokens add up to its text: a tokenizer that decodes a token alone may drop a
+space (SentencePiece) or part of a character, so each token is decoded after the tokens before it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from areno.data.encode import decode
 from areno.server.parsers.reading import partial_tag
 
 PART_OF_A_CHARACTER = "\ufffd"
-_LONGEST = 4  # bytes of a character
-_CONTEXT = 8  # tokens before those that are decoded
+_MAX_BYTES = 4  # of a character in UTF-8
+_CONTEXT = 8  # tokens that are decoded together with new ones
 
 
 class TextStream:
-    """The text of one completion. However the tokens are cut into pieces, the texts add up to the same.
+    """Incremental detokenizer of one completion.
+
+    The returned texts add up to the same text however the tokens are split into calls of `feed`.
 
     Args:
-        tokenizer: Of transformers.
-        hidden: Tokens without text, such as special ones.
-        stops: Strings that end the text.
-        before: Tokens that the completion goes on from. Its text is what it adds to theirs.
-        begun: Tokens after these that are the beginning of a character, which is the completion's.
+        tokenizer: Tokenizer of transformers.
+        hidden: Token ids without text, such as special tokens.
+        stops: Strings that end the text. The text ends before the first of them.
+        before: Token ids that the completion continues. Their text is not returned.
+        partial: Token ids after `before` that are an unfinished character, whose text belongs to the completion.
+
+    Attributes:
+        stopped: Whether a stop string was found. Later text is dropped.
     """
 
     def __init__(
@@ -40,33 +45,33 @@ class TextStream:
         stops: Sequence[str] = (),
         *,
         before: Sequence[int] = (),
-        begun: Sequence[int] = (),
+        partial: Sequence[int] = (),
     ):
         self._tokenizer, self._hidden, self._stops = tokenizer, hidden, tuple(stops)
         self._tokens = self._end_of(before)
-        # Tokens whose text was returned; where decoding begins, so that it depends on few.
-        self._told, self._context = len(self._tokens), 0
-        self._tokens += begun
+        # The number of tokens whose text was returned, and the first token to decode, so that each call decodes few.
+        self._n_returned, self._context = len(self._tokens), 0
+        self._tokens += partial
         self._held = ""  # text that may be the beginning of a stop string
-        self.stopped = False  # a stop string has come; what follows is dropped
+        self.stopped = False
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain with these tokens and was not before."""
+        """Add tokens and return the new text that is certain now."""
         has_hidden = not self._hidden.isdisjoint(tokens)
         self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
         return self._cut(self._new_text(final=False), final=False)
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
+        """Return the rest of the text. No tokens may follow."""
         return self._cut(self._new_text(final=True), final=True)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the text of all tokens is known."""
-        return self._told == len(self._tokens)
+        """Whether the text of all tokens was decoded."""
+        return self._n_returned == len(self._tokens)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last visible tokens, beginning where a character may."""
+        """Return the last visible tokens, starting at a token that may begin a character."""
         last: list[int] = []
         for token in reversed(tokens):
             if len(last) >= _CONTEXT and not self._is_byte(last[-1]):
@@ -76,22 +81,25 @@ class TextStream:
         return last[::-1]
 
     def _new_text(self, final: bool) -> str:
-        if self._told == len(self._tokens) or (not final and self._ends_in_byte()):
+        if self._n_returned == len(self._tokens) or (not final and self._ends_in_byte()):
             return ""
-        before = self._decode(self._tokens[self._context : self._told])
+        before = self._decode(self._tokens[self._context : self._n_returned])
         text = self._decode(self._tokens[self._context :])
         if len(text) <= len(before) or (text.endswith(PART_OF_A_CHARACTER) and not final):
             return ""
-        self._context, self._told = self._told, len(self._tokens)
-        if self._told - self._context > _CONTEXT and not final:
-            # Of a long piece the end will do, unless it begins amid a character.
-            shorter = self._told - _CONTEXT
+        self._context, self._n_returned = self._n_returned, len(self._tokens)
+        if self._n_returned - self._context > _CONTEXT and not final:
+            # The last tokens of a long piece are context enough, unless they begin within a character.
+            shorter = self._n_returned - _CONTEXT
             if text.endswith(self._decode(self._tokens[shorter:])):
                 self._context = shorter
         return text[len(before) :]
 
     def _ends_in_byte(self) -> bool:
-        """Of tokens that stand for a byte each, a run is decoded as one: none of it is certain before its end."""
+        """Return whether the last token is a single byte.
+
+        A run of such tokens is decoded as one, so its text is not certain yet.
+        """
         return self._is_byte(self._tokens[-1])
 
     def _is_byte(self, token: int) -> bool:
@@ -104,7 +112,7 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        # Of several the one that is whole first, as it would be if the text came one character at a time.
+        # Several stop strings: take the one that ends first, as if the text arrived one character at a time.
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
@@ -114,36 +122,46 @@ class TextStream:
         return text[:certain]
 
 
-def n_begun(tokenizer: Any, tokens: Sequence[int]) -> int:
-    """Return how many tokens at the end are the beginning of a character."""
+def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
+    """Return how many tokens at the end of a text are an unfinished character.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        tokens: Token ids.
+    """
     tail = list(tokens[-_CONTEXT:])
-    places = range(len(tail), max(len(tail) - _LONGEST, 0), -1)
+    places = range(len(tail), max(len(tail) - _MAX_BYTES, 0), -1)
     ends = (end for end in places if not decode(tokenizer, tail[:end]).endswith(PART_OF_A_CHARACTER))
     return len(tail) - next(ends, len(tail))
 
 
 def is_byte(name: str) -> bool:
-    """Whether a vocabulary that falls back to bytes names one so, such as <0x0A>."""
+    """Return whether a token's name stands for a single byte, such as <0x0A> in a vocabulary with byte fallback."""
     return len(name) == 6 and name.startswith("<0x")
 
 
 def special_ids(tokenizer: Any, keep: Collection[str] = ()) -> frozenset[int]:
-    """The special tokens of a tokenizer, but for those with a text in `keep`."""
+    """Return the ids of a tokenizer's special tokens.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        keep: Texts of special tokens to leave out of the result.
+    """
     added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = {*added, *tokenizer.all_special_ids}
     return frozenset(number for number in ids if number not in added or str(added[number]) not in keep)
 
 
-_KEPT = 64  # tokens before those that wait
+_KEPT = 64  # tokens of context before those whose text is not certain
 
 
-class Spelled(NamedTuple):
-    """A token of a text.
+class TokenText(NamedTuple):
+    """The text of one token.
 
     Attributes:
-        text: What it adds to the text.
-        data: Its bytes. Those of several tokens make up a character.
-        is_first: Whether there is no text before it.
+        text: Text that the token adds. Empty if the character ends in a later token.
+        data: Bytes of the token, which may be part of a character.
+        is_first: Whether no text precedes the token.
     """
 
     text: str
@@ -161,8 +179,15 @@ def _byte_of_character() -> dict[str, int]:
 _BYTES = _byte_of_character()
 
 
-class TokenTexts:
-    """Text and bytes of the tokens of a vocabulary. `of(token, is_first)` returns both, and remembers them."""
+class TokenTextCache:
+    """Text and bytes of the tokens of a vocabulary, cached.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+
+    Attributes:
+        of: `of(token, is_first)` returns (text, bytes) of a token id. With `is_first` no text precedes it.
+    """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -181,89 +206,110 @@ class TokenTexts:
         return text, bytes(_BYTES[character] for character in name) if is_spelled else text.encode()
 
     def is_byte(self, token: int) -> bool:
-        """Return whether a token is one of those that stand for a byte in a vocabulary that falls back to bytes."""
+        """Return whether a token stands for a single byte in a vocabulary with byte fallback."""
         return is_byte(self.tokenizer.convert_ids_to_tokens(token) or "")
 
     def key(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
-        """Return a name of a token that is none of `taken`: its text, its bytes, or its id as vLLM writes it."""
+        r"""Return a name of a token that is not among `taken`.
+
+        Args:
+            token: Token id.
+            is_first: Whether no text precedes the token.
+            taken: Names in use.
+
+        Returns:
+            The token's text, its bytes as "bytes:\xNN...", or "token_id:N", in vLLM's notation.
+        """
         text, data = self.of(token, is_first)
         if PART_OF_A_CHARACTER in text:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
         return text if text and text not in taken else f"token_id:{token}"
 
 
-class Spelling:
-    """The text of each token of one completion, found while the tokens arrive in pieces.
+class TokenTextStream:
+    """The text of each token of one completion, found while the tokens arrive.
 
     If a character takes several tokens, the last of them has the character and the others are empty. Hidden tokens,
-    such as end-of-sequence, are empty, too. The constructor takes the arguments of TextStream.
+    such as end-of-sequence, are empty, too.
+
+    Args:
+        texts: Texts of the vocabulary.
+        hidden: Token ids without text.
+        before: Token ids that the completion continues.
+        partial: Token ids after `before` that are an unfinished character.
     """
 
     def __init__(
-        self, texts: TokenTexts, hidden: frozenset[int], before: Sequence[int] = (), begun: Sequence[int] = ()
+        self, texts: TokenTextCache, hidden: frozenset[int], before: Sequence[int] = (), partial: Sequence[int] = ()
     ):
         self._texts, self._hidden = texts, hidden
-        self._stream = TextStream(texts.tokenizer, hidden, before=before, begun=begun)
-        self._before, self._begun = list(before[-_KEPT:]), begun
+        self._stream = TextStream(texts.tokenizer, hidden, before=before, partial=partial)
+        self._before, self._partial = list(before[-_KEPT:]), partial
         self._waiting: list[int] = []  # tokens whose text is not certain
-        self._known: list[Spelled] = []  # tokens that were not taken
-        self._n_taken = 0  # characters
+        self._known: list[TokenText] = []  # tokens not yet returned by `take`
+        self._n_taken = 0  # characters of the returned tokens
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Add tokens."""
+        """Add token ids."""
         self._waiting += tokens
         text = self._stream.feed(tokens)
         if self._stream.is_settled:
             self._settle(text)
 
-    def take(self, n_characters: int) -> list[Spelled]:
-        """Return the tokens that were not returned before and end within the first characters of the text."""
+    def take(self, n_characters: int) -> list[TokenText]:
+        """Return the new tokens that end within the first `n_characters` of the completion's text."""
         end, n = self._n_taken, 0
         while n < len(self._known) and end + len(self._known[n].text) <= n_characters:
             end, n = end + len(self._known[n].text), n + 1
         taken, self._known, self._n_taken = self._known[:n], self._known[n:], end
         return taken
 
-    def finish(self, n_characters: int) -> list[Spelled]:
-        """Return the rest of the tokens, without the text behind the first characters, which a stop string has cut."""
+    def finish(self, n_characters: int) -> list[TokenText]:
+        """Return the rest of the tokens, cut to the first `n_characters` of the text.
+
+        A stop string may have cut the text.
+        """
         self._settle(self._stream.finish())
         taken = self.take(n_characters)
-        for spelled in self._known:
-            text = spelled.text[: n_characters - self._n_taken]
+        for token_text in self._known:
+            text = token_text.text[: n_characters - self._n_taken]
             self._n_taken += len(text)
-            taken.append(spelled if text == spelled.text else Spelled(text, text.encode(), spelled.is_first))
+            taken.append(token_text if text == token_text.text else TokenText(text, text.encode(), token_text.is_first))
         return taken
 
     def _settle(self, text: str) -> None:
-        """Spell the tokens that wait. text: theirs."""
+        """Find the texts of the waiting tokens, which together have the given text."""
         if self._waiting:
             found = self._by_bytes(self._waiting)
             self._known += found if _text_of(found) == text else self._by_groups()
-            self._before, self._begun = [*self._before, *self._begun, *self._waiting][-_KEPT:], ()
+            self._before, self._partial = [*self._before, *self._partial, *self._waiting][-_KEPT:], ()
             self._waiting = []
 
-    def _by_bytes(self, tokens: Sequence[int]) -> list[Spelled]:
-        """Spell tokens by their bytes alone. Tokenizers that add something between tokens read them otherwise."""
-        found, is_first = list[Spelled](), self._hidden.issuperset(self._before)
+    def _by_bytes(self, tokens: Sequence[int]) -> list[TokenText]:
+        """Split the text by the bytes of each token. Wrong for tokenizers that insert text between tokens."""
+        found, is_first = list[TokenText](), self._hidden.issuperset(self._before)
         data = list[bytes]()
         for token in tokens:
             data.append(b"" if token in self._hidden else self._texts.of(token, is_first)[1])
-            found.append(Spelled("", b"", is_first))
+            found.append(TokenText("", b"", is_first))
             is_first = is_first and token in self._hidden
         decoder, at = codecs.getincrementaldecoder("utf-8")("replace"), 0
         for is_run, run in itertools.groupby(map(self._texts.is_byte, tokens)):
             end = at + len(list(run))
-            if is_run and not _is_whole(b"".join(data[at:end])):  # then each byte is replaced
+            if is_run and not _is_utf8(b"".join(data[at:end])):  # the tokenizer replaces each byte, too
                 data[at:end] = [PART_OF_A_CHARACTER.encode()] * (end - at)
             at = end
         found = [one._replace(text=decoder.decode(each), data=each) for one, each in zip(found, data, strict=True)]
         found[-1] = found[-1]._replace(text=found[-1].text + decoder.decode(b"", True))
         return _with_replaced_bytes(found)
 
-    def _by_groups(self) -> list[Spelled]:
-        """Spell the tokens in the smallest groups whose texts are certain. The last of a group may have all of it."""
-        stream = TextStream(self._texts.tokenizer, self._hidden, before=self._before, begun=self._begun)
-        known, group = list[Spelled](), list[int]()
+    def _by_groups(self) -> list[TokenText]:
+        """Split the text by the smallest groups of tokens whose text is certain.
+
+        The last token of a group may get all of it.
+        """
+        stream = TextStream(self._texts.tokenizer, self._hidden, before=self._before, partial=self._partial)
+        known, group = list[TokenText](), list[int]()
         for number, token in enumerate(self._waiting, start=1):
             group.append(token)
             text = stream.feed([token])
@@ -273,18 +319,18 @@ class Spelling:
                 continue
             found = self._by_bytes(group)
             if _text_of(found) != text:
-                found = [Spelled("", b"", one.is_first) for one in found]
-                found[-1] = Spelled(text, text.encode(), found[-1].is_first)
+                found = [TokenText("", b"", one.is_first) for one in found]
+                found[-1] = TokenText(text, text.encode(), found[-1].is_first)
             known, group = known + found, []
         return known
 
 
-def _text_of(tokens: Iterable[Spelled]) -> str:
+def _text_of(tokens: Iterable[TokenText]) -> str:
     return "".join(one.text for one in tokens)
 
 
-def _with_replaced_bytes(tokens: list[Spelled]) -> list[Spelled]:
-    """Give tokens that are no UTF-8 the bytes of their texts, in which they are replaced."""
+def _with_replaced_bytes(tokens: list[TokenText]) -> list[TokenText]:
+    """Give tokens that are not valid UTF-8 the bytes of their decoded texts, which have replacement characters."""
     start, data, text = 0, b"", ""
     for end, token in enumerate(tokens, start=1):
         data, text = data + token.data, text + token.text
@@ -296,7 +342,7 @@ def _with_replaced_bytes(tokens: list[Spelled]) -> list[Spelled]:
     return tokens
 
 
-def _is_whole(data: bytes) -> bool:
+def _is_utf8(data: bytes) -> bool:
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -304,14 +350,22 @@ def _is_whole(data: bytes) -> bool:
     return True
 
 
-def spelled_prompt(tokenizer: Any, prompt: str) -> list[Spelled]:
-    """Return the tokens of a text that was sent, each with its part of that text. For fast tokenizers."""
+def prompt_token_texts(tokenizer: Any, prompt: str) -> list[TokenText]:
+    """Return the tokens of a text, each with its part of the text.
+
+    Args:
+        tokenizer: A fast tokenizer, since only these report offsets.
+        prompt: The text.
+
+    Returns:
+        One entry for each token. Their texts add up to `prompt`.
+    """
     places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
     ends, end = list[int](), 0
     for number, place in enumerate(places):
         is_amid = number + 1 < len(places) and place == places[number + 1] and place[1] > place[0]
         end = end if is_amid else max(end, place[1])
         ends.append(end)
-    ends = [len(prompt) if each == end else each for each in ends]  # space at the end may belong to no token
+    ends = [len(prompt) if each == end else each for each in ends]  # spaces at the end may belong to no token
     texts = [prompt[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
-    return [Spelled(text, text.encode(), not start) for text, start in zip(texts, [0, *ends], strict=False)]
+    return [TokenText(text, text.encode(), not start) for text, start in zip(texts, [0, *ends], strict=False)]

@@ -1,11 +1,14 @@
-"""The same work done by the transformers library, as one would write it: generate, forward, AdamW, all with sdpa.
+"""Run the benchmark's work with other libraries, for comparison.
 
-Rollout: `generate` with its own KV cache, prompts repeated for every sample and padded on the left; log-probabilities
-are taken from the scores that its sampling sees. Training: micro-batches of whole rows, logits of the trained part, a
-policy-gradient loss on the gathered log-softmax, torch's fused AdamW on weights of the same type. Where memory runs out
-the pieces are halved: all work is done, in smaller parts, so that tokens per second stay comparable.
+`TransformersContender` does rollout, training and scoring as a user of transformers would write them, with sdpa:
 
-The same rollout done by vLLM, where that is installed, with the log-probability of every sampled token returned.
+- Rollout: `generate` with its KV cache. Prompts are repeated for every sample and padded on the left. The
+  log-probabilities come from the scores that its sampling sees.
+- Training: micro-batches of whole rows, logits of the trained part, a policy-gradient loss on the gathered log-softmax,
+  and torch's fused AdamW on weights of the same type.
+
+If memory runs out, the pieces are halved. All work is done in smaller parts, so tokens per second stay comparable.
+`VllmContender` does the rollout with vLLM and returns the log-probability of every sampled token.
 """
 
 from __future__ import annotations
@@ -27,12 +30,23 @@ from areno.models.registry import load_config
 from areno.types import TrainSequence
 
 T = TypeVar("T")
-_MOST_TOKENS = 8192  # of a micro-batch, at the start: its logits in float32 take 5 GB with a vocabulary of 150,000
+_MAX_TOKENS = 8192  # of the first micro-batch: its logits in float32 take 5 GB with a vocabulary of 150,000
 _WARM_UP_TOKENS = 8
 
 
-class WithTransformers:
-    """A contender. prompts_at_once, rows_at_once: what a call of `generate`, and a micro-batch, holds at most."""
+class TransformersContender:
+    """The transformers library as a contender.
+
+    Args:
+        settings: The parsed command line.
+        folder: Model folder.
+        random_init: Whether to draw random weights.
+
+    Attributes:
+        prompts_at_once: The most prompts of a call of `generate`.
+        rows_at_once: The most rows of a micro-batch.
+        start_s: Seconds to load the model.
+    """
 
     name = "transformers"
 
@@ -57,18 +71,18 @@ class WithTransformers:
         self._optimizer: torch.optim.Optimizer | None = None
         if settings.trains:
             if settings.recompute:
-                name = "activation_checkpointing_enable"  # as later versions call it
+                name = "activation_checkpointing_enable"  # its name in later versions
                 enable = getattr(model, name, None) or model.gradient_checkpointing_enable
                 enable({"use_reentrant": False})
             self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
         self.warm_up = settings.work.with_new_at_most(_WARM_UP_TOKENS) if settings.rolls_out else None
         self.prompts_at_once = len(settings.work.prompt_lens)
-        self.rows_at_once = max(1, min(settings.tokens_per_mb, _MOST_TOKENS) // max(settings.work.row_lens))
+        self.rows_at_once = max(1, min(settings.tokens_per_mb, _MAX_TOKENS) // max(settings.work.row_lens))
         synchronize(self.device)
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """What it says beside the times: memory, and the size of the pieces."""
+        """Return the peak memory in GiB, and how the work was split."""
         settings, out = self._settings, {}
         if self.device.startswith("cuda"):
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -80,13 +94,21 @@ class WithTransformers:
         return out
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Prompts are sampled together, as many as there is memory for."""
+        """Sample the prompts, as many at once as fit in memory.
+
+        Args:
+            work: The batch.
+            prompts: Token ids of each prompt.
+
+        Returns:
+            A row for each sample.
+        """
         self.model.eval()
         rows: list[TrainSequence] = []
         while len(rows) < len(prompts) * work.n_samples:
             start = len(rows) // work.n_samples
             piece = slice(start, start + self.prompts_at_once)
-            generated = _in_memory(
+            generated = _try_in_memory(
                 self.prompts_at_once, self._generate, prompts[piece], max(work.new_lens[piece]), work.n_samples
             )
             if generated is None:
@@ -100,7 +122,7 @@ class WithTransformers:
 
     @torch.no_grad()
     def _generate(self, prompts: list[list[int]], n_new: int, n_samples: int) -> tuple[list[Any], list[Any]]:
-        """New tokens and their log-probabilities, (prompts * samples, n_new) each."""
+        """Return new tokens and their log-probabilities, shape [prompts * samples, n_new] each."""
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
@@ -116,10 +138,10 @@ class WithTransformers:
         return out[:, width:].tolist(), seen.finish(out).tolist()
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """One optimizer step."""
+        """Run one optimizer step on the rows. There are no statistics."""
         assert self._optimizer is not None
         self.model.train()
-        while _in_memory(self.rows_at_once, self._backward, rows) is None:
+        while _try_in_memory(self.rows_at_once, self._backward, rows) is None:
             self.rows_at_once //= 2
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
@@ -139,12 +161,19 @@ class WithTransformers:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Of the responses, padded at the end to the longest row of a piece."""
+        """Return the log-probabilities of all tokens but the first of each row.
+
+        Args:
+            rows: Rows to score.
+
+        Returns:
+            A list for each row, padded at the end to the longest row of its piece.
+        """
         self.model.eval()
         out: list[list[float]] = []
         while len(out) < len(rows):
             piece = rows[len(out) : len(out) + self.rows_at_once]
-            scored = _in_memory(self.rows_at_once, self._row_logprobs, piece, True)
+            scored = _try_in_memory(self.rows_at_once, self._row_logprobs, piece, True)
             if scored is None:
                 self.rows_at_once //= 2
             else:
@@ -152,26 +181,29 @@ class WithTransformers:
         return out
 
     def _row_logprobs(self, rows: Sequence[TrainSequence], all_tokens: bool = False) -> Tensor:
-        """(R, t) log-probabilities of the last t tokens of the padded rows: the trained ones, or all but the first."""
+        """Return the log-probabilities of the last t tokens of the padded rows, shape [R, t].
+
+        The t tokens are the trained ones, or with `all_tokens` all but the first.
+        """
         ids = _padded([item.tokens or [] for item in rows]).to(self.device)
         lens, width = torch.tensor([len(item.tokens or []) for item in rows]), ids.shape[1]
         mask = None
         if lens.min() < width:
             mask = (torch.arange(width) < lens[:, None]).long().to(self.device)
         prompt_len = 1 if all_tokens else min(list(item.prompt_mask or []).count(True) for item in rows)
-        keep = width - prompt_len + 1  # the logits of token t are at t - 1
+        keep = width - prompt_len + 1  # the logits of token t are at position t - 1
         logits = self.model(ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
         targets = ids[:, prompt_len:, None]
         return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets)[..., 0]
 
 
 def _padded(rows: Sequence[Any]) -> Tensor:
-    """(R, L): zeros after each row, up to the longest."""
+    """Return the rows as a tensor of shape [R, L], with zeros after each row."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
-def _in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
-    """What `body` returns; None where memory ran out, so that half as many at once may help. EngineError at one."""
+def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
+    """Return the result of `body`, or None if memory ran out. Raises EngineError if memory ran out with one row."""
     try:
         return body(*args)
     except torch.OutOfMemoryError as error:
@@ -183,7 +215,7 @@ def _in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
 
 
 class _DrawnLogprobs:
-    """A logits processor that changes nothing: it keeps the log-probability of what was drawn one step before."""
+    """Logits processor that changes nothing. It records the log-probability of the token drawn in the step before."""
 
     def __init__(self) -> None:
         self._before: Tensor | None = None
@@ -195,7 +227,7 @@ class _DrawnLogprobs:
         return scores
 
     def finish(self, ids: Tensor) -> Tensor:
-        """(R, n_new), once all is drawn."""
+        """Return the log-probabilities of all drawn tokens, shape [R, n_new]. Call it after the last step."""
         self._take(ids)
         return torch.stack(self._drawn, dim=1)
 
@@ -204,11 +236,20 @@ class _DrawnLogprobs:
             self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
 
 
-class WithVllm:
-    """A contender for rollout only."""
+class VllmContender:
+    """vLLM as a contender, for rollout only.
+
+    Args:
+        settings: The parsed command line.
+        folder: Model folder.
+        random_init: Whether to use random weights.
+
+    Attributes:
+        start_s: Seconds to start the engine.
+    """
 
     name = "vllm"
-    warm_up = None  # the work itself
+    warm_up = None  # warms up with the work itself
 
     def __init__(self, settings: Settings, folder: str, random_init: bool):
         from vllm import LLM  # type: ignore[import-not-found]
@@ -227,11 +268,19 @@ class WithVllm:
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """Nothing beside the times."""
+        """Return no further figures."""
         return {}
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """One call of generate."""
+        """Sample the prompts with one call of `generate`.
+
+        Args:
+            work: The batch.
+            prompts: Token ids of each prompt.
+
+        Returns:
+            A row for each sample.
+        """
         from vllm import SamplingParams  # type: ignore[import-not-found]
 
         params = [
@@ -248,9 +297,9 @@ class WithVllm:
         return rows
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Not a thing it does."""
+        """Raise EngineError, since vLLM does not train."""
         raise EngineError("vllm does not train; compare it in a rollout")
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Not a thing it is compared in."""
+        """Raise EngineError, since vLLM is compared in a rollout only."""
         raise EngineError("vllm is compared in a rollout only")
