@@ -1,7 +1,7 @@
 """Profile a phase on a CUDA device.
 
 `trace` records the kernels that a function runs, and `phase_table` shows the time by group of kernels, the longest
-kernels, and how long the device was idle. Only device activity is traced, no Python or torch operators, so the host is
+kernels, and how long the device was idle. Only device activity is trace, no Python or torch operators, so the host is
 slowed down little. Groups are found by the kernels' names: areno's own by the folder of their source, others by the
 names that CUDA, cuBLAS, cuDNN and torch give them.
 """
@@ -98,7 +98,7 @@ def busy_s(spans: Iterable[Span]) -> float:
     return busy / 1e9
 
 
-def traced(body: Callable[[], object]) -> list[Span]:
+def trace(body: Callable[[], object]) -> list[Span]:
     """Run a function and record all activity of this process's CUDA device.
 
     The raw events are used, since torch's own summary takes minutes for the hundred thousands of kernels of a rollout.
@@ -127,7 +127,7 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
     Args:
         phase: Name of the phase.
         spans: Recorded activity.
-        wall_s: Seconds of the traced phase.
+        wall_s: Seconds of the trace phase.
         plain_wall_s: Seconds of the same work without a profiler. Idle time is relative to it, since profiling slows
             down
             the host.
@@ -139,7 +139,7 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
         counts[span.name] += 1
     busy, total = busy_s(spans), sum(seconds.values()) or 1e-12
     lines = [
-        f"== {phase}: {plain_wall_s:.4f} s ({wall_s:.4f} s while traced), device busy {busy:.4f} s, "
+        f"== {phase}: {plain_wall_s:.4f} s ({wall_s:.4f} s while trace), device busy {busy:.4f} s, "
         f"idle {100 * idle_share(busy, plain_wall_s):.1f} %, {len(spans)} kernels",
         f"{'group':24}{'seconds':>10}{'share %':>9}{'calls':>9}{'us each':>10}",
     ]
