@@ -1,8 +1,8 @@
 """Run user code in a process of its own, for reward functions and agents alike.
 
 The keeper (keeper.py) calls `run` with the `serve(connection)` of a module. `serve` loads the user code, sends
-("ready", is_async), and answers each message by (position, answer). `ForkedCopies` ends copies of the process that the user
-code makes by a fork.
+("ready", is_async), and answers each message by (position, answer). `ForkedCopies` ends copies of the process that the
+user code makes by a fork.
 """
 
 from __future__ import annotations

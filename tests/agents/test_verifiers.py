@@ -190,7 +190,7 @@ def test_signals_stay_what_they_were(packages: Path) -> None:
     [
         ("no_such_env", r"environment 'no_such_env' does not load: .*No module named 'no_such_env'.* installed"),
         ("toy_raises", "environment 'toy_raises' does not load: OSError: no key for the judge"),
-        ("toy_completions", "'toy_completions' asks for completions; areno trains on chat messages"),
+        ("toy_completions", "'toy_completions' uses text completions; only environments with chat messages"),
     ],
 )
 def test_environments_that_do_not_load(packages: Path, name: str, message: str) -> None:
