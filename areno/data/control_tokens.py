@@ -1,11 +1,9 @@
-"""Which tokens control the form of a prompt: turn markers, bos, eos, pad; and where a text has one of them.
+"""Keep control tokens inside messages from acting as control tokens.
 
-Text stays text: control tokens in the words of messages are encoded like any other words.
-
-A chat template writes control tokens as text, and the tokenizer finds them anywhere in the rendered text. A user or a
-tool could thus end its turn and begin another one. So `ControlTokens.shield` puts a break into each control token of a
-message before it is rendered. `ControlTokens.encode` reads a rendered text with such breaks: only control tokens
-without a break, which the template wrote, become control tokens.
+A chat template writes control tokens, such as turn markers, as text, and the tokenizer finds them anywhere in the
+rendered text. So a user or a tool could end its turn and begin another one. `ControlTokens.shield` puts a break into
+each control token of a message before it is rendered. `ControlTokens.encode` encodes the rendered text: only control
+tokens without a break, which the template wrote, become control tokens.
 """
 
 from __future__ import annotations
@@ -22,16 +20,23 @@ _ROLES = (("system", "user", "assistant", "user"), ("user", "assistant"), ("user
 
 
 def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
-    """Return the tokens that a tokenizer finds in any text as they are, by their ids."""
+    """Return the added tokens of a tokenizer by id. The tokenizer finds them in any text.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+    """
     return getattr(tokenizer, "added_tokens_decoder", {})
 
 
 def control_names(tokenizer: Any) -> tuple[str, ...]:
     """Return the texts of the control tokens of a tokenizer and its chat template.
 
-    They are bos, eos, pad and the like, all special tokens, and the added tokens in brackets that the template writes.
-    Tags that come in pairs, such as `<think>` and `</think>`, are no control tokens, whether they are flagged as
-    special or not. `<s>` and `</s>` are, as bos and eos.
+    These are bos, eos, pad, all special tokens, and the added tokens in brackets that the template writes. Tags that
+    come in pairs, such as `<think>` and `</think>`, are no control tokens, even if they are flagged as special. `<s>`
+    and `</s>` are control tokens if they are bos and eos.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
     """
     added = [token for token in added_tokens(tokenizer).values() if len(str(token)) > 1]
     names, named = {str(token) for token in added}, set(getattr(tokenizer, "special_tokens_map", {}).values())
@@ -50,28 +55,38 @@ def control_names(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _written(tokenizer: Any) -> str:
-    """Return the chat template, and what it writes around messages."""
+    """Return the chat template and the texts that it writes around messages."""
     texts = [str(tokenizer.chat_template)]
     for roles in _ROLES:
         messages = [{"role": role, "content": "a"} for role in roles]
-        with suppress(Exception):  # whatever the template's author raises for roles that it does not have
+        with suppress(Exception):  # a template may raise any error for roles that it does not know
             texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return "\n".join(texts)
 
 
 def first_characters(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of the first character of each name in a text, also of an unfinished one at the text's end."""
+    """Return a pattern for the first character of each name in a text.
+
+    It also matches the first character of an unfinished name at the end of the text.
+
+    Args:
+        names: Texts of control tokens.
+    """
     heads = sorted(_by_first(names).items())
     return re.compile("|".join(f"{re.escape(first)}(?={_one_of(rests)})" for first, rests in heads))
 
 
 def whole_names(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of the names, of which the longest counts."""
+    """Return a pattern for the names. If several match, the longest counts.
+
+    Args:
+        names: Texts of control tokens.
+    """
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def _one_of(names: set[str]) -> str:
-    """Return an expression of the names as a tree, so that a thousand names take no longer than one."""
+    """Return an expression for the names as a prefix tree, so that a thousand names take no longer than one."""
     if "" in names:
         return ""
     branches = [f"{re.escape(first)}{_one_of(rests)}" for first, rests in sorted(_by_first(names).items())]
@@ -79,7 +94,7 @@ def _one_of(names: set[str]) -> str:
 
 
 def _by_first(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the rests of names by their first characters."""
+    """Return first character -> rests of the names."""
     rests: dict[str, set[str]] = {}
     for name in names:
         rests.setdefault(name[0], set()).add(name[1:])
@@ -87,22 +102,25 @@ def _by_first(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 BREAK = str(secrets.randbits(80) + 10**25)
-"""Nobody can guess it. It has digits only, which templates neither trim nor escape nor write in upper case."""
+"""Text of a break: random, so that nobody can guess it. Templates neither trim, escape nor upper-case digits."""
 
-_ALIAS = str(secrets.randbits(80) + 10**25)  # another number, so that no text without breaks can make one
+_ALIAS = str(secrets.randbits(80) + 10**25)  # another number, so that removing breaks from a text cannot produce it
 _OF_ASSISTANT = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
-_SLICE = 50_000  # characters: to look through them takes some milliseconds at worst
-_KEPT = "_control_tokens"  # attribute of a tokenizer
+_SLICE = 50_000  # characters, which take at most some milliseconds to search
+_CACHED = "_control_tokens"  # attribute of a tokenizer
 
 Offsets = list[tuple[int, int]]
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and its chat template. `control_tokens` makes it.
+    """The control tokens of a tokenizer and its chat template. Get it from `control_tokens`, which caches it.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
 
     Attributes:
-        names: Their texts; empty if messages may contain control tokens.
-        made_of: The chat template and the size of the vocabulary.
+        names: Texts of the control tokens. Empty if messages may contain control tokens.
+        made_of: The chat template and the size of the vocabulary, from which the names were derived.
     """
 
     def __init__(self, tokenizer: Any):
@@ -111,9 +129,15 @@ class ControlTokens:
         self._found = first_characters(self.names) if self.names else None
 
     def shield(self, value: Any) -> Any:
-        """Put a break into each control token in the texts of a value, however deep.
+        """Put a break into each control token in the texts of a value, at any depth.
 
-        An unfinished control token at the end of a text gets one, too, as the template may go on with the rest.
+        An unfinished control token at the end of a text gets a break, too, as the template may write the rest after it.
+
+        Args:
+            value: JSON value.
+
+        Returns:
+            The value with breaks. A value without texts stays the same.
         """
         if self._found is None:
             return value
@@ -124,7 +148,7 @@ class ControlTokens:
         return [self.shield(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _shield_text(self, text: str) -> str:
-        # In slices, between which other threads run. A name that two of them share is unfinished in the first.
+        # In slices, so that other threads can run in between. A name across two slices is unfinished in the first.
         slices = [text[at : at + _SLICE] for at in range(0, len(text), _SLICE)]
         assert self._found is not None
         if not any(map(self._found.search, slices)):
@@ -132,7 +156,11 @@ class ControlTokens:
         return "".join([self._found.sub(rf"\g<0>{BREAK}", each) for each in slices])
 
     def shield_messages(self, messages: Sequence[Any]) -> list[Any]:
-        """Put breaks into messages, but not into the text and the reasoning of the assistant."""
+        """Put breaks into messages, except into the text and the reasoning of the assistant.
+
+        Args:
+            messages: Messages of a conversation.
+        """
         shielded = []
         for message in messages:
             own = _OF_ASSISTANT if message["role"] == "assistant" else frozenset()
@@ -140,22 +168,39 @@ class ControlTokens:
         return shielded
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered text. Without breaks they are those of the tokenizer."""
+        """Return the token ids of a rendered text.
+
+        Args:
+            text: Rendered text. Without breaks, the result is the tokenizer's own.
+        """
         if BREAK not in text:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._encode_apart(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
-        """Return the token ids, and (start, end) of each token in the text with its breaks. For fast tokenizers."""
+        """Encode a rendered text with a fast tokenizer.
+
+        Args:
+            text: Rendered text with breaks.
+
+        Returns:
+            (token ids, (start, end) of each token in `text`, in characters).
+        """
         if BREAK in text:
             return self._encode_apart(text)
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
-        """Return the token ids, and a function from the number of a token to its (start, end) in the text.
+        """Encode a rendered text with a fast tokenizer, and find the places of tokens when they are needed.
 
-        For fast tokenizers. The offsets of all tokens at once would stop other threads: 50 ms for 200,000 tokens.
+        The offsets of all tokens at once would block other threads: 50 ms for 200,000 tokens.
+
+        Args:
+            text: Rendered text with breaks.
+
+        Returns:
+            (token ids, function from the index of a token to its (start, end) in `text`).
         """
         if BREAK in text:
             tokens, offsets = self._encode_apart(text)
@@ -164,7 +209,7 @@ class ControlTokens:
         return found["input_ids"], found.encodings[0].token_to_chars
 
     def _encode_apart(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a text with breaks, by the tokenizer to which only aliases are control tokens."""
+        """Encode a text with breaks by a tokenizer to which only the aliases are control tokens."""
         tokenizer, aliases, ids = self._plain
         pieces, starts, origins, size = list[str](), list[int](), list[int](), 0
         for piece, origin in self._pieces(text):
@@ -182,14 +227,14 @@ class ControlTokens:
         tokens, offsets = list[int](), Offsets()
         for token, (first, last) in zip(found.ids, found.offsets, strict=True):
             name, own = ids.get(token, ("", [token]))
-            if name and whole[first:last] != name:  # an unknown letter, which is no control token in words
+            if name and whole[first:last] != name:  # the unknown token, which stands for a letter here
                 own = [token]
             tokens += own
             offsets += [(place(first), place(last))] * len(own)
         return tokens, offsets
 
     def _encode_slowly(self, text: str) -> list[int]:
-        """Encode a text with breaks, by a tokenizer that is written in Python."""
+        """Encode a text with breaks by a tokenizer that is written in Python."""
         ids = {str(token): number for number, token in added_tokens(self._tokenizer).items()}
         tokens, words = list[int](), ""
         for piece, _ in self._pieces(text):
@@ -201,7 +246,7 @@ class ControlTokens:
         return tokens
 
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
-        """Cut a text at the tokens without a break. Yields each piece and where in the text it begins."""
+        """Split a text at its added tokens without a break. Yield each piece and its start."""
         at = 0
         for match in self._borders.finditer(text):
             if match.start() > at:
@@ -220,9 +265,10 @@ class ControlTokens:
 
     @cached_property
     def _plain(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
-        """Return a tokenizer to which control tokens are ordinary text, their aliases, and what its own ids stand for.
+        """Return a tokenizer to which control tokens are ordinary text, with the aliases of the control tokens.
 
-        It shares the vocabulary of the tokenizer, so it takes no memory.
+        It shares the vocabulary, so it takes no memory. The third value maps ids of this tokenizer to (name, ids) of
+        the original one.
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -239,24 +285,34 @@ class ControlTokens:
             if name in self.names:
                 aliases[name] = f"{_ALIAS}:{number};"
                 added[number] = AddedToken(aliases[name], normalized=False, lstrip=token.lstrip, rstrip=token.rstrip)
-                if number < n_words:  # some kinds of vocabulary find it there: it is spelled then
+                if number < n_words:  # some vocabularies have it as a word, too, so that it must be split into letters
                     ids[number] = name, [part.id for letter in name for part in backend.model.tokenize(letter)]
         plain.add_tokens(list(added.values()))
         return plain, aliases, ids | {plain.token_to_id(str(token)): ("", [number]) for number, token in added.items()}
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Return the control tokens of a tokenizer. They stay with it until its template or its vocabulary changes."""
-    kept = vars(tokenizer).get(_KEPT)
-    if kept is None or kept.made_of != _made_of(tokenizer):
-        kept = vars(tokenizer)[_KEPT] = ControlTokens(tokenizer)
-    return kept
+    """Return the control tokens of a tokenizer.
+
+    They are cached in the tokenizer until its template or vocabulary changes.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+    """
+    cached = vars(tokenizer).get(_CACHED)
+    if cached is None or cached.made_of != _made_of(tokenizer):
+        cached = vars(tokenizer)[_CACHED] = ControlTokens(tokenizer)
+    return cached
 
 
 def allow_control_tokens(tokenizer: Any) -> None:
-    """Let everything that is made with a tokenizer read control tokens in messages as such."""
+    """Let control tokens in messages act as control tokens.
+
+    Args:
+        tokenizer: Tokenizer of transformers. All later encoding with it is affected.
+    """
     tokenizer.allows_control_tokens = True
-    vars(tokenizer).pop(_KEPT, None)
+    vars(tokenizer).pop(_CACHED, None)
 
 
 def _made_of(tokenizer: Any) -> tuple[Any, int]:

@@ -1,10 +1,8 @@
-"""Rows to token ids: one prompt, one supervised row, one preference pair. Text stays text: see tokens/shield.py.
+"""Encode rows as token ids: a prompt, a supervised row or a preference pair.
 
-One rule for prompts: messages always go through the chat template. A plain text goes through it as one user message if
-the tokenizer has a template. Without a template a plain text is encoded as it is, with the special tokens that the
-tokenizer adds (such as BOS).
-
-Token ids to text, in a fraction of the time that transformers takes where it adds nothing to its backend.
+Messages always go through the chat template. A plain text becomes one user message if the tokenizer has a template.
+Without a template it is encoded as it is, with the special tokens that the tokenizer adds (such as BOS). Control tokens
+in messages stay text, see control_tokens.py. `decode` and `decode_all` turn tokens into text faster than transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +24,17 @@ from areno.types import PairItem, PromptItem, TrainSequence
 def encode_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> list[int]:
-    """Token ids of `render_generation_prompt`."""
+    """Return the token ids of a prompt for the assistant's next turn.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        prompt: Text or messages.
+        enable_thinking: Variable of the chat template. None keeps the template's default.
+        tools: Tools in OpenAI's form.
+
+    Raises:
+        DataError: If messages are given but the tokenizer has no chat template, or the template refuses the messages.
+    """
     return _encode_prompt(tokenizer, render_generation_prompt(tokenizer, prompt, enable_thinking, tools))
 
 
@@ -43,14 +51,23 @@ def prompt_item(
     prompt_key: str = "prompt",
     solutions_key: str = "solutions",
 ) -> PromptItem:
-    """One RL row, encoded."""
+    """Encode a row for reinforcement learning.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        row: The row.
+        index: Index of the row in its dataset.
+        enable_thinking: Variable of the chat template. None keeps the template's default.
+        prompt_key: Field of the prompt.
+        solutions_key: Field of the reference solutions.
+    """
     prompt = _prompt(row[prompt_key])
-    written = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
-    text, plain = written.replace(BREAK, ""), isinstance(prompt, str)
+    rendered = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
+    text, plain = rendered.replace(BREAK, ""), isinstance(prompt, str)
     return PromptItem(
         prompt=prompt if plain else text,
         text=text,
-        tokens=_encode_prompt(tokenizer, written),
+        tokens=_encode_prompt(tokenizer, rendered),
         messages=None if plain else prompt,
         solutions=row.get(solutions_key),
         record=row,
@@ -59,14 +76,31 @@ def prompt_item(
 
 
 def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
-    """One supervised row: {prompt, response} trains on the response and its end, {messages} on every assistant turn."""
+    """Encode a supervised row.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        row: {prompt, response}, of which the response and its end token are trained, or {messages}, of which every
+            assistant
+            turn is trained.
+        enable_thinking: Variable of the chat template. None keeps the template's default.
+    """
     if row.get("response") is not None:
         return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, _tools(row))
     return _conversation(tokenizer, with_text(row["messages"]), 0, enable_thinking, _tools(row))
 
 
 def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
-    """One DPO row. Answers are encoded as those of supervised rows; turns in the prompt are not trained on."""
+    """Encode a DPO row. Answers are encoded as in supervised rows. Assistant turns in the prompt are not trained.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        row: The row.
+        index: Index of the row in its dataset.
+
+    Raises:
+        DataError: If an answer has no token to train on.
+    """
     prompt, *answers = prompt_and_answers(row)
     tools = _tools(row)
     if isinstance(answers[0], str):
@@ -84,11 +118,11 @@ def _prompt(prompt: Any) -> Any:
 
 
 def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:
-    """A prompt and its answer. The answer is trained on, with its end."""
+    """Encode a prompt and its answer. The answer and its end token are trained."""
     tokens = encode_generation_prompt(tokenizer, prompt, thinking, tools)
     response = tokenizer.encode(answer, add_special_tokens=False)
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token; set {} to one that has", Key("tokenizer_path"))
+        raise DataError("the tokenizer has no end-of-sequence token; set {} to one that has it", Key("tokenizer_path"))
     return _sequence(tokenizer, [(tokens, False), ([*response, tokenizer.eos_token_id], True)])
 
 
@@ -101,7 +135,7 @@ def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequ
 
 
 def _tools(row: Mapping[str, Any]) -> Any:
-    """The row's tool descriptions; many data sets hold them as JSON text."""
+    """Return the row's tools, which many datasets hold as JSON text."""
     tools = row.get("tools")
     if not isinstance(tools, str):
         return tools
@@ -112,9 +146,9 @@ def _tools(row: Mapping[str, Any]) -> Any:
 
 
 def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any) -> TrainSequence:
-    """A conversation. The assistant's turns are trained on, from message number `first` on.
+    """Encode a conversation. The assistant's turns are trained from message number `first` on.
 
-    Trained and other text is encoded apart, as prompt and completion are in a rollout.
+    Trained and other text is encoded separately, as prompt and completion are in a rollout.
     """
     if tokenizer.chat_template is None:
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
@@ -134,7 +168,7 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
 
 
 def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> list[tuple[list[int], bool]]:
-    """The template itself marks what the assistant says ({% generation %})."""
+    """Encode a conversation whose template marks the assistant's text itself ({% generation %})."""
 
     def turns(messages: list[Any]) -> list[tuple[list[int], bool]]:
         encoded = tokenizer.apply_chat_template(
@@ -147,29 +181,40 @@ def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: 
         )
         tokens, masks = encoded["input_ids"], encoded["assistant_masks"]
         if BREAK in (text := render(tokenizer, messages, tools)):
-            said = bytearray(len(text))
+            is_assistant = bytearray(len(text))
             for (start, end), on in zip(encoded["offset_mapping"], masks, strict=True):
-                said[start:end] = bytes([on]) * (end - start)
+                is_assistant[start:end] = bytes([on]) * (end - start)
             tokens, places = control_tokens(tokenizer).encode_with_offsets(text)
-            masks = [any(said[start:end]) for start, end in places]
+            masks = [any(is_assistant[start:end]) for start, end in places]
         marked = zip(tokens, masks, strict=True)
         return [([t for t, _ in run], bool(on)) for on, run in itertools.groupby(marked, key=lambda pair: pair[1])]
 
-    # Templates may shorten earlier turns once others follow, so turns are counted, and not their tokens.
+    # Templates may shorten earlier turns if others follow, so turns are counted, not their tokens.
     earlier = sum(trained for _, trained in turns(messages[:first])) if first else 0
     seen = itertools.count()
     return [(tokens, trained and next(seen) >= earlier) for tokens, trained in turns(messages)]
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:
-    """The text of tokens, also of special ones."""
-    if _is_plain(tokenizer):  # transformers looks at each token first, which takes as long as to decode them
+    """Return the text of tokens, with special tokens.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        tokens: Token ids.
+    """
+    if _is_plain(tokenizer):  # transformers checks each token first, which takes as long as decoding
         return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
     return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
-    """What `tokenizer.batch_decode` returns, for rows that are decoded side by side, on all cores."""
+    """Do the same as `tokenizer.batch_decode`, on all cores.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        token_rows: Token ids of each row.
+        skip_special_tokens: Whether special tokens have no text.
+    """
     if _is_plain(tokenizer):
         return tokenizer.backend_tokenizer.decode_batch(list(token_rows), skip_special_tokens=skip_special_tokens)
     return tokenizer.batch_decode(list(token_rows), skip_special_tokens=skip_special_tokens)

@@ -1,8 +1,6 @@
-"""Data files by their names: which format they have, and their bytes or lines, decompressed.
+"""Read data files: JSON, JSON lines, CSV, Parquet and Arrow, also with gzip compression.
 
-Rows from JSON and from JSON lines.
-
-Rows from tables: CSV, Parquet and Arrow files.
+`format_of` finds the format by the file's name. The readers raise a DataError that names the line or row at fault.
 """
 
 from __future__ import annotations
@@ -22,19 +20,31 @@ from areno.data.row_schema import Row, Rows, describe_value, json_problem
 from areno.errors import DataError, printable
 
 FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
-COMPRESSED = (".json", ".jsonl", ".csv", ".tsv")  # with .gz after them, too; the others have a compression inside
+COMPRESSED = (".json", ".jsonl", ".csv", ".tsv")  # may be followed by .gz; the other formats compress their contents
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def format_of(path: str | Path) -> str | None:
-    """Return the format in the name of a file, such as .jsonl for DATA.JSONL.gz, or None for an unknown one."""
+    """Return the format in the name of a file, such as ".jsonl" for DATA.JSONL.gz. None if it is unknown.
+
+    Args:
+        path: Path of the file.
+    """
     name = Path(path).name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
     return suffix if suffix in (COMPRESSED if name.endswith(".gz") else FORMATS) else None
 
 
 def open_bytes(file: Path, shown: str) -> IO[bytes]:
-    """Open a file for its bytes, decompressed. Raises DataError for UTF-16, which spreadsheets and PowerShell write."""
+    """Open a file to read its decompressed bytes.
+
+    Args:
+        file: The file.
+        shown: Its name in messages.
+
+    Raises:
+        DataError: If the file is UTF-16, which spreadsheets and PowerShell write.
+    """
     source = GzipFile(file) if file.name.lower().endswith(".gz") else file.open("rb")
     if source.peek(2)[:2] in _UTF_16:
         source.close()
@@ -43,12 +53,26 @@ def open_bytes(file: Path, shown: str) -> IO[bytes]:
 
 
 def open_text(file: Path, shown: str) -> IO[str]:
-    """Open a file for its lines. A byte that is not UTF-8 becomes a surrogate, so that `raw_byte` finds its line."""
+    """Open a file to read its decompressed lines.
+
+    A byte that is not UTF-8 becomes a surrogate, so that `raw_byte` can find its line.
+
+    Args:
+        file: The file.
+        shown: Its name in messages.
+
+    Raises:
+        DataError: If the file is UTF-16.
+    """
     return io.TextIOWrapper(open_bytes(file, shown), encoding="utf-8-sig", errors="surrogateescape")
 
 
 def raw_byte(text: str) -> int | None:
-    """Return the place of the first byte that is not UTF-8, in a text decoded with surrogateescape."""
+    """Return the index of the first byte that is not UTF-8, or None.
+
+    Args:
+        text: Text decoded with surrogateescape.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -57,26 +81,33 @@ def raw_byte(text: str) -> int | None:
 
 
 def not_utf8(text: str, place: int) -> str:
-    """Describe the byte at a place that `raw_byte` found, for a message that names the line."""
+    """Describe a byte that is not UTF-8, for a message that names the line.
+
+    Args:
+        text: Text decoded with surrogateescape.
+        place: Index of the byte, from `raw_byte`.
+    """
     column = place - text.rfind("\n", 0, place)
     return f"byte 0x{ord(text[place]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
 
 
-_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|\d+|[][{}]', re.S)  # of JSON
-_DEEP = 300  # levels; json reads some more, depending on the version of Python and on the depth of its caller
+_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|\d+|[][{}]', re.S)  # strings, numbers and brackets of JSON
+_MAX_DEPTH = 300  # levels; json reads some more, depending on the version of Python and the depth of its caller
 
 
 def read_json(file: Path, shown: str, split: str) -> list[Row]:
-    """Read a list of rows, an object that holds one under `data` or under the split, or JSON lines.
+    """Read rows from a JSON file.
+
+    The file holds a list of rows, an object with a list under `data` or under the split, or JSON lines.
 
     Args:
-        file: the file.
-        shown: its name in messages.
-        split: the key to read, where the file has several splits.
+        file: The file.
+        shown: Its name in messages.
+        split: The key to read if the file has several splits.
 
     Raises:
-        DataError: with the line of what is wrong.
-        OSError: if the file cannot be read.
+        DataError: If the file has another form. The message names the line.
+        OSError: If the file cannot be read.
     """
     with open_bytes(file, shown) as source:
         text = source.read().decode("utf-8-sig", "surrogateescape")
@@ -99,7 +130,16 @@ def read_json(file: Path, shown: str, split: str) -> list[Row]:
 
 
 def read_jsonl(file: Path, shown: str) -> list[Row]:
-    """Read one JSON value from each line that is not empty. Raises as `read_json`, with all lines that are wrong."""
+    """Read one JSON value from each line that is not empty.
+
+    Args:
+        file: The file.
+        shown: Its name in messages.
+
+    Raises:
+        DataError: If lines are not JSON. The message names the lines.
+        OSError: If the file cannot be read.
+    """
     rows = []
     faults = []
     with open_text(file, shown) as lines:
@@ -123,33 +163,33 @@ def _line(text: str, place: int) -> int:
 
 
 def _json_fault(text: str, error: ValueError | RecursionError) -> tuple[int, str]:
-    """Return where and why the text is not read as JSON."""
+    """Return (position, reason) of the fault that makes a text invalid as JSON."""
     if isinstance(error, json.JSONDecodeError):
         return error.pos, f"not JSON: {json_problem(error)}"
     depth, most_digits = 0, sys.get_int_max_str_digits()  # Python reads a number in quadratic time
     for piece in _PIECE.finditer(text):
         depth += (piece[0] in "[{") - (piece[0] in "]}")
-        if isinstance(error, RecursionError) and depth > _DEEP:
+        if isinstance(error, RecursionError) and depth > _MAX_DEPTH:
             return piece.start(), "lists or objects are nested too deeply; write the value as a text that holds JSON"
         if piece[0][0] != '"' and len(piece[0]) > most_digits:
             return piece.start(), f"a number has {len(piece[0]):,} digits, more than {most_digits:,}; write it as text"
     return 0, str(error)
 
 
-_BLOCK_BYTES = 2**26  # of a CSV file, read at once; no row can be longer
+_BLOCK_BYTES = 2**26  # of a CSV file that are read at once; no row can be longer
 
 
 def read_table(file: Path, form: str, shown: str) -> Rows:
     """Read the rows of a table.
 
     Args:
-        file: the file.
-        form: its format: .csv, .tsv, .parquet or .arrow.
-        shown: its name in messages.
+        file: The file.
+        form: Its format: .csv, .tsv, .parquet or .arrow.
+        shown: Its name in messages.
 
     Raises:
-        DataError: with the line or row of what is wrong.
-        OSError: if the file cannot be read.
+        DataError: If the file is damaged. The message names the line or row.
+        OSError: If the file cannot be read.
     """
     import pyarrow as pa
     from datasets import Dataset
@@ -161,7 +201,7 @@ def read_table(file: Path, form: str, shown: str) -> Rows:
         elif form == ".parquet":
             table = parquet.read_table(file)
         else:
-            # The stream form is what `datasets` writes, the file form what pyarrow calls Feather.
+            # `datasets` writes Arrow's stream format, and Feather files have Arrow's file format.
             with pa.memory_map(str(file)) as source:
                 is_file = source.read(6) == b"ARROW1"
             with pa.memory_map(str(file)) as source:
@@ -176,13 +216,13 @@ def read_table(file: Path, form: str, shown: str) -> Rows:
 
 
 def _check_columns(names: list[str], shown: str) -> None:
-    """Raise DataError for a name that several columns have."""
+    """Raise DataError if several columns have the same name."""
     if repeated := [f"{name!r} {count} times" for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{shown} has the column {', '.join(repeated[:SHOWN])}; give each column a name of its own")
 
 
 def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
-    """Read a table whose cells are text, as they stand in the file: a solution "10" must not become the number 10."""
+    """Read a table whose cells all stay text: a solution "10" must not become the number 10."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -191,16 +231,16 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
     try:
         with open_bytes(file, shown) as source, csv.open_csv(source, blocks, parse) as head:
             names = head.schema.names
-        _check_columns(names, shown)  # pyarrow would give only one of them its type
+        _check_columns(names, shown)  # pyarrow would make only one of two equal columns text
         convert.column_types = dict.fromkeys(names, pa.string())
         with open_bytes(file, shown) as source:
             return csv.read_csv(source, blocks, parse, convert)
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # the latter for the names of columns
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # UnicodeDecodeError comes from column names
         raise DataError(f"{shown} {_csv_fault(error, file, shown, parse, convert)}") from error
 
 
 def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
-    """Say what is wrong with a CSV file. It is read once more, by a single thread, which counts the rows."""
+    """Describe what is wrong with a CSV file. It is read again by a single thread, which counts the rows."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -214,10 +254,10 @@ def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: An
         csv.read_csv(source, csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False), parse, convert)
     if uneven:
         row = uneven[0]
-        # pyarrow counts from 1, with the line of names.
+        # pyarrow counts from 1 and includes the header.
         return f"row {row.number - 2}: has {row.actual_columns} cells, but the file has {row.expected_columns} columns"
     return f"is not a readable csv file: {_one_line(error)}"
 
 
-def _one_line(said: object) -> str:
-    return printable(" ".join(str(said).split()))
+def _one_line(error: object) -> str:
+    return printable(" ".join(str(error).split()))

@@ -1,7 +1,7 @@
-"""Rows of other tools in our form: which form a dataset has is read from its columns.
+"""Convert rows of other tools into areno's form, and check every row before a model is loaded.
 
-Our own form (see row_schema.py) comes first: a dataset that has it is left as it is. Else these are known, for the
-training that can use them:
+The form of a dataset is recognise_form by its columns. Rows in areno's own form (see row_schema.py) stay as they are.
+`prepare_rows` does all of it. These other forms are known, for the kinds of training that can use them:
 
 questions    a question (question, problem, query or instruction) and its answer (answer, solution, ...)
 alpaca       instruction, input, output                                                    (Stanford Alpaca)
@@ -9,8 +9,6 @@ completion   prompt, completion: text or messages                               
 conversation messages [{role, content}]                                                    (OpenAI)
 sharegpt     conversations [{from, value}], with system and tools; chosen and rejected     (ShareGPT, LLaMA-Factory)
 verl         prompt as messages, reward_model {ground_truth}                               (verl)
-
-Rows as a training needs them: in our form, by their columns, and each one checked before a model is loaded.
 """
 
 from __future__ import annotations
@@ -37,24 +35,44 @@ from areno.errors import DataError, Key, Problem
 _QUESTIONS = ("question", "problem", "query", "instruction")
 _ANSWERS = ("answer", "solution", "ground_truth", "target", "output")
 _ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-    "function_call": "assistant", "tool_call": "assistant",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
 _CALLS = {"function_call", "tool_call"}
 
 
 @dataclass(frozen=True)
 class Form:
-    """How rows of other tools are turned into ours. said: in words, for the log."""
+    """A recognise_form form of rows and its conversion.
+
+    Attributes:
+        name: Name of the form.
+        description: How fields are converted, for the log.
+        convert: Returns the fields of areno's form for a row. They are added to the row.
+    """
 
     name: str
-    said: str
-    convert: Callable[[Row], Mapping[str, Any]]  # a row -> the fields of ours, which are added to it
+    description: str
+    convert: Callable[[Row], Mapping[str, Any]]
 
 
 class Converted:
-    """Rows in our form, each made when it is asked for. It keeps its other fields."""
+    """Rows that are converted when they are read. Each row keeps its other fields.
+
+    Args:
+        rows: The original rows.
+        convert: Returns the fields of areno's form for a row.
+    """
 
     def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]]):
         self.rows, self._convert = rows, convert
@@ -66,12 +84,27 @@ class Converted:
         return self.converted(self.rows[index])
 
     def converted(self, row: Any) -> Any:
-        """One row of `rows`. DataError if it is not of the form."""
+        """Return a converted row.
+
+        Args:
+            row: One of the original rows.
+
+        Raises:
+            DataError: If the row does not have the form.
+        """
         return {**row, **self._convert(row)} if isinstance(row, Mapping) else row
 
 
-def renamed(rows: Rows, columns: Mapping[str, str]) -> Converted:
-    """Rows whose fields have other names. columns: our field -> the column. DataError if no row has a column."""
+def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
+    """Give columns of a dataset the names of areno's fields.
+
+    Args:
+        rows: The rows.
+        columns: Field of areno's form -> column.
+
+    Raises:
+        DataError: If no row has one of the columns.
+    """
     there = column_names(rows)
     if missing := [name for name in columns.values() if name not in there]:
         has = listed(there) or "none"
@@ -80,7 +113,11 @@ def renamed(rows: Rows, columns: Mapping[str, str]) -> Converted:
 
 
 def column_names(rows: Rows) -> list[str]:
-    """The columns of a dataset. Rows of a list may differ, so its first hundred are looked at."""
+    """Return the columns of a dataset.
+
+    Args:
+        rows: The rows. Those of a list may have different fields, so its first hundred rows are looked at.
+    """
     names = getattr(rows, "column_names", None)
     if names is not None:
         return list(names)
@@ -88,8 +125,16 @@ def column_names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(str(name) for row in first if isinstance(row, Mapping) for name in row))
 
 
-def recognised(rows: Rows, kind: RowKind) -> Form | None:
-    """The form of rows that are not of ours; None if they are, or if no form is known."""
+def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
+    """Return the form of rows that are not in areno's form.
+
+    Args:
+        rows: The rows. The first one decides.
+        kind: Kind of training.
+
+    Returns:
+        The form, or None if the rows have areno's form or an unknown one.
+    """
     first: Any = rows[0]
     if not isinstance(first, Mapping):
         return None
@@ -114,7 +159,7 @@ def _for_prompts(there: set[str]) -> Form | None:
 
 
 def _questions(there: set[str], question: str) -> Form | None:
-    """A column with the question, which may be called prompt, and one with the answer, where there is one."""
+    """Return the form of a column with the question, which may be prompt, and an optional one with the answer."""
     answer = next((name for name in _ANSWERS if name in there), None)
     if answer is None and question == "prompt":
         return None
@@ -176,7 +221,7 @@ def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
 
 
 def _completion(row: Row) -> dict[str, Any]:
-    """TRL's prompt and completion: two texts, or two lists of messages."""
+    """Convert TRL's prompt and completion, which are two texts or two lists of messages."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return {"response": completion}
@@ -185,7 +230,7 @@ def _completion(row: Row) -> dict[str, Any]:
 
 
 def _question_of(messages: list[Any]) -> dict[str, Any]:
-    """The messages up to the last answer as the prompt, and the text of that answer as the solution."""
+    """Return the messages before the last answer as the prompt, and the text of that answer as the solution."""
     if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
         return {"prompt": messages}
     return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}
@@ -199,7 +244,14 @@ def _sharegpt_pair(row: Row) -> dict[str, Any]:
 
 
 def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
-    """The messages {role, content} of a ShareGPT row. DataError for a turn that is none."""
+    """Return the messages {role, content} of a ShareGPT row.
+
+    Args:
+        row: The row.
+
+    Raises:
+        DataError: If a turn has another form.
+    """
     turns = _listed(row, "conversations")
     messages = [_sharegpt_message(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
     system = row.get("system")
@@ -222,7 +274,15 @@ def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
 
 
 def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """JSON text of one call {name, arguments}, or of several, in the form of OpenAI's messages."""
+    """Convert tool calls to the form of OpenAI's messages.
+
+    Args:
+        value: One call {name, arguments} or a list of calls, or JSON text of either.
+        where: Field of the calls, for messages.
+
+    Raises:
+        DataError: If the value has another form.
+    """
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -252,26 +312,35 @@ def _listed(row: Row, name: str) -> list[Any]:
 
 logger = logging.getLogger("areno")
 
-SHOWN = 5  # faulty rows
+SHOWN = 5  # faulty rows that a message lists
 
 
-def fitting(
+def prepare_rows(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, *, columns: Mapping[str, str] | None = None, key: str = ""
 ) -> Rows:
-    """`rows` in our form; a DataError names the first faulty ones and how many there are.
+    """Return rows in areno's form, all of them checked.
 
-    setting, name: where the rows come from, and what messages call them. columns: our field -> its column; without it,
-    forms of other tools are recognised. key: the section whose `columns` and `loader` could help; "" for none.
+    Args:
+        rows: The rows.
+        kind: Kind of training.
+        setting: The setting that the rows come from.
+        name: Name of the rows in messages.
+        columns: Field of areno's form -> column. Without it, forms of other tools are recognise_form.
+        key: Section whose `columns` and `loader` could help, for messages. "" for none.
+
+    Raises:
+        DataError: If there are no rows, or rows do not have the form. The message has the first faulty rows and their
+            number.
     """
     if len(rows) == 0:
         raise DataError(Problem(setting, "{} has no rows", name))
     if columns:
         try:
-            rows = renamed(rows, columns)
+            rows = rename_columns(rows, columns)
         except DataError as error:
             raise DataError(Problem(f"{key}.columns", "{}: {}", name, error)) from error
-    elif form := recognised(rows, kind):
-        logger.info("%s: %d rows of the form %s: %s", name, len(rows), form.name, form.said)
+    elif form := recognise_form(rows, kind):
+        logger.info("%s: %d rows of the form %s: %s", name, len(rows), form.name, form.description)
         rows = Converted(rows, form.convert)
     faults, count = [], 0
     for number, problem in _problems(rows, kind):
@@ -279,12 +348,12 @@ def fitting(
         if count <= SHOWN:
             faults.append((number, problem))
     if faults:
-        raise DataError(_told(rows, kind, setting, name, key, faults, count))
+        raise DataError(_fault_problems(rows, kind, setting, name, key, faults, count))
     return rows
 
 
 def _problems(rows: Rows, kind: RowKind) -> Iterator[tuple[int, str]]:
-    """(number, what is wrong) of each faulty row."""
+    """Yield (number, what is wrong) of each faulty row."""
     convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
     plain = rows.rows if isinstance(rows, Converted) else rows
     fields = None if isinstance(rows, Converted) else FIELDS[kind]
@@ -298,7 +367,7 @@ def _problems(rows: Rows, kind: RowKind) -> Iterator[tuple[int, str]]:
 
 
 def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
-    """Every row, reduced to `fields` where that is cheaper: columns of an Arrow table are read in batches."""
+    """Yield every row. Columns of an Arrow table are read in batches, and only `fields`, which is faster."""
     columns = getattr(rows, "column_names", None)
     if columns is None:
         yield from (rows[number] for number in range(len(rows)))
@@ -313,20 +382,20 @@ def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
             yield dict(zip(present, values, strict=True))
 
 
-def _told(
+def _fault_problems(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, key: str, faults: Sequence[tuple[int, str]], count: int
 ) -> list[Problem]:
     number, problem = faults[0]
-    said = f"row {number}: {problem}; expected {EXPECTED[kind]}"
+    first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):
-        said += f"; the row has {listed(rows[number]) or 'no fields'}"
-    text, args = "{} {}", [name, said]
+        first += f"; the row has {listed(rows[number]) or 'no fields'}"
+    text, args = "{} {}", [name, first]
     if key:
         text += "; name your columns, as in {}=COLUMN, or set {} to a file.py that makes such rows"
         args += [Key(f"{key}.columns.prompt"), Key(f"{key}.loader")]
-    told = [Problem(setting, text, *args)]
-    told += [Problem(setting, "{} row {}: {}", name, number, problem) for number, problem in faults[1:]]
+    problems = [Problem(setting, text, *args)]
+    problems += [Problem(setting, "{} row {}: {}", name, number, problem) for number, problem in faults[1:]]
     if count > 1:
         shown = f"; the first {SHOWN} are above" if count > SHOWN else ""
-        told.append(Problem(setting, "{}: {} of {} rows are faulty{}", name, count, len(rows), shown))
-    return told
+        problems.append(Problem(setting, "{}: {} of {} rows are faulty{}", name, count, len(rows), shown))
+    return problems

@@ -1,4 +1,8 @@
-"""Rows to batches: a seeded order for each epoch, a limit on the length of a row, a position that can be saved."""
+"""Make batches of encoded rows.
+
+`BatchLoader` gives the rows of each epoch in a seeded order, skips rows that are too long, and has a position that can
+be saved and loaded. `row_loader` makes the loaders of the training loops, `given_prompt_loader` that of the SDK.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from areno.types import Batch, Item, PromptItem
 
 logger = logging.getLogger("areno.data")
 
-# Encoded rows are kept for the next epoch up to this many tokens in all (some 40 bytes each as Python lists).
+# The most tokens of encoded rows that are cached for the next epoch (about 40 bytes each as Python lists).
 _CACHED_TOKENS = 4_000_000
 
 
@@ -28,10 +32,22 @@ _CACHED_TOKENS = 4_000_000
 class BatchLoader(Generic[Item]):
     """Batches of encoded rows, epoch after epoch.
 
-    encode: (row, its index) -> an item that has `tokens`. Items of more than `max_tokens` tokens are skipped, and
-    counted in `total_skipped_long`. max_tokens_key: the setting behind `max_tokens`, for messages. key: the dataset's
-    section, for messages. The order of an epoch depends on (seed, epoch) alone. The constructor raises DataError if
-    there are too few rows for a batch or if the first row cannot be encoded.
+    The order of an epoch depends only on (seed, epoch).
+
+    Attributes:
+        rows: The rows.
+        encode: Encodes (row, index) as an item that has `tokens`.
+        config: The section of the dataset.
+        max_tokens: The most tokens of an item. Longer ones are skipped and counted in `total_skipped_long`.
+        max_tokens_key: Setting of `max_tokens`, for messages.
+        seed: Seed of the order.
+        key: Name of the dataset's section, for messages.
+        name: Name of the rows in messages.
+        epoch: Number of the current epoch, from 0.
+        total_skipped_long: Number of rows skipped so far.
+
+    Raises:
+        DataError: If there are too few rows for a batch, or the first row cannot be encoded.
     """
 
     rows: Rows
@@ -44,28 +60,33 @@ class BatchLoader(Generic[Item]):
     key: str = "train_dataset"
 
     def __post_init__(self) -> None:
-        # For messages: what the rows are called, and the setting that they come from.
+        # For messages: the name of the rows, and the setting that they come from.
         path, source = self.config.path, self.config.path or self.config.loader
         self.name = source or "the data given"
         self._setting = f"{self.key}.{'path' if path else 'loader'}" if source else self.key
         self.epoch = 0
         self.total_skipped_long = 0
-        self._next = 0  # the place in this epoch's order behind the last batch given
+        self._next = 0  # the position in this epoch's order after the last returned batch
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
-        self._too_long: dict[int, int] = {}  # row -> its tokens
-        self._ready: dict[int, Item] = {}  # rows of later batches, as long or short as they are
+        self._too_long: dict[int, int] = {}  # index of a row -> number of its tokens
+        self._ready: dict[int, Item] = {}  # encoded rows of later batches, whose length is not checked yet
         self._preparer: threading.Thread | None = None
         if self.config.drop_last and len(self.rows) < self.config.batch_size:
             raise self._too_few(len(self.rows))
         self._item(0)
 
     def batches(self) -> Iterator[Batch[Item]]:
-        """The batches that are left of the current epoch. At its end `epoch` goes up by one.
+        """Iterate over the remaining batches of the current epoch. At the end, `epoch` increases by one.
 
-        The loader encodes one batch ahead to know which is the last of an epoch; `state_dict` does not count that one.
-        A thread encodes the batch behind it while this one is used.
-        Raises DataError if a whole epoch gives no batch.
+        The loader encodes one batch ahead to know which batch is the last of an epoch. `state_dict` does not count it.
+        A thread encodes the batch after that while the current one is used.
+
+        Yields:
+            The batches.
+
+        Raises:
+            DataError: If a whole epoch has no batch.
         """
         order = self._order()
         items, skipped, end = self._fill(order, self._next)
@@ -89,7 +110,10 @@ class BatchLoader(Generic[Item]):
         self._next = 0
 
     def _prepare(self, indices: list[int]) -> None:
-        """Encode rows in a thread. What goes wrong there goes wrong again where they are used, and is told there."""
+        """Encode rows in a thread.
+
+        Errors are ignored here, as encoding the row again raises them where the row is used.
+        """
 
         def run() -> None:
             with contextlib.suppress(Exception):
@@ -108,17 +132,20 @@ class BatchLoader(Generic[Item]):
             self._preparer = None
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
-        """The batches that are left of the first `n` epochs."""
+        """Iterate over the remaining batches of the first `n` epochs."""
         while self.epoch < n:
             yield from self.batches()
 
     def n_batches(self, n_epochs: int) -> int:
-        """The batches of so many whole epochs. A row that nobody has looked at yet counts as not too long."""
+        """Return the number of batches of `n_epochs` whole epochs.
+
+        Rows that are not encoded yet count as not too long.
+        """
         usable, size = len(self.rows) - len(self._too_long), self.config.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
-        """The next batch from place `start` of `order` on, how many too long rows it skips, and the place behind it."""
+        """Return (items of the next batch from position `start`, number of rows skipped, position after the batch)."""
         self._wait_prepared()
         items: list[Item] = []
         place = start
@@ -134,15 +161,22 @@ class BatchLoader(Generic[Item]):
         return len(items) == self.config.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
-        """Every row that is not too long, in the order of the dataset. The loader's position does not change."""
+        """Iterate over all rows that are not too long, in the order of the dataset.
+
+        The loader's position stays the same.
+        """
         yield from (item for index in range(len(self.rows)) if (item := self._item(index)) is not None)
 
     def state_dict(self) -> dict[str, int]:
-        """The loader's position: right behind the batch that it gave last."""
+        """Return the loader's position, which is after the last returned batch."""
         return {"epoch": self.epoch, "next": self._next, "total_skipped_long": self.total_skipped_long}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a position that `state_dict` returned, with the same rows and seed."""
+        """Continue from a position. The rows and the seed must be the same.
+
+        Args:
+            state: A result of `state_dict`.
+        """
         self.epoch = state["epoch"]
         self._next = state["next"]
         self.total_skipped_long = state["total_skipped_long"]
@@ -153,7 +187,7 @@ class BatchLoader(Generic[Item]):
         return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.rows))
 
     def _item(self, index: int) -> Item | None:
-        """The encoded row, or None if it is too long."""
+        """Return the encoded row, or None if it is too long."""
         if index in self._too_long or index in self._cache:
             return self._cache.get(index)
         try:
@@ -206,10 +240,20 @@ def row_loader(
     seed: int = 0,
     key: str = "train_dataset",
 ) -> BatchLoader[Any]:
-    """Batches of prompts (PromptItem), supervised rows (TrainSequence) or preference pairs (PairItem).
+    """Return the loader of a training loop.
 
-    context_len: the most tokens of a row; a prompt must leave room for one more, and of a pair the longer row counts.
-    context_key: the setting behind it, for messages. enable_thinking: for prompts.
+    Args:
+        kind: Kind of training. Items are PromptItem, TrainSequence or PairItem.
+        rows: The rows.
+        tokenizer: Tokenizer of transformers.
+        config: The section of the dataset.
+        context_len: The most tokens of a row. A prompt must leave room for one more, and of a pair the longer answer
+            counts.
+            None has no limit.
+        context_key: Setting of `context_len`, for messages.
+        enable_thinking: Variable of the chat template for prompts. None keeps the template's default.
+        seed: Seed of the order.
+        key: Name of the dataset's section, for messages.
     """
 
     def encode(row: Mapping[str, Any], index: int) -> Any:
@@ -233,7 +277,20 @@ def given_prompt_loader(
     solutions_key: str,
     enable_thinking: bool | None,
 ) -> BatchLoader[PromptItem]:
-    """Batches of a script's own prompts, in their order; the last may be short. DataError if `rows` is no dataset."""
+    """Return a loader for prompts that a script passes in. It keeps their order, and the last batch may be short.
+
+    Args:
+        rows: The rows.
+        tokenizer: Tokenizer of transformers.
+        batch_size: Prompts of a batch.
+        max_prompt_tokens: The most tokens of a prompt. Longer ones are skipped.
+        prompt_key: Field of the prompt.
+        solutions_key: Field of the reference solutions.
+        enable_thinking: Variable of the chat template. None keeps the template's default.
+
+    Raises:
+        DataError: If `rows` is not a dataset or has no rows.
+    """
     if problem := rows_problem(rows):
         raise DataError(f"dataset {problem}")
     if not len(rows):

@@ -1,10 +1,12 @@
-"""What a row of a dataset must look like, for each kind of training, and the check that it does.
+"""Define the form of a row for each kind of training, and check rows.
 
 prompt  {prompt: text or messages, solutions?: anything}                      reinforcement learning
 sft     {prompt: text or messages, response: text} or {messages}              supervised fine-tuning
 dpo     {prompt: text or messages, chosen, rejected}                          preference pairs
         chosen and rejected are both text, or both messages that follow the prompt;
         or {chosen: messages, rejected: messages}: two conversations that begin with the same messages, the prompt
+
+`row_problem` checks one row. The other functions check or describe parts of rows for messages.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ RowKind = Literal["prompt", "sft", "dpo"]
 
 
 class Rows(Protocol):
-    """What a dataset must offer: a list of dictionaries does, and so does a `datasets.Dataset`."""
+    """The interface of a dataset. A list of dictionaries has it, and so has a `datasets.Dataset`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -33,21 +35,29 @@ EXPECTED = {
     "dpo": "{prompt, chosen, rejected}, or {chosen, rejected} as messages that begin alike",
 }
 FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages"), "dpo": ("prompt", "chosen", "rejected")}
-SHARED_FIELDS = ("solutions", "tools")  # optional ones
-MOST_LEVELS = 100  # of lists and objects in a field; copying, pickling and printing a value take a call for each
+SHARED_FIELDS = ("solutions", "tools")  # optional fields of all kinds
+MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickling and printing a value recurse
 
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
-    """Why a row is not of `kind`, or None if it is. prompt_key: the name of its field prompt."""
+    """Return why a row does not have the form of its kind, or None if it does.
+
+    Args:
+        row: The row.
+        kind: Kind of training.
+        prompt_key: Name of the field `prompt`.
+    """
     problem = _form_problem(row, kind, prompt_key)
     fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS) if problem is None else ()
     return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
 
 
-def bad_text(value: Any, levels: int = MOST_LEVELS) -> str | None:
-    """Return what is wrong with a text in `value` or with the nesting of `value`; None if nothing is.
+def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
+    """Return what is wrong with a text in a value or with its nesting, or None.
 
-    levels: Deepest nesting that is allowed.
+    Args:
+        value: JSON value.
+        levels: The most levels of nesting.
     """
     if isinstance(value, str):
         return text_problem(value)
@@ -56,7 +66,7 @@ def bad_text(value: Any, levels: int = MOST_LEVELS) -> str | None:
     if not isinstance(value, list | tuple):
         return None
     if levels == 0:
-        return f"is nested more than {MOST_LEVELS} levels deep"
+        return f"is nested more than {MAX_DEPTH} levels deep"
     return next(filter(None, (bad_text(item, levels - 1) for item in value)), None)
 
 
@@ -83,9 +93,13 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
 
 
 def rows_problem(rows: Any) -> str | None:
-    """Why `rows`, which a script passes in, is not a list of dictionaries or a dataset; None if it may be one."""
+    """Return why an object that a script passes in cannot be a dataset, or None.
+
+    Args:
+        rows: A list of dictionaries or a dataset is expected.
+    """
     expected = "a list of dictionaries, or a dataset, is expected"
-    if hasattr(rows, "iloc"):  # its brackets choose columns
+    if hasattr(rows, "iloc"):  # indexing a DataFrame gives columns, not rows
         return f'is a pandas {type(rows).__name__}; {expected}: write .to_dict("records")'
     if isinstance(rows, Mapping | str | bytes) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         return f"is {describe_value(rows)}; {expected}"
@@ -105,7 +119,11 @@ def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
 
 
 def messages_problem(messages: Any) -> str | None:
-    """Why `messages` is not a list of chat messages, or None if it is."""
+    """Return why an object is not a list of chat messages, or None if it is.
+
+    Args:
+        messages: Any object.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"is {describe_value(messages)}, not a list of messages"
     if not messages:
@@ -123,7 +141,11 @@ def messages_problem(messages: Any) -> str | None:
 
 
 def with_text(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages with the text of their parts, where the content of one is a list of parts {type: text, text}."""
+    """Return messages whose contents are text.
+
+    Args:
+        messages: Messages whose contents are text or lists of parts {type: text, text}. Parts are joined.
+    """
     return [
         {**message, "content": "".join(part["text"] for part in message["content"])}
         if isinstance(message.get("content"), list)
@@ -133,9 +155,16 @@ def with_text(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
-    """(prompt, chosen, rejected) of a DPO row. Text answers keep the prompt as it is; else all three are message lists.
+    """Return (prompt, chosen, rejected) of a DPO row.
 
-    Raises DataError if the row is not a pair.
+    Args:
+        row: The row.
+
+    Returns:
+        The prompt unchanged and two texts if the answers are text, else three lists of messages.
+
+    Raises:
+        DataError: If the row is not a pair.
     """
     answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
     for name, answer in answers.items():
@@ -158,43 +187,61 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
         if not answer:
             raise DataError(f"field {name} has nothing after the {len(prompt)} messages that both begin with")
         if answer[0]["role"] != "assistant":
-            said = f"field {name} goes on after the prompt with a message of role {answer[0]['role']!r}"
-            raise DataError(f"{said}; the first message in which the two differ must be the assistant's")
+            fault = f"field {name} continues the prompt with a message of role {answer[0]['role']!r}"
+            raise DataError(f"{fault}; the first message in which the two differ must be the assistant's")
     return prompt, chosen, rejected
 
 
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """(prompt, answer, answer) as message lists. Both conversations may repeat the prompt, which is cut off then."""
+    """Return (prompt, answer, answer) as lists of messages. A prompt that both conversations repeat is cut off."""
     if prompt is None:
         if n := shared_length(chosen, rejected):
             return chosen[:n], chosen[n:], rejected[n:]
-        said = "field prompt is missing, and chosen and rejected begin with different messages"
-        raise DataError(f"{said}; give a prompt, or conversations that share their first messages")
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else with_text(prompt)
-    n = len(asked) if chosen[: len(asked)] == rejected[: len(asked)] == asked else 0
-    return asked, chosen[n:], rejected[n:]
+        fault = "field prompt is missing, and chosen and rejected begin with different messages"
+        raise DataError(f"{fault}; give a prompt, or conversations that share their first messages")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else with_text(prompt)
+    n = len(messages) if chosen[: len(messages)] == rejected[: len(messages)] == messages else 0
+    return messages, chosen[n:], rejected[n:]
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """Return how many items two sequences have in common at the start.
+
+    Args:
+        one: A sequence.
+        other: Another sequence.
+    """
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Return the names of fields, for a message."""
+    """Return names of fields as one text for a message.
+
+    Args:
+        names: The names.
+    """
     return ", ".join(printable(str(name)) for name in names)
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Say in a few words why json.loads raised the error."""
+    """Describe in a few words why json.loads raised an error.
+
+    Args:
+        error: The error.
+    """
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.colno}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def describe_value(value: Any, present: bool = True) -> str:
-    """Describe a value in a few words, for a message that expected another. present: whether the row has the field."""
+    """Describe a value in a few words, for a message that expected another one.
+
+    Args:
+        value: The value.
+        present: Whether the row has the field. Decides between "null" and "missing".
+    """
     if value is None:
         return "null" if present else "missing"
     try:

@@ -1,12 +1,14 @@
-"""Datasets to rows: reads files, save_to_disk folders, hub references and loaders that users bring, in the driver.
+"""Read datasets as rows, in the driver.
 
-A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path
-(absolute where such a file exists) and may be anything that the loader understands. The function can call
-`read_rows(path, split)` for the formats that areno knows. A loader that makes its rows from nothing takes `split` only,
-and then no path may be configured. Either one also gets the keyword arguments of the setting dataset_kwargs. It returns
-a list (or any iterable) of dictionaries, or a `datasets.Dataset`. Every row is checked against areno.data.row_schema.
+Sources are files, `save_to_disk` folders, hub references, loaders that users write, and environments of the verifiers
+package (`pip install 'areno[verifiers]'`). `open_rows` and `load_rows` read a configured dataset and check every row
+against areno.data.row_schema.
 
-Environments of the verifiers package as the source of rows. Needs `pip install 'areno[verifiers]'`.
+A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path,
+which is absolute if such a file exists, and may be anything that the loader understands. The function can call
+`read_rows(path, split)` for the formats that areno knows. A loader that needs no path has the single argument `split`,
+and then no path may be configured. Both kinds also get the keyword arguments of the setting dataset_kwargs. A loader
+returns a `datasets.Dataset`, a list, or any iterable of dictionaries.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetCon
 from areno.config.experiments import ExperimentConfig
 from areno.config.rollout import VERIFIERS
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
-from areno.data.forms import fitting
+from areno.data.forms import prepare_rows
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
@@ -37,15 +39,22 @@ from areno.files.user_code import describe_error, found_file, load_function, spl
 
 
 def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
-    """The rows of a configured dataset, each checked against `kind`. key: the name of the section, for messages.
+    """Read the rows of a configured dataset and check each of them.
 
-    Raises DataError if the data cannot be read, is empty or does not fit; ConfigError if path or loader are missing.
+    Args:
+        config: The section of the dataset.
+        kind: Kind of training.
+        key: Name of the section, for messages.
+
+    Raises:
+        DataError: If the data cannot be read, is empty or has another form.
+        ConfigError: If path or loader are missing.
     """
     if config.loader is not None:
         rows = _rows_from_loader(config, config.loader, key)
-        return fitting(rows, kind, f"{key}.loader", config.path or config.loader)
+        return prepare_rows(rows, kind, f"{key}.loader", config.path or config.loader)
     if config.path is None:
-        raise ConfigError(Problem(f"{key}.path", "missing; set it, or hand rows to the trainer"))
+        raise ConfigError(Problem(f"{key}.path", "missing; set it, or pass rows to the trainer"))
     _check_split(config, config.path, key)
     rows, columns = read_rows(config.path, config.split, key, config.dataset_kwargs), config.columns.given()
     if wrong := sorted(columns.keys() - {*FIELDS[kind], *SHARED_FIELDS}):
@@ -56,24 +65,37 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
                 for name in wrong
             ]
         )
-    return fitting(rows, kind, f"{key}.path", config.path, columns=columns, key=key)
+    return prepare_rows(rows, kind, f"{key}.path", config.path, columns=columns, key=key)
 
 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
-    """(rows, section to go on with) of a run: the rows `given` by a script or, without these, the configured ones."""
+    """Return the rows of a run and the section for its loader.
+
+    Args:
+        config: The section of the dataset.
+        given: Rows that a script passes in. None reads the configured dataset.
+        kind: Kind of training.
+        key: Name of the section, for messages.
+
+    Returns:
+        (rows, section). The section has no path or loader if rows were passed in.
+    """
     if given is None:
         rows = load_rows(config, kind, key)
     else:
-        rows, config = check_dataset(given, kind, key), replace(config, path=None, loader=None)  # not for messages
+        rows, config = check_dataset(given, kind, key), replace(config, path=None, loader=None)
     if isinstance(config, ValidSetConfig) and config.max_rows is not None and config.max_rows < len(rows):
         rows = [rows[index] for index in range(config.max_rows)]
     return rows, config
 
 
 class ValidSet(NamedTuple):
-    """One set of rows for evaluation. name: "" for a single set. rows: of a script; None: read them as config says.
+    """One set of rows for evaluation.
 
-    key: the setting that the set comes from, for messages.
+    Attributes:
+        name: Name of the set. "" for a single set.
+        config: The section of the set.
+        rows: Rows that a script passes in. None reads the configured dataset.
     """
 
     name: str
@@ -82,13 +104,22 @@ class ValidSet(NamedTuple):
 
     @property
     def key(self) -> str:
+        """The setting that the set comes from, for messages."""
         return f"valid_dataset.sets.{self.name}" if self.name else "valid_dataset"
 
 
 def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
-    """The configured sets or, of a script, the rows `given`: one set, or a mapping of names to sets.
+    """Return the sets of rows for evaluation.
 
-    None at all where the run does not evaluate. Raises ConfigError if sets are configured, but rows of others given.
+    Args:
+        config: Configuration of the run.
+        given: Rows that a script passes in: one set, or a mapping of names to sets. None takes the configured sets.
+
+    Returns:
+        The sets. Empty if the run does not evaluate.
+
+    Raises:
+        ConfigError: If the given sets have other names than the configured ones.
     """
     train, section = config.train_dataset, config.valid_dataset
     if given is None:
@@ -106,16 +137,32 @@ def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
 
 
 def check_valid_sources(config: ValidDatasetConfig | None) -> None:
-    """check_source for every set."""
+    """Check the source of every evaluation set, see `check_source`.
+
+    Args:
+        config: The section of the evaluation data. None has no sets.
+    """
     sets = config.by_name() if config is not None else {}
     all_of(*(partial(check_source, of, ValidSet(name, of, None).key) for name, of in sets.items()))
 
 
 def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
-    """`rows` that a script passes in as argument `key`. Raises DataError unless they are rows, and all of `kind`."""
+    """Check rows that a script passes in.
+
+    Args:
+        rows: The rows.
+        kind: Kind of training.
+        key: Argument of the script, for messages.
+
+    Returns:
+        The rows in areno's form.
+
+    Raises:
+        DataError: If `rows` is not a dataset, or a row does not have the form.
+    """
     if problem := rows_problem(rows):
         raise DataError(Problem(key, problem))
-    return fitting(rows, kind, "", Key(key))
+    return prepare_rows(rows, kind, "", Key(key))
 
 
 def read_rows(
@@ -124,19 +171,20 @@ def read_rows(
     """Read the rows of a data file, a folder, or a hub reference repo[:config[:split]].
 
     Args:
-        path: the source. Files of the formats in COMPRESSED may have .gz behind their name.
-        split: the split to read, if the source has several.
-        key: the section of the settings, for messages.
-        kwargs: more arguments for datasets.load_dataset, which reads hub datasets and folders of data files.
+        path: The source. Files of the formats in COMPRESSED may end in .gz.
+        split: The split to read, if the source has several.
+        key: Section of the settings, for messages.
+        kwargs: Further arguments for datasets.load_dataset, which reads hub datasets and folders of data files.
 
     Raises:
-        DataError: the source is not there or cannot be read in full; with the line or row at fault.
+        DataError: If the source does not exist or cannot be read completely. The message names the line or row at
+            fault.
     """
     file, setting = _find(path, key), f"{key}.path"
     if file is None:
         return _read_hub(path, split, setting, kwargs or {})
     if kwargs and (file.is_file() or _is_saved(file)):
-        text = "is set, but {} is read without datasets.load_dataset; leave it out, or set {} to a file.py of your own"
+        text = "is set, but {} is read without datasets.load_dataset; leave it out, or set {} to your own file.py"
         raise DataError(Problem(f"{key}.dataset_kwargs", text, path, Key(f"{key}.loader")))
     if file.is_dir():
         return _read_folder(file, path, split, key, kwargs or {})
@@ -149,12 +197,21 @@ def read_rows(
             return read_jsonl(file, path)
         return read_json(file, path, split) if form == ".json" else read_table(file, form, path)
     except (DataError, OSError, EOFError, zlib.error) as error:
-        said = str(error) if isinstance(error, DataError) else f"cannot read {path}: {error}"
-        raise DataError(Problem(setting, said)) from error
+        text = str(error) if isinstance(error, DataError) else f"cannot read {path}: {error}"
+        raise DataError(Problem(setting, text)) from error
 
 
 def check_source(config: DatasetConfig | None, key: str) -> None:
-    """Raise for a local file or a loader that is not there, before anything is read. Anything else is for load_rows."""
+    """Check before anything is read that a local file or loader exists. Other sources are checked when they are read.
+
+    Args:
+        config: The section of the dataset. None is not checked.
+        key: Name of the section, for messages.
+
+    Raises:
+        ConfigError: If the loader does not exist.
+        DataError: If the file does not exist.
+    """
     if config is not None and (config.loader or "").startswith(VERIFIERS):
         return
     if config is not None and config.loader is not None:
@@ -164,7 +221,7 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
 
 
 def _find(path: str, key: str) -> Path | None:
-    """The file or folder of a path; None for a hub reference. DataError where it is neither."""
+    """Return the file or folder of a path, or None for a hub reference. Raises DataError if it is neither."""
     file = existing_path(path)
     is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
     if file is None and (not is_reference or format_of(path) is not None):
@@ -174,7 +231,7 @@ def _find(path: str, key: str) -> Path | None:
 
 
 def _check_split(config: DatasetConfig, path: str, key: str) -> None:
-    """DataError for a split that is set but would not be read."""
+    """Raise DataError if a split is set that would not be read."""
     file = existing_path(path)
     own = file is None and path.count(":") == 2
     if not config.is_default("split") and (own or (file is not None and file.is_file() and format_of(file) != ".json")):
@@ -219,30 +276,30 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
 
 
 def _takes_path(loader: Any) -> bool:
-    """Whether it is a load_dataset(path, split), and not a load_dataset(split)."""
+    """Return whether a loader is load_dataset(path, split), not load_dataset(split)."""
     try:
         return next(iter(inspect.signature(loader).parameters), None) != "split"
-    except ValueError:  # some callables have no signature to look at
+    except ValueError:  # some callables have no signature to inspect
         return True
 
 
 def _as_rows(found: Any, split: str) -> Any:
-    """What a loader returned, as rows; None if it cannot be rows."""
-    if isinstance(found, Mapping) and split in found:  # a DatasetDict, or the like
+    """Return the result of a loader as rows, or None if it cannot be rows."""
+    if isinstance(found, Mapping) and split in found:  # such as a DatasetDict
         found = found[split]
     if isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):
         return None
-    # Whatever code of the user makes the rows, it runs here and not in the middle of a run.
+    # `list` runs the user's code that makes the rows here, not in the middle of a run.
     return found if isinstance(found, list) or hasattr(found, "column_names") else list(found)
 
 
 def _is_saved(folder: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk` of the library datasets."""
+    """Return whether a folder was written by `save_to_disk` of the datasets library."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping[str, Any]) -> Rows:
-    """Read a folder of `save_to_disk`, or one of data files."""
+    """Read a folder of `save_to_disk` or of data files."""
     import datasets
 
     try:
@@ -250,7 +307,7 @@ def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping
             found: Any = datasets.load_from_disk(folder)
         else:
             found = datasets.load_dataset(str(folder), split=split, **kwargs)
-    except Exception as error:  # the library raises a dozen kinds, none of them shared
+    except Exception as error:  # the library raises a dozen unrelated kinds of errors
         text = "cannot read folder {}: {}; set it to a data file, or set {} to a file.py that reads it"
         raise DataError(Problem(f"{key}.path", text, shown, _first_line(error), Key(f"{key}.loader"))) from error
     if isinstance(found, datasets.DatasetDict):
@@ -262,7 +319,7 @@ def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping
 
 
 def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) -> Rows:
-    """Read a dataset of the hub, or of its cache."""
+    """Read a dataset of the hub or of its cache."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -270,27 +327,27 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
     name, _, own_split = rest.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE
     reachable = not offline and _hub_answers()
-    if not reachable:  # what is in the cache can still be used, and the library's own retries take half a minute
+    if not reachable:  # the cache can still be used, and offline mode avoids half a minute of retries
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(repo, name or None, split=own_split or split, **kwargs)
-    except Exception as error:  # the library raises a dozen kinds, none of them shared
-        text, said = "cannot load {} from the hub: {}", (_first_line(error),)
+    except Exception as error:  # the library raises a dozen unrelated kinds of errors
+        text, reason = "cannot load {} from the hub: {}", (_first_line(error),)
         if not reachable:
             text = "there is no file {}, and the Hugging Face hub cannot be reached and the dataset is not in its cache"
-            said = ()
+            reason = ()
         text += "; to use local data, set {} to a file or folder"
-        raise DataError(Problem(setting, text, path, *said, Key(setting))) from error
+        raise DataError(Problem(setting, text, path, *reason, Key(setting))) from error
     finally:
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
 def _hub_answers(timeout_s: float = 5.0) -> bool:
-    """Whether the hub's web server can be reached, by way of the proxies that are set; at most about `timeout_s`."""
+    """Return whether the hub can be reached through the configured proxies, within about `timeout_s` seconds."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     answered = threading.Event()
 
-    def ask() -> None:
+    def send_request() -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s).close()
         except urllib.error.HTTPError:
@@ -299,31 +356,39 @@ def _hub_answers(timeout_s: float = 5.0) -> bool:
             return
         answered.set()
 
-    asking = threading.Thread(target=ask, daemon=True)  # name resolution knows no timeout, so wait from outside
-    asking.start()
-    asking.join(timeout_s + 1.0)
+    thread = threading.Thread(target=send_request, daemon=True)  # name resolution has no timeout of its own
+    thread.start()
+    thread.join(timeout_s + 1.0)
     return answered.is_set()
 
 
 def _first_line(error: BaseException) -> str:
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    # The library wraps what was wrong in an error that says next to nothing.
+    # The library wraps the actual error in one that says little.
     return line if error.__cause__ is None else f"{line}: {_first_line(error.__cause__)}"
 
 
 def load_environment(spec: str, key: str) -> Any:
-    """The environment of a `verifiers:NAME`. Raises ConfigError of the setting `key` if that is not possible."""
+    """Load an environment of the verifiers package.
+
+    Args:
+        spec: `verifiers:NAME`.
+        key: Setting that errors name.
+
+    Raises:
+        ConfigError: If the environment cannot be loaded or does not use chat messages.
+    """
     name = spec.removeprefix(VERIFIERS)
     try:
         import verifiers
     except ImportError as error:
         text = f"{spec} needs the verifiers package: pip install 'areno[verifiers]' ({error})"
         raise ConfigError(Problem(key, text)) from error
-    # An environment takes the signals that end a process for itself.
+    # Loading an environment replaces the handlers of these signals, so they are restored.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         environment: Any = verifiers.load_environment(name)
-    except (Exception, SystemExit) as error:  # the package of the environment may raise anything
+    except (Exception, SystemExit) as error:  # the package of the environment may raise any error
         cause = error.__cause__ or error
         text = f"the environment {name!r} does not load: {describe_error(cause)}; its package has to be installed"
         raise ConfigError(Problem(key, text)) from error
@@ -331,12 +396,22 @@ def load_environment(spec: str, key: str) -> Any:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if environment.message_type != "chat":
-        raise ConfigError(Problem(key, f"the environment {name!r} asks for completions; areno trains on chat messages"))
+        text = f"the environment {name!r} uses text completions; only environments with chat messages can be trained on"
+        raise ConfigError(Problem(key, text))
     return environment
 
 
 def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
-    """The rows of an environment: of its own dataset for the split `train`, else of its evaluation dataset."""
+    """Return the rows of an environment.
+
+    Args:
+        spec: `verifiers:NAME`.
+        split: "train" for the environment's training data, anything else for its evaluation data.
+        key: Setting that errors name.
+
+    Raises:
+        ConfigError: If the environment or its rows cannot be loaded.
+    """
     environment = load_environment(spec, key)
     try:
         found = environment.get_dataset() if split == "train" else environment.get_eval_dataset()

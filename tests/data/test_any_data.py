@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.config.datasets import DatasetConfig
-from areno.data.forms import fitting
+from areno.data.forms import prepare_rows
 from areno.data.sources import load_rows
 from areno.errors import ArenoError, printable
 from tests.helpers.damaged_files import damaged, examples
@@ -83,7 +83,7 @@ def test_rows_of_any_shape(form):
     @given(st.fixed_dictionaries(dict.fromkeys(form, FIELD)), KINDS)
     @settings(examples, max_examples=150)
     def run(row, kind) -> None:
-        ends_well("a.jsonl", lambda: fitting([row], kind, "train_dataset.path", "a.jsonl", key="train_dataset"))
+        ends_well("a.jsonl", lambda: prepare_rows([row], kind, "train_dataset.path", "a.jsonl", key="train_dataset"))
 
     run()
 

@@ -174,7 +174,7 @@ def test_end_of_turn_that_is_not_the_end_token(tokenizer_of, name):
     [
         (
             "{{ messages|length }}{% for m in messages %}<{{ m.content }}>{% endfor %}",
-            r"where messages\[1\] begins cannot be found",
+            r"the start of messages\[1\] cannot be found",
         ),
         ("{% for m in messages %}<{{ m.content|upper }}>{% endfor %}", "rewrites assistant messages"),
         ("{{ raise_exception('roles must alternate') }}", "refuses these messages.*roles must alternate"),

@@ -10,7 +10,7 @@ import pytest
 
 from areno.config.datasets import ColumnsConfig, DatasetConfig
 from areno.data.encode import prompt_item, sft_sequence
-from areno.data.forms import recognised
+from areno.data.forms import recognise_form
 from areno.data.loader import row_loader
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
@@ -61,7 +61,7 @@ def real(name: str) -> str:
 )  # fmt: skip
 def test_forms(kind, row, form, expected, caplog):
     caplog.set_level(logging.INFO, "areno")
-    found = recognised([row], kind)
+    found = recognise_form([row], kind)
     assert found
     assert found.name == form
     [got] = [check_dataset([row], kind)[0]]
@@ -82,7 +82,7 @@ def test_forms(kind, row, form, expected, caplog):
     ],
 )
 def test_our_own_form_is_left_alone(kind, row):
-    assert recognised([row], kind) is None
+    assert recognise_form([row], kind) is None
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
         ({"chosen": HI, "rejected": HI[:1]}, "field rejected has nothing after the 1 messages that both begin with"),
         (
             {"chosen": [*HI, user("b")], "rejected": [*HI, user("c")]},
-            "field chosen goes on after the prompt with a message of role 'user'; the first message in which the two",
+            "field chosen continues the prompt with a message of role 'user'; the first message in which the two",
         ),
         ({"prompt": "x", "chosen": [user("y"), assistant("a")], "rejected": [assistant("b")]}, "role 'user'"),
         ({"prompt": "x", "chosen": [], "rejected": [assistant("b")]}, "field chosen is an empty list of messages"),
@@ -229,5 +229,5 @@ def test_messages_about_a_script_s_rows_name_no_path(plain):
         list(row_loader("sft", long, plain, config).batches())
     with pytest.raises(DataError, match=r"^train_dataset\.batch_size: is 2, but the data given has only 1 usable"):
         row_loader("sft", long[:1], plain, config)
-    with pytest.raises(ConfigError, match=r"train_dataset\.path: missing; set it, or hand rows to the trainer"):
+    with pytest.raises(ConfigError, match=r"train_dataset\.path: missing; set it, or pass rows to the trainer"):
         load_rows(config, "sft")
