@@ -1,4 +1,4 @@
-"""What areno raises. A message says what was wrong, what was expected and which setting to change.
+"""Define the exceptions of areno. A message says what was wrong, what was expected and which setting to change.
 
 ArenoError
 ├── ConfigError (ValueError)        a setting is missing, unknown, mistyped or does not fit the others
@@ -8,8 +8,8 @@ ArenoError
 └── EngineError (RuntimeError)      the engine ran out of memory, or was used out of order
     └── WorkerLost                  a worker died, hangs or lost its device: Engine.restart brings it back
 
-An error knows which settings it is about: they are `Key`s in it, not words of its text. So a caller whose users know a
-setting under another name can rename it (`keys_renamed`).
+Settings in a message are `Key` objects, not words of its text. So a caller whose users know a setting by another name
+can rename it (`keys_renamed`).
 
     raise EngineError("a prompt of {} tokens does not fit; raise {}", 900, Key("rollout.max_kv_tokens"))
 """
@@ -25,12 +25,16 @@ from dataclasses import dataclass
 from typing import Any
 
 Rename = Callable[[str], "str | None"]
-"""Setting -> what it is called instead; None keeps its name."""
+"""Maps the name of a setting to its new name. None keeps the name."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A setting that a message mentions, by its dotted name."""
+    """A setting that a message mentions.
+
+    Attributes:
+        name: Dotted name of the setting.
+    """
 
     name: str
 
@@ -39,7 +43,13 @@ class Key:
 
 
 class Problem:
-    """One thing that is wrong. key: the setting it is about, or "". message: a text with {} for each of `args`."""
+    """One thing that is wrong.
+
+    Args:
+        key: Setting that the problem is about, or "".
+        message: A text with {} for each of `args`. Without `args` it is used as it is.
+        *args: Values for the text. Settings are `Key` objects.
+    """
 
     def __init__(self, key: str, message: str, *args: Any):
         self.key, self.template, self.args = key, message, args
@@ -47,24 +57,36 @@ class Problem:
     @property
     def message(self) -> str:
         """The text, without the key."""
-        # A text without args is taken as it is: it may hold braces of a user's own.
+        # A text without args is used as it is, since it may contain braces of the user.
         return self.template.format(*self.args) if self.args else self.template
 
     def under(self, prefix: str) -> Problem:
-        """The same problem seen from the section that holds this one."""
+        """Return the same problem with its setting inside of a section.
+
+        Args:
+            prefix: Name of the section.
+        """
         return type(self)(f"{prefix}.{self.key}" if self.key else prefix, self.template, *self.args)
 
     def of_node(self, host: str) -> Problem:
-        """The same problem, which one machine of several has."""
+        """Return the same problem with the machine that has it, for runs on several machines.
+
+        Args:
+            host: Name of the machine.
+        """
         template = self.template if self.args else self.template.replace("{", "{{").replace("}", "}}")
         return type(self)(self.key, template + " (on node {})", *self.args, host)
 
     def mentions(self) -> set[str]:
-        """The settings that it names."""
+        """Return the names of all settings in the problem."""
         return {self.key, *(arg.name for arg in self.args if isinstance(arg, Key))} - {""}
 
     def renamed(self, rename: Rename) -> Problem:
-        """The same problem with its settings under other names."""
+        """Return the same problem with other names of its settings.
+
+        Args:
+            rename: The new names.
+        """
         args = (Key(rename(arg.name) or arg.name) if isinstance(arg, Key) else arg for arg in self.args)
         return type(self)(rename(self.key) or self.key if self.key else "", self.template, *args)
 
@@ -81,9 +103,14 @@ class Problem:
 
 
 class ArenoError(Exception):
-    """Base of every error meant for the user. `str(error)` is complete without a traceback.
+    """Base class of all errors meant for the user. `str(error)` is complete without a traceback.
 
-    what: a text, with a {} for each of `args`, or one or several Problems. `problems` has them all.
+    Args:
+        what: A text with {} for each of `args`, or one or several Problems.
+        *args: Values for the text.
+
+    Attributes:
+        problems: All problems.
     """
 
     def __init__(self, what: str | Problem | Iterable[Problem], *args: Any):
@@ -95,7 +122,11 @@ class ArenoError(Exception):
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([heading, *lines]))
 
     def renamed(self, rename: Rename) -> ArenoError:
-        """The same error with its settings under other names."""
+        """Return the same error with other names of its settings.
+
+        Args:
+            rename: The new names.
+        """
         return type(self)([problem.renamed(rename) for problem in self.problems])
 
 
@@ -104,11 +135,11 @@ class ConfigError(ArenoError, ValueError):
 
 
 class DataError(ArenoError, ValueError):
-    """A dataset, or a row of one, is not what the algorithm needs."""
+    """A dataset or one of its rows does not have the form that the algorithm needs."""
 
 
 class GrammarError(ArenoError, ValueError):
-    """Constrained decoding cannot do what was asked: no grammar, an unknown feature of a schema, no library for it."""
+    """A grammar is invalid, a schema uses an unknown feature, or the library for constrained decoding is missing."""
 
 
 class CheckpointError(ArenoError, OSError):
@@ -116,15 +147,15 @@ class CheckpointError(ArenoError, OSError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine cannot go on: a lost worker, no memory left, or a call out of order."""
+    """The engine cannot continue: a worker is lost, memory ran out, or a call was out of order."""
 
 
 class WorkerLost(EngineError):
-    """A worker died, hangs or lost its device, and the models with it. `Engine.restart` loads them anew."""
+    """A worker died, hangs or lost its device. Its models are lost, and `Engine.restart` loads them again."""
 
 
 def non_finite_logits() -> EngineError:
-    """Return the error of a model that cannot be sampled from."""
+    """Return the error of a model whose logits are NaN or infinite."""
     return EngineError(
         "the model produced non-finite logits; expected finite weights: a training step may have diverged (lower "
         "actor.optimizer.lr) or the checkpoint at actor.path is damaged"
@@ -132,9 +163,17 @@ def non_finite_logits() -> EngineError:
 
 
 def all_of(*steps: Callable[[], Any]) -> list[Any]:
-    """What the functions return. Where some raise ArenoErrors, one error with the problems of all.
+    """Call all functions, and report the problems of all of them at once.
 
-    Errors of different classes become a ConfigError.
+    Args:
+        *steps: The functions.
+
+    Returns:
+        The result of each function.
+
+    Raises:
+        ArenoError: If functions raise ArenoErrors: one error with all problems. It is a ConfigError if their classes
+            differ.
     """
     results, errors = [], []
     for step in steps:
@@ -151,47 +190,75 @@ def all_of(*steps: Callable[[], Any]) -> list[Any]:
     return results
 
 
-_OF_A_PLACE = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
-}  # fmt: skip
+_FILE_ERRORS = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+}
 
 
-def of_a_place(error: BaseException) -> ArenoError | None:
-    """What to tell of a file or folder that may not be read or written, or is full; None for any other error.
+def as_file_error(error: BaseException) -> ArenoError | None:
+    """Return an error of the user's file system as an ArenoError, or None for any other error.
 
-    Such an error of the operating system is about the user's machine, so its traceback would help nobody.
+    Such an error is about the user's machine (no permission, a full disk), so its traceback would not help.
+
+    Args:
+        error: Any error.
     """
-    if not isinstance(error, OSError) or error.errno not in _OF_A_PLACE or error.filename is None:
+    if not isinstance(error, OSError) or error.errno not in _FILE_ERRORS or error.filename is None:
         return None
     return ArenoError("{}: {}", os.fsdecode(error.filename), error.strerror)
 
 
-_OBEYED = (range(0x09), range(0x0A, 0x20), range(0x7F, 0xA0), range(0x2028, 0x202F), range(0x2066, 0x206A))
+_CONTROLS = (range(0x09), range(0x0A, 0x20), range(0x7F, 0xA0), range(0x2028, 0x202F), range(0x2066, 0x206A))
 _SURROGATES = range(0xD800, 0xE000)
-_ESCAPES = {code: repr(chr(code))[1:-1] for codes in (*_OBEYED, _SURROGATES) for code in codes}
+_ESCAPES = {code: repr(chr(code))[1:-1] for codes in (*_CONTROLS, _SURROGATES) for code in codes}
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes in place of what a terminal obeys: control characters, line ends, text direction.
+    """Return a text with escapes in place of characters that control a terminal.
 
-    Halves of surrogate pairs, which cannot be encoded, are escaped too. Tabs stay.
+    These are control characters, line ends and changes of the text direction. Halves of surrogate pairs, which cannot
+    be encoded, are escaped too. Tabs stay.
+
+    Args:
+        text: Any text.
     """
     return text.translate(_ESCAPES)
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
-    """`; did you mean a or b?` for the end of a message, or `otherwise` if none of `names` is like `word`."""
-    return question(difflib.get_close_matches(word, list(names))) or otherwise
+    """Return `; did you mean a or b?` for the end of a message.
+
+    Args:
+        word: The unknown word.
+        names: Known names.
+        otherwise: Result if no name is similar.
+    """
+    return suggestion(difflib.get_close_matches(word, list(names))) or otherwise
 
 
-def question(names: list[str]) -> str:
-    """`; did you mean a or b?`; nothing where there are no names."""
+def suggestion(names: list[str]) -> str:
+    """Return `; did you mean a or b?`, or "" without names.
+
+    Args:
+        names: Suggestions.
+    """
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 @contextmanager
 def keys_renamed(rename: Rename) -> Iterator[None]:
-    """Around code whose errors speak of settings by names that its caller does not use."""
+    """Rename the settings in ArenoErrors of a `with` block, for callers whose users know them by other names.
+
+    Args:
+        rename: The new names.
+    """
     try:
         yield
     except ArenoError as error:

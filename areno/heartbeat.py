@@ -1,7 +1,7 @@
-"""How a process shows that it gets on: a count that its work moves.
+"""Show that a process makes progress, by a counter that its work increases.
 
 Code that works for long calls `beat` after each part of the work. A watchdog (areno.engine.processes.watchdog) looks at
-the count. So only the work itself may call it, and never a thread that would go on while the work hangs.
+the counter. So only the work itself may call `beat`, never a thread that would continue while the work hangs.
 """
 
 from __future__ import annotations
@@ -13,28 +13,37 @@ from typing import Any
 
 _counters: Any = [0]
 _index = 0
-_work: list[tuple[str, int]] = []  # from the outside in: what goes on, and the thread that does it
+_work: list[tuple[str, int]] = []  # (name, thread) of each open `working` block, outermost first
 
 
 def beat() -> None:
-    """One more part of the work is done."""
+    """Count one more part of the work."""
     _counters[_index] += 1
 
 
 def count() -> int:
-    """How many parts so far."""
+    """Return the number of parts so far."""
     return _counters[_index]
 
 
 def count_in(counters: Any, index: int) -> None:
-    """Count in `counters[index]` from now on: in memory that another process sees."""
+    """Count in shared memory from now on, so that another process sees the counter.
+
+    Args:
+        counters: Array of counters.
+        index: Index of this process's counter.
+    """
     global _counters, _index
     _counters, _index = counters, index
 
 
 @contextmanager
 def working(name: str) -> Iterator[None]:
-    """Around work of this process that must get on; also a decorator. Blocks may hold others."""
+    """Name the work of a `with` block or decorated function, which must make progress. Blocks may be nested.
+
+    Args:
+        name: Name of the work, for the report of a hang.
+    """
     entry = (name, threading.get_ident())
     _work.append(entry)
     try:
@@ -44,5 +53,5 @@ def working(name: str) -> Iterator[None]:
 
 
 def work() -> list[tuple[str, int]]:
-    """The `working` blocks that are open, from the outside in: name, and the thread that entered it."""
+    """Return (name, id of the thread) of each open `working` block, outermost first."""
     return list(_work)

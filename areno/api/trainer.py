@@ -21,7 +21,7 @@ from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
-from areno.files.durable import as_checkpoint_error, write_whole
+from areno.files.durable import as_checkpoint_error, atomic_write_folder
 from areno.models.folder import is_replaceable
 from areno.plan.arguments import (
     check_count,
@@ -437,7 +437,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if os.path.exists(final) and not is_replaceable(final):
             raise CheckpointError(f"{path} is there and is no checkpoint, so it is not replaced; choose another path")
         with as_checkpoint_error(final, "hold the checkpoint", "path"):
-            write_whole(final, partial(self.write_checkpoint, merge_adapters=merge_adapters))
+            atomic_write_folder(final, partial(self.write_checkpoint, merge_adapters=merge_adapters))
         logger.info("checkpoint saved: %s", path)
         return str(path)
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from areno import __version__
-from areno.errors import ArenoError, ConfigError, did_you_mean, of_a_place
+from areno.errors import ArenoError, ConfigError, as_file_error, did_you_mean
 from areno.files import interrupts
 
 COMMANDS = {
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        told = of_a_place(error)
+        told = as_file_error(error)
         if told is None or os.environ.get("ARENO_DEBUG") == "1":
             raise
         print(f"error: {told}", file=sys.stderr)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.files.interrupts import handled
+from areno.files.interrupts import signal_handlers
 
 logger = logging.getLogger("areno")
 
@@ -195,7 +195,7 @@ def _signals() -> Iterator[_Stopping]:
             raise KeyboardInterrupt
 
     try:
-        with handled(stop, signal.SIGINT, signal.SIGTERM):
+        with signal_handlers(stop, signal.SIGINT, signal.SIGTERM):
             yield stopping
     finally:
         for timer in timers:

@@ -1,6 +1,7 @@
-"""Files and folders that are whole or absent, also after a crash: written under another name, synced, then renamed.
+"""Write files and folders atomically: after a crash they are complete or absent.
 
-One piece of work at a time in a thread, whose error comes to whoever waits for it.
+They are written under a temporary name, synced to the disk and then renamed. `atomic_folder` and `atomic_write_text` do
+this for folders and small files. `Background` runs one piece of such work at a time in a thread.
 """
 
 from __future__ import annotations
@@ -17,28 +18,40 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import ArenoError, CheckpointError, Problem
-from areno.files.interrupts import SIGNALS, handled
+from areno.files.interrupts import SIGNALS, signal_handlers
 
 UNFINISHED = ".tmp-"
 REPLACED = ".old-"
 
 
-def write_whole(final: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a folder and give it the name `final`: see `whole`."""
-    with whole(final) as folder:
+def atomic_write_folder(final: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder atomically, see `atomic_folder`.
+
+    Args:
+        final: Path of the folder.
+        write: Fills a temporary folder.
+    """
+    with atomic_folder(final) as folder:
         write(folder)
 
 
 @contextmanager
-def whole(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Path]:
-    """A folder to fill, which gets the name `final` at the end. If anything goes wrong, nothing of it stays.
+def atomic_folder(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `final` at the end. After an error nothing of it remains.
 
-    A folder that had this name is kept until the new one is in place. Where the name is a link, the folder that it
-    points to is replaced. then: called when the folder has its name; Ctrl-C and SIGTERM wait until it has returned.
+    An existing folder `final` is kept until the new one is in place. If `final` is a link, the folder that it points to
+    is replaced. All files that are visible from this process are synced. A process on another machine that writes files
+    there must sync them itself.
 
-    Errors of the operating system are raised as they are, and an OSError where another process writes to `final`.
-    A process that writes files of its own there, such as a worker, must sync them itself; this syncs what
-    can be seen from here, and the entries of the folders, without which a file or a new name can be lost in a crash.
+    Args:
+        final: Path of the folder.
+        then: Called after the rename. Ctrl-C and SIGTERM are delayed until it has returned.
+
+    Yields:
+        The temporary folder.
+
+    Raises:
+        OSError: If the folder cannot be written, or another process writes to `final`.
     """
     if final.is_symlink():
         final = Path(os.path.realpath(final))
@@ -47,11 +60,11 @@ def whole(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Pa
     unfinished.mkdir(parents=True, exist_ok=True)
     with locked(unfinished):
         try:
-            for left in unfinished.iterdir():  # by a crash
-                remove(left)
+            for leftover in unfinished.iterdir():  # from a crash
+                remove(leftover)
             yield unfinished
             sync_tree(unfinished)
-            with interrupts_held():
+            with delay_interrupts():
                 if final.exists():
                     remove(replaced)
                     final.rename(replaced)
@@ -59,7 +72,7 @@ def whole(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Pa
                 sync(final.parent)
                 then()
             remove(replaced)
-        except BaseException:  # Ctrl-C, too, leaves nothing half
+        except BaseException:  # also after Ctrl-C
             with suppress(OSError):
                 remove(unfinished)
                 if replaced.exists() and not final.exists():
@@ -67,8 +80,15 @@ def whole(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Pa
             raise
 
 
-def remove_whole(folder: Path) -> None:
-    """Remove a folder so that a crash leaves all of it or nothing under its name. OSError where that cannot be."""
+def atomic_remove(folder: Path) -> None:
+    """Remove a folder so that a crash leaves all of it or nothing under its name.
+
+    Args:
+        folder: Path of the folder.
+
+    Raises:
+        OSError: If the folder cannot be renamed or removed.
+    """
     removed = folder.with_name(f"{UNFINISHED}{folder.name}")
     remove(removed)
     folder.rename(removed)
@@ -76,8 +96,13 @@ def remove_whole(folder: Path) -> None:
     remove(removed)
 
 
-def write_text_whole(path: Path, text: str) -> None:
-    """Write a small file, which then holds this text, also after a crash, or what it held before."""
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write a small file atomically. After a crash it has the new or the old text.
+
+    Args:
+        path: Path of the file.
+        text: The text.
+    """
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -92,9 +117,13 @@ def write_text_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file or folder, which is free again after a crash. OSError if another process holds it.
+    """Hold the lock of a file or folder. A crash releases it. A file system without locks is not locked.
 
-    On a file system without locks it is not held.
+    Args:
+        path: Path of the file or folder.
+
+    Raises:
+        OSError: If another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -110,23 +139,37 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 take effect at the end. Only the main thread gets them."""
-    came: list[int] = []
+def delay_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C, SIGTERM and SIGUSR1 until the end of the `with` block.
+
+    Other threads than the main one get none of them.
+    """
+    received: list[int] = []
     try:
-        with handled(lambda number, _: came.append(number), *SIGNALS):
+        with signal_handlers(lambda number, _: received.append(number), *SIGNALS):
             yield
     finally:
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
 def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
-    """Make a folder and its parents. Those that were not there, innermost first. An OSError leaves none of them."""
+    """Make a folder and its parents. After an OSError none of them remains.
+
+    Args:
+        folder: Path of the folder.
+        exist_ok: Whether the folder may exist.
+
+    Returns:
+        The folders that did not exist, innermost first.
+
+    Raises:
+        OSError: If a folder cannot be made.
+    """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
-    except FileExistsError:  # possibly since a moment ago, by another run
+    except FileExistsError:  # another run may have just made it
         raise
     except OSError:
         remove_empty(missing)
@@ -135,30 +178,47 @@ def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove those folders that are empty, in this order."""
+    """Remove the folders that are empty.
+
+    Args:
+        folders: Paths, in the order in which they are removed.
+    """
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 @contextmanager
-def as_checkpoint_error(folder: Path, what: str, key: str) -> Iterator[None]:
-    """Turn an error of the disk into a CheckpointError: "<key>: <folder> cannot <what>: <reason>; ..."."""
+def as_checkpoint_error(folder: Path, action: str, key: str) -> Iterator[None]:
+    """Turn a disk error in the `with` block into a CheckpointError: "<key>: <folder> cannot <action>: <reason>; ...".
+
+    Args:
+        folder: Folder that is read or written.
+        action: What the block does, such as "be written".
+        key: Setting of the folder.
+
+    Raises:
+        CheckpointError: In place of the disk error.
+    """
     try:
         yield
     except Exception as error:
-        # safetensors wraps a full disk in an error of its own, which is no OSError.
+        # safetensors reports a full disk by an error of its own, which is not an OSError.
         is_disk = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
         names_its_setting = isinstance(error, ArenoError) and any(problem.mentions() for problem in error.problems)
         if not is_disk or names_its_setting:
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         text = "{} cannot {}: {}; free space there or set another folder"
-        raise CheckpointError(Problem(key, text, folder, what, reason)) from error
+        raise CheckpointError(Problem(key, text, folder, action, reason)) from error
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files and folders in `folder`, and itself."""
+    """Sync a folder and everything in it to the disk.
+
+    Args:
+        folder: Path of the folder.
+    """
     for parent, _, names in os.walk(folder):
         for name in names:
             sync(Path(parent, name))
@@ -166,7 +226,11 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk and not only in memory."""
+    """Wait until a file, or the entries of a folder, are on the disk.
+
+    Args:
+        path: Path of the file or folder.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -175,7 +239,11 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it. Nothing happens if there is none."""
+    """Remove a file, a link, or a folder with its contents, if it exists.
+
+    Args:
+        path: Path to remove.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -183,26 +251,38 @@ def remove(path: Path) -> None:
 
 
 class Background:
-    """Work beside other work. name: of the thread."""
+    """Runs one piece of work at a time in a thread.
+
+    Args:
+        name: Name of the thread.
+    """
 
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(1, name)
         self._work: Future[Any] | None = None
 
     def start(self, work: Callable[..., object], *args: Any) -> None:
-        """Begin, when what was begun before has ended. Raises as `settle` does."""
-        self.settle()
+        """Wait for the last work, then begin the next one.
+
+        Args:
+            work: Function to call.
+            *args: Its arguments.
+
+        Raises:
+            Exception: The error of the last work, if it was not raised yet.
+        """
+        self.wait()
         self._work = self._thread.submit(work, *args)
 
-    def settle(self) -> None:
-        """Wait for the end of what was begun. Raises, once, what it has raised."""
+    def wait(self) -> None:
+        """Wait for the last work. Its error is raised once."""
         work, self._work = self._work, None
         if work is not None:
             work.result()
 
     def close(self) -> None:
-        """The same, for good."""
+        """Wait for the last work and end the thread."""
         try:
-            self.settle()
+            self.wait()
         finally:
             self._thread.shutdown()

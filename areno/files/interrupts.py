@@ -1,6 +1,7 @@
-"""Ctrl-C while the modules of a command are imported: one line and exit code 130 in place of a traceback.
+"""Handle Ctrl-C, SIGTERM and SIGUSR1.
 
-Ctrl-C, SIGTERM and SIGUSR1: held until a place where nothing is lost, but not for long, and not twice.
+`begin` and `end` make Ctrl-C during the imports of a command end with one line and exit code 130 instead of a
+traceback. `Stop` delays a signal until a place where no work is lost, but not for long, and not for a second signal.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ _WITH_VALUE = ("-W", "-X")  # options of Python
 
 
 def begin() -> None:
-    """Let Ctrl-C end this process at once, if it has been started as a command of areno."""
+    """Let Ctrl-C end this process at once, if it was started as a command of areno."""
     if _is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def end() -> None:
-    """Let Ctrl-C raise a KeyboardInterrupt, as usual: the command handles it from here on."""
+    """Let Ctrl-C raise a KeyboardInterrupt again. The command handles it from here on."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(number: int, frame: object) -> None:
-    # An exception could be lost in the import of a library, or become another one.
+    # An exception could be swallowed or replaced by the import of a library.
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
 def _is_command(words: list[str]) -> bool:
-    """Return whether Python was started as `-m areno.recipes.gspo` or with the script `areno`. words: what follows it.
+    """Return whether Python was started with `-m areno.recipes.gspo` or the script `areno`.
 
-    sys.argv does not tell: a process that multiprocessing starts has that of its parent.
+    sys.argv cannot be used, since a process that multiprocessing starts has the sys.argv of its parent.
     """
     while words and words[0].startswith("-"):
         if words[0] == "-m":
@@ -50,26 +51,38 @@ def _is_command(words: list[str]) -> bool:
     return bool(words) and os.path.basename(words[0]) == "areno"
 
 
-LIMIT_S = 10.0  # that a stop waits for the work under way
+LIMIT_S = 10.0  # the most seconds for which a signal is delayed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_ASKED = b"\nstopping as soon as nothing is lost by it, at the latest in %d s; a second signal ends at once\n" % LIMIT_S
+_STOPPING = b"\nstopping as soon as nothing is lost by it, in at most %d s; a second signal ends at once\n" % LIMIT_S
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1. It is a KeyboardInterrupt so that whatever handles Ctrl-C handles it too."""
+    """SIGTERM or SIGUSR1 was received. It is a KeyboardInterrupt, so that code for Ctrl-C handles it too."""
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGTERM and SIGUSR1 under a command of ours."""
+    """Raise Terminated. Commands of areno install it as the handler of SIGTERM and SIGUSR1.
+
+    Args:
+        number: The signal.
+        frame: Ignored.
+    """
     raise Terminated
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
-    """Give these signals a handler. Outside the main thread, where Python handles none, they keep theirs."""
+def signal_handlers(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Install a handler for signals within a `with` block.
+
+    Outside the main thread, where Python handles none, nothing happens.
+
+    Args:
+        handler: The handler.
+        *numbers: The signals.
+    """
     in_main = threading.current_thread() is threading.main_thread()
     own = {number: signal.getsignal(number) for number in numbers if in_main}
-    before = {number: found for number, found in own.items() if found is not None}  # None: not from Python, and stays
+    before = {number: found for number, found in own.items() if found is not None}  # None: installed by a C library
     try:
         for number in before:
             signal.signal(number, handler)
@@ -80,44 +93,52 @@ def handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -
 
 
 @contextmanager
-def not_lost() -> Iterator[None]:
-    """Around a library that may turn a KeyboardInterrupt into an error of its own: raise it again at the end."""
-    came: list[int] = []
+def reraise_interrupts() -> Iterator[None]:
+    """Raise an interrupt again at the end of a `with` block.
+
+    For calls of a library that may turn the interrupt into an error of its own.
+    """
+    received: list[int] = []
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: found for number, found in before.items() if callable(found)}
 
     def take(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         before[number](number, frame)
 
     try:
-        with handled(take, *before):
+        with signal_handlers(take, *before):
             yield
     except Exception:
-        if not came:
+        if not received:
             raise
-    if came:
-        before[came[0]](came[0], None)
+    if received:
+        before[received[0]](received[0], None)
 
 
 class Stop:
-    """As a context manager, holds the first signal until `check` or `at_once`; a second one interrupts at once.
+    """Delays the first signal within a `with` block until `check` or `interruptible`.
 
-    Only handlers that would raise a KeyboardInterrupt are replaced: that of Python for Ctrl-C, and `terminate`. So
-    SIGTERM ends a script as it always has. Outside the main thread nothing is held.
+    A second signal interrupts at once.
 
-    tell: is given, in place of stderr, what to say to the user when a signal is held. It must not take a lock.
+    Only handlers that would raise a KeyboardInterrupt are replaced: Python's for Ctrl-C, and `terminate`. So SIGTERM
+    still ends a script. Outside the main thread nothing is delayed.
+
+    Args:
+        tell: Called with the message for the user when a signal is delayed. None writes it to stderr. It must not take
+            a
+            lock.
     """
 
     def __init__(self, tell: Callable[[bytes], object] | None = None) -> None:
         self._tell = tell or partial(os.write, 2)
         self._before: dict[int, Any] = {}
-        self._asked: int | None = None  # the signal
-        self._at_once = False
+        self._received: int | None = None  # the delayed signal
+        self._is_interruptible = False
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Stop:
-        self._asked = None
+        self._received = None
         if threading.current_thread() is threading.main_thread():
             found = {number: signal.getsignal(number) for number in SIGNALS}
             self._before = {n: f for n, f in found.items() if f in (signal.default_int_handler, terminate)}
@@ -132,28 +153,28 @@ class Stop:
         self._before = {}
 
     def check(self) -> None:
-        """Raise the KeyboardInterrupt that is held, if there is one."""
-        if self._asked is not None and self._timer is not None:
+        """Raise the delayed KeyboardInterrupt, if there is one."""
+        if self._received is not None and self._timer is not None:
             self._cancel()
-            self._before[self._asked](self._asked, None)
+            self._before[self._received](self._received, None)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Around work that may be dropped at any moment, and that may take long."""
+    def interruptible(self) -> Iterator[None]:
+        """Let signals interrupt at once within a `with` block. For long work that may be dropped at any moment."""
         self.check()
-        self._at_once = True
+        self._is_interruptible = True
         try:
             yield
         finally:
-            self._at_once = False
+            self._is_interruptible = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is not None or self._at_once:
-            self._asked = number
+        if self._received is not None or self._is_interruptible:
+            self._received = number
             self._cancel()
             self._before[number](number, frame)
-        self._asked = number
-        self._tell(_ASKED)  # in the middle of anything: a logger may be in use
+        self._received = number
+        self._tell(_STOPPING)  # not by a logger, whose lock the interrupted code may hold
         self._timer = threading.Timer(LIMIT_S, signal.pthread_kill, (threading.main_thread().ident, number))
         self._timer.daemon = True
         self._timer.start()

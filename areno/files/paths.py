@@ -1,7 +1,4 @@
-"""Where files are: beside the user's working directory, or among those that come with areno.
-
-Reads files and folders that may be missing, damaged or closed to the user.
-"""
+"""Find files of the user and files that come with areno, and read files that may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -15,31 +12,48 @@ from areno.errors import ArenoError, CheckpointError, ConfigError, Problem
 
 
 def root() -> Path:
-    """The folder that holds conf/, recipes/ and examples/: the repository in a clone, areno/_data in a wheel."""
+    """Return the folder that holds conf/, recipes/ and examples/: the repository in a clone, areno/_data in a wheel."""
     package = Path(__file__).resolve().parents[1]
     data = package / "_data"
     return data if data.is_dir() else package.parent
 
 
 def existing_path(path: str | Path) -> Path | None:
-    """`path` as an absolute path, looked up from the working directory and then from `root()`; None if in neither."""
+    """Look a path up in the working directory, then in `root()`.
+
+    Args:
+        path: The path. `~` is expanded.
+
+    Returns:
+        The absolute path, or None if it exists in neither place.
+    """
     path = Path(os.path.expanduser(path))
     for base in (Path.cwd(), root()):
-        if os.path.exists(base / path):  # False, and no error, also for a name that is too long
+        if os.path.exists(base / path):  # unlike Path.exists, False for a name that is too long
             return (base / path).absolute()
     return None
 
 
 def absolute(folder: str | Path | None) -> Path | None:
-    """Return a folder as an absolute path with `~` expanded; None where none is given."""
+    """Return a folder as an absolute path with `~` expanded.
+
+    Args:
+        folder: The path, or None.
+
+    Returns:
+        The absolute path. None for None or "".
+    """
     return Path(os.path.expanduser(folder)).absolute() if folder else None
 
 
 @contextmanager
 def model_of(key: str) -> Iterator[None]:
-    """Around code that reads the model folder or hub id of the setting `key`: a CheckpointError then names it.
+    """Let a CheckpointError in the `with` block name the setting of the model that it reads.
 
-    The models themselves assume that a model comes from actor.path. An error that does not name it gets `key` in front.
+    The code for models assumes that a model comes from actor.path. An error that names no setting gets `key`.
+
+    Args:
+        key: Setting of the model folder or hub id.
     """
     try:
         yield
@@ -50,7 +64,15 @@ def model_of(key: str) -> Iterator[None]:
 
 
 def find_file(path: str | Path, key: str = "") -> Path:
-    """Like `existing_path`, but a path that is in neither place is a ConfigError of the setting `key`."""
+    """Look a path up in the working directory, then in `root()`.
+
+    Args:
+        path: The path. `~` is expanded.
+        key: Setting that errors name.
+
+    Raises:
+        ConfigError: If the path exists in neither place.
+    """
     found = existing_path(path)
     if found is None:
         places = "" if os.path.isabs(os.path.expanduser(path)) else f", neither in {Path.cwd()} nor in {root()}"
@@ -58,18 +80,39 @@ def find_file(path: str | Path, key: str = "") -> Path:
     return found
 
 
-def content_of(path: Path) -> bytes | None:
-    """Return what is in a file; None if there is none. Raises ArenoError if it cannot be read."""
+def read_if_exists(path: Path) -> bytes | None:
+    """Return the bytes of a file.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The bytes, or None if the file does not exist.
+
+    Raises:
+        ArenoError: If the file cannot be read.
+    """
     return _read(path, -1)
 
 
-def beginning_of(path: Path, n_bytes: int = 4096) -> bytes:
-    """Return the first bytes of a file; none if there is no file. Raises ArenoError if it cannot be read."""
+def read_start(path: Path, n_bytes: int = 4096) -> bytes:
+    """Return the first bytes of a file.
+
+    Args:
+        path: Path of the file.
+        n_bytes: The most bytes to read.
+
+    Returns:
+        The bytes. Empty if the file does not exist.
+
+    Raises:
+        ArenoError: If the file cannot be read.
+    """
     return _read(path, n_bytes) or b""
 
 
 def _read(path: Path, n_bytes: int) -> bytes | None:
-    """Read a file, or its first bytes. A pipe or a device, which may never end, is refused."""
+    """Read a file or its first bytes. A pipe or a device, which may never end, is refused."""
     try:
         if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
             raise ArenoError("{} cannot be read: it is not a regular file", path)
@@ -81,8 +124,18 @@ def _read(path: Path, n_bytes: int) -> bytes | None:
         raise ArenoError("{} cannot be read: {}", path, error.strerror) from error
 
 
-def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none if there is no folder. Raises ArenoError if it cannot be read."""
+def list_folder(folder: Path) -> list[str]:
+    """Return the names in a folder.
+
+    Args:
+        folder: Path of the folder.
+
+    Returns:
+        The names. Empty if the folder does not exist.
+
+    Raises:
+        ArenoError: If the folder cannot be read.
+    """
     try:
         return os.listdir(folder)
     except FileNotFoundError:

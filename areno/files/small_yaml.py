@@ -1,7 +1,8 @@
-"""Reads YAML that users and other machines wrote, after a check that it is small.
+"""Read YAML of users and other machines after a check that it is small.
 
-A few lines can stand for billions of values: an alias repeats the part of the file that it names. The check counts
-values with their aliases written out, before any value is made, so its work is linear in the length of the text.
+A few lines of YAML can stand for billions of values, since an alias repeats the part of the file that it names. The
+check counts values with their aliases written out before any value is made, so its work is linear in the length of the
+text.
 """
 
 from __future__ import annotations
@@ -14,54 +15,63 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from areno.files.durable import interrupts_held
-from areno.files.paths import beginning_of
+from areno.files.durable import delay_interrupts
+from areno.files.paths import read_start
 
-MOST_BYTES = 2**20
-MOST_VALUES = 10_000
-MOST_LEVELS = 32
-_MOST_CHARACTERS = 10_000  # of a value that the readers of numbers and of ${...} look at: they are slow
-_FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C, where PyYAML has it
+MAX_BYTES = 2**20
+MAX_VALUES = 10_000
+MAX_DEPTH = 32
+_MAX_CHARACTERS = 10_000  # of a value that may be a number or hold ${...}, whose readers are slow
+_FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader in C, if PyYAML has it
 
 
 class YamlFault(ValueError):
-    """YAML that cannot be read, or is too large. The message is one line without the name of the file."""
+    """YAML that cannot be read or is too large. The message is one line without the name of the file."""
 
 
 def plain_yaml(path: Path) -> Any:
-    """Return the values of a YAML file as dictionaries, lists and scalars.
+    """Read a YAML file as dictionaries, lists and scalars.
 
-    Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations stay as they are written.
+    Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations (`${...}`) stay text.
+
+    Args:
+        path: Path of the file.
 
     Returns:
-        The values; None if there is no file, or nothing in it.
+        The values, or None if the file does not exist or is empty.
 
     Raises:
-        YamlFault: The file is not YAML, or is too large.
-        ArenoError: The file cannot be opened.
+        YamlFault: If the file is not YAML or is too large.
+        ArenoError: If the file cannot be opened.
     """
-    text = checked_text(beginning_of(path, MOST_BYTES + 1))
+    text = checked_text(read_start(path, MAX_BYTES + 1))
     try:
-        # OmegaConf turns any exception in its midst into one of its own, and a signal would be lost.
-        with interrupts_held():
+        # OmegaConf turns any exception into one of its own, so the interrupt of a signal would be lost.
+        with delay_interrupts():
             return OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else None
-    except Exception as error:  # of PyYAML, of OmegaConf, and those that they let through
+    except Exception as error:  # PyYAML and OmegaConf raise many unrelated kinds of errors
         raise YamlFault(fault(error)) from error
 
 
 def checked_text(content: bytes) -> str:
-    """Return YAML as text, after the check that all of its values can be made in bounded time and memory.
+    """Decode YAML after the check that its values take bounded time and memory.
+
+    Args:
+        content: Bytes of the file.
+
+    Returns:
+        The text.
 
     Raises:
-        YamlFault: The text is not YAML, or too large.
+        YamlFault: If the text is not YAML or is too large.
     """
-    if len(content) > MOST_BYTES:
-        raise YamlFault(f"it has more than {MOST_BYTES} bytes")
+    if len(content) > MAX_BYTES:
+        raise YamlFault(f"it has more than {MAX_BYTES} bytes")
     try:
         text = content.decode()
         try:
             _check(text, _FAST_LOADER)
-        except yaml.YAMLError:  # that of PyYAML itself says better where and why, and has the last word
+        except yaml.YAMLError:  # PyYAML's loader in Python decides, and its errors are clearer
             _check(text, yaml.SafeLoader)
     except YamlFault:
         raise
@@ -71,19 +81,29 @@ def checked_text(content: bytes) -> str:
 
 
 def fault(error: BaseException) -> str:
-    """Return an error of a YAML reader as one line."""
+    """Return an error of a YAML reader as one line.
+
+    Args:
+        error: The error.
+    """
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"line {mark.line + 1}: {error.problem or error.context}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, RecursionError):
-        return f"it is nested too deeply; at most {MOST_LEVELS} levels are read"
+        return f"it is nested too deeply; at most {MAX_DEPTH} levels are read"
     return next((" ".join(line.split()) for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @dataclass
 class _Part:
-    """A part of a file: its anchor, the number of its values, and how many levels of collections it has."""
+    """A part of a file.
+
+    Attributes:
+        anchor: Its anchor, or None.
+        values: Number of its values, with aliases written out.
+        levels: Its levels of nested collections.
+    """
 
     anchor: str | None
     values: int = 1
@@ -91,7 +111,7 @@ class _Part:
 
 
 def _check(text: str, loader: Any) -> None:
-    """Raise YamlFault if the values, with aliases written out, are too many, too deep or without end."""
+    """Raise YamlFault if the values, with aliases written out, are too many, too deeply nested or endless."""
     named: dict[str, _Part] = {}
     outer = [_Part(None)]  # the file, and the collections that are open
     total = 0
@@ -112,7 +132,7 @@ def _check(text: str, loader: Any) -> None:
             continue
         total += new
         _check_size(event, total, len(outer) - 1 + part.levels)
-        if part is not outer[-1]:  # it is complete
+        if part is not outer[-1]:  # the part is complete
             outer[-1].values += part.values
             outer[-1].levels = max(outer[-1].levels, part.levels)
             if part.anchor is not None:
@@ -120,7 +140,7 @@ def _check(text: str, loader: Any) -> None:
 
 
 def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) -> _Part:
-    """Return the part that an alias repeats. Raises YamlFault for an alias of a part that has not ended above it."""
+    """Return the part that an alias repeats. Raises YamlFault if the part has not ended before the alias."""
     if event.anchor in named:
         return named[event.anchor]
     within = any(part.anchor == event.anchor for part in outer)
@@ -130,19 +150,19 @@ def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) 
 
 def _check_size(event: Any, total: int, levels: int) -> None:
     line = event.start_mark.line + 1
-    if total > MOST_VALUES:
-        raise YamlFault(f"line {line}: it has more than {MOST_VALUES:,} values (each alias counts as a full copy)")
-    if levels > MOST_LEVELS:
-        raise YamlFault(f"line {line}: it has more than {MOST_LEVELS} levels of nesting")
+    if total > MAX_VALUES:
+        raise YamlFault(f"line {line}: it has more than {MAX_VALUES:,} values (each alias counts as a full copy)")
+    if levels > MAX_DEPTH:
+        raise YamlFault(f"line {line}: it has more than {MAX_DEPTH} levels of nesting")
 
 
 def _check_scalar(event: Any) -> None:
-    """Raise YamlFault for text that is not whole, or long text in which numbers or interpolations are looked for."""
+    """Raise YamlFault for text that is not valid Unicode or too long for the readers of numbers and ${...}."""
     size, line = len(event.value), event.start_mark.line + 1
     try:
         event.value.encode()
     except UnicodeEncodeError as error:
         raise YamlFault(f"line {line}: it has half of a surrogate pair, {event.value[error.start]!r}") from error
-    if size > _MOST_CHARACTERS and (event.implicit[0] or "${" in event.value):
+    if size > _MAX_CHARACTERS and (event.implicit[0] or "${" in event.value):
         text = "a value without quotes, or with ${{...}}, has {} characters; at most {} are read"
-        raise YamlFault(f"line {line}: {text.format(size, _MOST_CHARACTERS)}")
+        raise YamlFault(f"line {line}: {text.format(size, _MAX_CHARACTERS)}")

@@ -1,4 +1,7 @@
-"""Imports functions that users bring as `file.py` or `file.py:function`: reward functions and dataset loaders."""
+"""Import functions of the user, such as reward functions and dataset loaders.
+
+They are given as `file.py` or `file.py:function`. Errors name the setting that holds the specification.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ from areno.files.paths import find_file
 
 
 def split_spec(spec: str, default: str) -> tuple[str, str]:
-    """`file.py:function` -> (file, function); the function is `default` where the spec names none."""
+    """Split `file.py:function`.
+
+    Args:
+        spec: The specification.
+        default: Name of the function if the specification has none.
+
+    Returns:
+        (file, function).
+    """
     file, colon, name = spec.rpartition(":")
     if colon and name.isidentifier() and file:
         return file, name
@@ -24,9 +35,18 @@ def split_spec(spec: str, default: str) -> tuple[str, str]:
 
 
 def found_file(spec: str, default: str, key: str) -> str:
-    """`file.py` or `file.py:function` as `absolute file:function`.
+    """Check that the file of a specification exists and is valid Python.
 
-    Raises ConfigError of the setting `key` if there is no such file or it does not parse.
+    Args:
+        spec: `file.py` or `file.py:function`.
+        default: Name of the function if the specification has none.
+        key: Setting that errors name.
+
+    Returns:
+        `absolute file:function`.
+
+    Raises:
+        ConfigError: If the file does not exist or does not parse.
     """
     file, name = split_spec(spec, default)
     if not file.endswith(".py"):
@@ -37,15 +57,31 @@ def found_file(spec: str, default: str, key: str) -> str:
 
 
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
-    """Import a file and return its function `name`. Raises ConfigError of the setting `key` if either is not possible.
+    """Import a file and return one of its functions.
 
-    The file's folder is put on sys.path, so the file can import its neighbours.
+    The file's folder is put on sys.path, so that the file can import its neighbours.
+
+    Args:
+        file: Path of the file.
+        name: Name of the function.
+        key: Setting that errors name.
+
+    Raises:
+        ConfigError: If the file cannot be imported or has no such function.
     """
     return function_of(load_module(file, key), name, file, key)
 
 
 def load_module(file: str, key: str) -> ModuleType:
-    """Import a file. Raises ConfigError of the setting `key` if that is not possible."""
+    """Import a file. Its folder is put on sys.path.
+
+    Args:
+        file: Path of the file.
+        key: Setting that errors name.
+
+    Raises:
+        ConfigError: If the file cannot be imported.
+    """
     path = Path(os.path.realpath(os.path.expanduser(file)))
     _check_file(path, file, key)
     if str(path.parent) not in sys.path:
@@ -66,7 +102,17 @@ def load_module(file: str, key: str) -> ModuleType:
 
 
 def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
-    """The function `name` of a module of `load_module`. Raises ConfigError of the setting `key` if it has none."""
+    """Return a function of a module.
+
+    Args:
+        module: Module from `load_module`.
+        name: Name of the function.
+        file: Path of the file, for messages.
+        key: Setting that errors name.
+
+    Raises:
+        ConfigError: If the module has no such function.
+    """
     function = getattr(module, name, None)
     if callable(function):
         return function
@@ -79,8 +125,8 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
 
 
 def _check_file(path: Path, shown: str, key: str) -> None:
-    """Raise ConfigError of the setting `key` unless `path` is a file that parses as Python."""
-    if not os.path.isfile(path):  # unlike Path.is_file, no error for a name that is too long
+    """Raise ConfigError unless `path` is a file that parses as Python."""
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         raise ConfigError(Problem(key, f"there is no file {shown} (looked for {path})"))
     try:
         compile(path.read_bytes(), str(path), "exec")
@@ -94,13 +140,18 @@ def _check_file(path: Path, shown: str, key: str) -> None:
 
 
 def describe_error(error: BaseException, path: Path | None = None) -> str:
-    """Describe an error in a printable line: `ValueError: text (reward.py:12)`, with the last line of `path` in it."""
+    """Describe an error in one printable line, such as `ValueError: text (reward.py:12)`.
+
+    Args:
+        error: The error.
+        path: File whose last line in the traceback is named. None takes the last line of the traceback.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:
         frames = [frame for frame in frames if frame.filename == str(path)] or frames
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     try:
         text = printable(" ".join(str(error).split()))
-    except Exception:  # that of a user's class
+    except Exception:  # the `__str__` of a user's class may raise any error
         text = ""
     return f"{type(error).__name__}{': ' + text if text else ''}{where}"

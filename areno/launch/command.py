@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm, own_algorithms
-from areno.errors import ArenoError, ConfigError, Key, Problem, keys_renamed, of_a_place
+from areno.errors import ArenoError, ConfigError, Key, Problem, as_file_error, keys_renamed
 from areno.files import interrupts
-from areno.files.interrupts import Terminated, handled, terminate
+from areno.files.interrupts import Terminated, signal_handlers, terminate
 from areno.files.paths import absolute
 from areno.files.user_code import describe_error
 from areno.launch import help, yaml_files
@@ -93,7 +93,7 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if (told := of_a_place(error)) is None:
+        if (told := as_file_error(error)) is None:
             raise
         _trace(error)
         return _report(told)
@@ -123,7 +123,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
     session = HydraSession(algorithm.config, name, args.overrides, **options)
     # Clusters send SIGUSR1 some time before they end a job. On both all is wound down, as on Ctrl-C.
-    unwinding = handled(terminate, signal.SIGTERM, signal.SIGUSR1)
+    unwinding = signal_handlers(terminate, signal.SIGTERM, signal.SIGUSR1)
     with unwinding, told_recipes(algorithm.name, name, config_dir), session:
         if args.info:
             session.show_info(args.info)
@@ -341,7 +341,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
     except ArenoError as error:
         raise SystemExit(_report(error, job.names)) from error
     except Exception as error:
-        if told := of_a_place(error):
+        if told := as_file_error(error):
             _trace(error)
             raise SystemExit(_report(told)) from error
         traceback.print_exc()

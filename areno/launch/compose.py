@@ -39,7 +39,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areno import __version__
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
-from areno.files.interrupts import not_lost
+from areno.files.interrupts import reraise_interrupts
 from areno.files.paths import absolute, root
 from areno.launch import yaml_files
 from areno.launch.hints import hint
@@ -234,7 +234,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         Raises:
             ConfigError: Hydra cannot compose at all, as for a task that does not exist.
         """
-        with not_lost():
+        with reraise_interrupts():
             return self._composition()
 
     def _composition(self) -> Composition:

@@ -25,9 +25,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from areno.errors import ConfigError, Problem, did_you_mean
-from areno.files.durable import interrupts_held
-from areno.files.paths import beginning_of, root
-from areno.files.small_yaml import MOST_BYTES, YamlFault, checked_text
+from areno.files.durable import delay_interrupts
+from areno.files.paths import read_start, root
+from areno.files.small_yaml import MAX_BYTES, YamlFault, checked_text
 from areno.schema.build import Consequence, with_current_names
 from areno.schema.fields import Section
 from areno.schema.values import show
@@ -115,11 +115,11 @@ def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]
         def load_config(self, config_path: str) -> Any:
             path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
             try:
-                checked_text(beginning_of(path, MOST_BYTES + 1))
+                checked_text(read_start(path, MAX_BYTES + 1))
             except YamlFault as error:
                 raise ConfigError("{}: {}", path, error) from error
             # OmegaConf turns any exception in its midst into one of its own, and a signal would be lost.
-            with interrupts_held():
+            with delay_interrupts():
                 found = super().load_config(config_path)
             section = found.config.get("hydra", {}) if isinstance(found.config, DictConfig) else {}
             if not isinstance(section, (dict, DictConfig)):  # Hydra takes for granted that it is one

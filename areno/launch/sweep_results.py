@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from areno.files.durable import write_text_whole
+from areno.files.durable import atomic_write_text
 
 _SEED = "seed"
 _LONGEST_NAME = 200  # characters of a folder's name
@@ -86,8 +86,8 @@ class Sweep:
         pairs = (line.lstrip("+").partition("=") for line in overrides)
         self.outcomes.append(Outcome(number, {key: value for key, _, value in pairs}, objective, folder, reason))
         self.outcomes.sort(key=lambda one: one.number)  # side by side they end in any order
-        write_text_whole(self.folder / "sweep.json", json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n")
-        write_text_whole(self.folder / "sweep.csv", self._csv())
+        atomic_write_text(self.folder / "sweep.json", json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n")
+        atomic_write_text(self.folder / "sweep.csv", self._csv())
         self._link_events()
 
     @property

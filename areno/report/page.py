@@ -16,7 +16,7 @@ from typing import Any
 
 from areno import __version__
 from areno.errors import ArenoError
-from areno.files.durable import write_text_whole
+from areno.files.durable import atomic_write_text
 from areno.report.curves import Chart, charts, is_count, thinned, unit_of
 from areno.report.verdict import differing, run_names, settings_today, verdict
 from areno.schema.values import flat
@@ -214,7 +214,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
         if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced
             path.write_text(page, encoding="utf-8")
         else:
-            write_text_whole(path.resolve(), page)
+            atomic_write_text(path.resolve(), page)
     except OSError as error:
         raise ArenoError("{} cannot be written: {}", path, error.strerror) from error
     return path

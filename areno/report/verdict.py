@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import algorithm_names, get_algorithm
-from areno.files.paths import content_of
+from areno.files.paths import read_if_exists
 from areno.launch.sweep_results import Outcome, Sweep
 from areno.schema.build import with_current_names
 from areno.schema.values import flat
@@ -118,7 +118,7 @@ def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
     """Return the sweep that all runs are of, with the runs that are shown, and sentences about the others."""
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
-    if folder is None or folders or (content := content_of(folder / "sweep.json")) is None:
+    if folder is None or folders or (content := read_if_exists(folder / "sweep.json")) is None:
         return None, []
     index = {run.path.absolute().name: place for place, run in enumerate(runs)}
     try:

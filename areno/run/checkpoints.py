@@ -23,14 +23,14 @@ from areno.files.durable import (
     REPLACED,
     UNFINISHED,
     as_checkpoint_error,
+    atomic_folder,
+    atomic_remove,
+    atomic_write_text,
     locked,
     make_folders,
     remove,
     remove_empty,
-    remove_whole,
     sync,
-    whole,
-    write_text_whole,
 )
 from areno.run.hub import HubUpload
 
@@ -161,7 +161,7 @@ class Saver:
         self._is_chosen = config.path is not None
         self.trigger = Trigger(config)
         self.due = self.trigger.due  # whether to save after a step
-        self.saved_step: int | None = None  # of the newest checkpoint that is whole
+        self.saved_step: int | None = None  # of the newest checkpoint that is complete
         self._step_under_way: int | None = None
         self._under_way = ExitStack()  # leaving it names the folder of that step
         self._owed: int | None = None  # a step whose checkpoint was under way when the state was taken
@@ -223,7 +223,7 @@ class Saver:
         self.finish()
         final = self._path(step)
         with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), ExitStack() as stack:
-            write(stack.enter_context(whole(final, partial(self._saved, step))))
+            write(stack.enter_context(atomic_folder(final, partial(self._saved, step))))
             self._step_under_way, self._under_way = step, stack.pop_all()
         self.ranking.add(step)
         if self.config.mode == "sync":
@@ -326,12 +326,12 @@ class Saver:
         kept |= set() if self._hub is None else self._hub.needed
         try:
             if self.config.best_metric is not None:
-                write_text_whole(self.folder / "metrics.json", self.ranking.text(best))
+                atomic_write_text(self.folder / "metrics.json", self.ranking.text(best))
             if best is not None:
                 self._link("best", best)
             for step in sorted(steps) if self.config.keep is not None else ():
                 if step <= newest and self._path(step) not in kept:
-                    remove_whole(self._path(step))
+                    atomic_remove(self._path(step))
                     logger.info("checkpoint removed: %s", self._path(step))
         except OSError as error:  # the checkpoints themselves are there
             logger.warning("%s could not be put in order: %s", self.folder, error.strerror)

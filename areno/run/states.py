@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 from areno.config.run import RecoverConfig
 from areno.errors import ArenoError, CheckpointError
-from areno.files.durable import REPLACED, UNFINISHED, remove, remove_whole, sync, sync_tree, write_text_whole
+from areno.files.durable import REPLACED, UNFINISHED, atomic_remove, atomic_write_text, remove, sync, sync_tree
 
 _SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 _ROWS = 64
@@ -182,10 +182,10 @@ class States:
             final.rename(replaced)
         folder.rename(final)
         sync(self.folder)
-        write_text_whole(self.folder / "latest", f"{final.name}\n")
+        atomic_write_text(self.folder / "latest", f"{final.name}\n")
         remove(replaced)
         for old in self.steps()[self.keep :]:
-            remove_whole(self._of(old))
+            atomic_remove(self._of(old))
         return final
 
     def size(self) -> int:
@@ -221,7 +221,7 @@ class States:
             (self.folder / "finished.json").unlink(missing_ok=True)
         else:
             record = {"step": step, "result": result, "ended_by": ended_by}
-            write_text_whole(self.folder / "finished.json", json.dumps(record) + "\n")
+            atomic_write_text(self.folder / "finished.json", json.dumps(record) + "\n")
 
 
 def find_damage(folder: Path) -> str:

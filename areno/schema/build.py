@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
-from areno.errors import ConfigError, Key, Problem, question
+from areno.errors import ConfigError, Key, Problem, suggestion
 from areno.schema.fields import REQUIRED, Missing, Section, Unused, partial_section, problems_between, rows, settings
 from areno.schema.values import InvalidValue, flat, show, value_at
 
@@ -292,4 +292,4 @@ def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]
         leaves = {full.rsplit(".", 1)[-1] for full in all_keys}
         names = [key] if key in leaves else difflib.get_close_matches(key, sorted(leaves), n=1, cutoff=0.75)
         close = [full for full in all_keys if full.rsplit(".", 1)[-1] in names]
-    return question(close[:3])
+    return suggestion(close[:3])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from areno.errors import ArenoError
-from areno.files.paths import content_of, names_in
+from areno.files.paths import list_folder, read_if_exists
 from areno.schema.values import show, value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.run_folder import is_described, is_sweep, overrides_of, settings_of, versions_of
@@ -86,7 +86,7 @@ class RunReader:
     def records(self) -> list[dict[str, Any]]:
         """Return the lines of logs/metrics.jsonl: "step", "time" (seconds since 1970), and the scalars."""
         path = self.path / "logs" / "metrics.jsonl"
-        content = content_of(path)
+        content = read_if_exists(path)
         if content is None:
             return []
         *lines, _ = content.split(b"\n")  # the run is still writing a last line without its end
@@ -140,7 +140,7 @@ class RunReader:
             ArenoError: The run has no samples of this step, see rollout.dump_n_samples.
         """
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
-        content = content_of(path)
+        content = read_if_exists(path)
         if content is None:
             text = "{} has no samples of step {}; it has {}"
             raise ArenoError(text, self.path, step, _told_steps(self.sampled_steps()))
@@ -148,7 +148,7 @@ class RunReader:
 
     def sampled_steps(self) -> list[int]:
         """Return the steps that have samples."""
-        names = (name.removesuffix(".jsonl") for name in names_in(self.path / "rollouts") if name.endswith(".jsonl"))
+        names = (name.removesuffix(".jsonl") for name in list_folder(self.path / "rollouts") if name.endswith(".jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def eval_samples(self, step: int, name: str | None = None) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ class RunReader:
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
             raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
-        return [sample for path in found for sample in _samples(path, content_of(path) or b"")]
+        return [sample for path in found for sample in _samples(path, read_if_exists(path) or b"")]
 
     def evaluated_steps(self) -> list[int]:
         """Return the steps that have evaluations."""
@@ -180,7 +180,7 @@ class RunReader:
         """Return the folders of the checkpoints by step, in ascending order."""
         given = value_at(self.config, "saver.path")
         folder = Path(given if isinstance(given, str) else self.path / "checkpoints").expanduser()
-        numbers = (name.removeprefix("step-") for name in names_in(folder) if name.startswith("step-"))
+        numbers = (name.removeprefix("step-") for name in list_folder(folder) if name.startswith("step-"))
         return {step: folder / name for step, name in sorted((int(n), f"step-{n}") for n in numbers if n.isdecimal())}
 
     def latest_checkpoint(self) -> Path | None:
@@ -195,7 +195,7 @@ class RunReader:
             the log does not say.
         """
         path = self.path / "logs" / "run.log"
-        lines = (content_of(path) or b"").decode("utf-8", "replace").splitlines()
+        lines = (read_if_exists(path) or b"").decode("utf-8", "replace").splitlines()
         told: dict[str, Status] = {STARTED: "unfinished", RESUMED: "unfinished", DONE: "completed", STOPPED: "stopped"}
         for line in reversed(lines):
             for beginning, status in told.items():

@@ -19,7 +19,7 @@ from typing import Any
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.config.tracking import StatsLoggerConfig
 from areno.errors import ConfigError, Problem
-from areno.files.durable import write_text_whole
+from areno.files.durable import atomic_write_text
 from areno.services import SERVICES
 from areno.services.service import RunAbout, Service
 from areno.tracking.console import Console
@@ -127,7 +127,7 @@ class ServiceTracker(Tracker):
         if ids.get(self._name) != found:
             with _FILE_LOCK:
                 ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-                write_text_whole(file, json.dumps({**ids, self._name: found}, indent=2) + "\n")
+                atomic_write_text(file, json.dumps({**ids, self._name: found}, indent=2) + "\n")
 
 
 _FILE_LOCK = threading.Lock()  # several services write their ids to one file

@@ -24,8 +24,8 @@ from omegaconf import OmegaConf
 from areno import __version__
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.files.durable import UNFINISHED, locked, make_folders, remove, remove_empty, sync, write_text_whole
-from areno.files.paths import beginning_of, content_of, root
+from areno.files.durable import UNFINISHED, atomic_write_text, locked, make_folders, remove, remove_empty, sync
+from areno.files.paths import read_if_exists, read_start, root
 from areno.files.small_yaml import YamlFault, fault, plain_yaml
 from areno.schema.fields import Section
 
@@ -56,7 +56,7 @@ def sweep_of(folder: Path) -> list[str]:
 def versions_of(folder: Path) -> dict[str, str | None]:
     """Return the version of each package, and the git revision of areno; {} without versions.json."""
     path = folder / VERSIONS
-    content = content_of(path)
+    content = read_if_exists(path)
     try:
         found = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ def versions_of(folder: Path) -> dict[str, str | None]:
 
 def recipe_of(folder: Path) -> str:
     """Return the recipe that config.yaml names; "" for the run of a script."""
-    first, _, _ = beginning_of(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
+    first, _, _ = read_start(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
     return first.removeprefix(RECIPE).strip() if first.startswith(RECIPE) else ""
 
 
@@ -158,7 +158,7 @@ class NewFolder:
                 if is_described(self.path):  # `make` has seen that it was not
                     raise BlockingIOError
                 for name, content in _description(config, overrides, recipe).items():
-                    write_text_whole(self.path / name, content)
+                    atomic_write_text(self.path / name, content)
         except BlockingIOError as error:
             raise ConfigError(Problem("trial_name", "another run has just started in {}", self.path)) from error
         except OSError as error:
@@ -273,7 +273,7 @@ def describe_again(folder: Path, config: Section, overrides: list[str] | None = 
     try:
         for name, content in _description(config, overrides or [], recipe_of(folder)).items():
             if overrides is not None or name != OVERRIDES:
-                write_text_whole(folder / name, content)
+                atomic_write_text(folder / name, content)
     except OSError as error:
         raise _unwritable(folder, error) from error
 

@@ -87,7 +87,7 @@ class SampleFiles(Tracker):
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Wait for the file at the end of a step. Raises ArenoError if it could not be written."""
         if END_OF_STEP in scalars:
-            self._writer.settle()
+            self._writer.wait()
 
     def finish(self) -> None:
         """Wait for the last file."""

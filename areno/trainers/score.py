@@ -83,7 +83,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
         records, outcomes = [record for _, record in asked.values()], None
         if self._scoring is not None:
-            with setup.run.stop.at_once():
+            with setup.run.stop.interruptible():
                 by_place = self._scoring.outcomes()
             outcomes = [by_place[place] for place in asked]
             report_failures(records, outcomes)

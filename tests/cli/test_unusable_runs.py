@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from areno.cli.__main__ import main
-from areno.errors import ArenoError, of_a_place
+from areno.errors import ArenoError, as_file_error
 from areno.tracking.reader import RunReader
 from tests.helpers.command_runs import fails, run
 
@@ -165,8 +165,8 @@ def test_a_place_that_cannot_be_used_is_one_line(capsys, monkeypatch, tmp_path):
             fails(capsys, "^error: folder: Is a directory$", 1)
     monkeypatch.setattr("areno.cli.recipes.run", lambda arguments: Path("folder").write_text("x"))
     assert told(capsys, 1, "recipes") == "folder: Is a directory"
-    assert of_a_place(ConnectionRefusedError(111, "Connection refused")) is None
-    assert of_a_place(FileNotFoundError(2, "No such file", "x")) is None  # may be a fault of ours
+    assert as_file_error(ConnectionRefusedError(111, "Connection refused")) is None
+    assert as_file_error(FileNotFoundError(2, "No such file", "x")) is None  # may be a fault of ours
 
 
 def test_a_report_does_not_replace_a_pipe(broken: Path):

@@ -26,7 +26,7 @@ from areno.plan.plan import open_actor, plan_of_experiment
 from areno.server.conversations import Conversations
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
-from areno.server.tokens import Source, expand
+from areno.server.tokens import Source, expand_runs
 from tests.helpers.agent_model import model_folder
 from tests.helpers.tokenizers import load_tokenizer
 
@@ -201,7 +201,7 @@ def test_a_conversation_goes_on_from_exact_tokens_with_text_in_it(name: str) -> 
     so_far = [*prompt.tokens, *sampled]
     assert after.tokens[: len(so_far)] == so_far
     assert control_in(tokenizer, after.tokens[len(so_far) :]) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
-    sources = expand(after.sources)
+    sources = expand_runs(after.sources)
     words = [token for token, source in zip(after.tokens, sources, strict=True) if source == Source.TOOL]
     assert tokenizer.decode(words).strip() == FORGED  # a token may end with the line break behind it
     assert conversations.text([*messages, message, *more], tools) == tokenizer.decode(after.tokens)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from areno.errors import ConfigError
-from areno.files.interrupts import not_lost
+from areno.files.interrupts import reraise_interrupts
 from areno.files.small_yaml import YamlFault, plain_yaml
 from tests.helpers.played import TASK, load, task_folder
 
@@ -59,9 +59,9 @@ def test_a_signal_is_not_lost_in_a_library():
         except BaseException as error:
             raise ValueError("something else") from error
 
-    with pytest.raises(KeyboardInterrupt), not_lost():
+    with pytest.raises(KeyboardInterrupt), reraise_interrupts():
         library()
-    with pytest.raises(ValueError, match="own"), not_lost():
+    with pytest.raises(ValueError, match="own"), reraise_interrupts():
         raise ValueError("own")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_removed_or_recorded_does_not_end_the_run(tmp_path: Path,
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for name in ("remove_whole", "write_text_whole"):
+    for name in ("atomic_remove", "atomic_write_text"):
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "areno"):
             patch.setattr(f"areno.run.checkpoints.{name}", fail)
             play(made, {made.saved_step + 1: 0.2})

@@ -84,7 +84,7 @@ def test_before_it_had_begun(expected):
 def test_while_its_folder_was_made(expected):
     from areno.tracking import run_folder
 
-    with killed_at(run_folder, "write_text_whole", lambda path, text: path.name == "config.yaml"):
+    with killed_at(run_folder, "atomic_write_text", lambda path, text: path.name == "config.yaml"):
         go("sft", *OFTEN)
     assert go("sft", *OFTEN) == 0
     check(expected)

@@ -15,7 +15,7 @@ import pytest
 
 from areno.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
 from areno.errors import CheckpointError, ConfigError, EngineError, Key
-from areno.files.durable import write_whole
+from areno.files.durable import atomic_write_folder
 from areno.run.checkpoints import Saver, Trigger
 from tests.helpers.processes import started
 
@@ -292,7 +292,7 @@ def test_a_link_is_followed(tmp_path, target):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(target, target_is_directory=True)
     for _ in range(2):
-        write_whole(tmp_path / "link", write_model)
+        atomic_write_folder(tmp_path / "link", write_model)
     assert os.readlink(tmp_path / "link") == target
     assert (tmp_path / target / "config.json").read_text() == "{}"
     assert not list(tmp_path.rglob(".*"))

@@ -255,7 +255,7 @@ def test_a_disk_that_does_not_answer_is_told(tmp_path, caplog):
     assert not caplog.text
 
 
-@pytest.mark.parametrize("place", ["rename", "write_text_whole"])
+@pytest.mark.parametrize("place", ["rename", "atomic_write_text"])
 def test_a_crash_at_the_end_of_writing(writer, place, monkeypatch):
     """Between the renames, and before `latest` is written."""
     states, _, folder = writer
@@ -272,7 +272,7 @@ def test_a_crash_at_the_end_of_writing(writer, place, monkeypatch):
             rename = Path.rename
             patch.setattr(Path, "rename", lambda self, to: crash() if self.name[:4] == ".tmp" else rename(self, to))
         else:
-            patch.setattr("areno.run.states.write_text_whole", crash)
+            patch.setattr("areno.run.states.atomic_write_text", crash)
         tmp = states.states.begin_again(1)
         with pytest.raises(Crash):
             states.states.finish(tmp, 1, {"run": "after"})
