@@ -290,5 +290,11 @@ class Completions:
         ]
 
     def __call__(self, request: GenerationRequest, sample: int) -> list[int]:
+        """Return the tokens of one sample of a request.
+
+        Args:
+            request: The request.
+            sample: Number of the sample.
+        """
         of_prompt = self._tokens[request.request_id % len(self._tokens)]
         return of_prompt[sample % _SHIFTS]

@@ -1,0 +1,1 @@
+"""Files and signals: atomic writes, paths, small YAML files, functions of the user, and delayed interrupts."""

@@ -1,0 +1,1 @@
+"""Processes that run user code, for reward functions and agents alike."""

@@ -90,7 +90,7 @@ class Lark:
             schema: JSON schema.
             one_line: Whether the value is written as by `json.dumps`. Otherwise whitespace is free within bounds.
             strict: Overrides the grammar's own `strict`. None keeps it.
-            **how: Further options of llguidance's `x-guidance`.
+            **guidance: Further options of llguidance's `x-guidance`.
         """
         strict = self._strict if strict is None else strict
         options = {**(_ONE_LINE if one_line else _FREE), "lenient": not strict, **guidance}
