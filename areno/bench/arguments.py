@@ -299,14 +299,31 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
     kind, against = args.work, tuple(dict.fromkeys(args.against or ()))
     device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    _check(args, device, against)
+    if args.uniform:
+        work = Work.uniform(args.prompts or 256, args.samples or 1, *args.uniform)
+    else:
+        prompts, samples = (256, 1) if kind == "serve" else (32, 8)
+        work = Work.fixed(args.prompts or prompts, args.samples or samples, args.prompt_len, args.new_tokens)
+    dtype = args.dtype or str(default_dtype([device])).removeprefix("torch.")
+    values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
+    values["copies"] = tuple(args.copies)
+    return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
+
+
+def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> None:
+    """Raise ConfigError for the first argument that is wrong or does not fit the others."""
+    import torch
+
+    kind = args.work
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     cuda, with_vllm = device.startswith("cuda"), "vllm" in against
     world, shares = args.world_size, args.tp_size * args.cp_size
-    there = len(devices) - devices.index(device) if cuda and device in devices else world
+    n_available = len(devices) - devices.index(device) if cuda and device in devices else world
     low, high = args.uniform or (0, 0)
     for is_wrong, option, message in (
         (device not in devices, "--device", f"is {device!r}; here are {', '.join(devices)}"),
-        (world > there, "--world-size", f"is {world}; from {device} on there are {there} devices here"),
+        (world > n_available, "--world-size", f"is {world}; from {device} on there are {n_available} devices here"),
         (world % shares, "--world-size", f"is {world}; a multiple of --tp-size x --cp-size, {shares}, is needed"),
         (
             world > 1 and (kind in _ALONE or {*against} - {PLAIN}),
@@ -340,15 +357,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
     ):
         if is_wrong:
             raise ConfigError([Problem(option, message)])
-    if args.uniform:
-        work = Work.uniform(args.prompts or 256, args.samples or 1, low, high)
-    else:
-        prompts, samples = (256, 1) if kind == "serve" else (32, 8)
-        work = Work.fixed(args.prompts or prompts, args.samples or samples, args.prompt_len, args.new_tokens)
-    dtype = args.dtype or str(default_dtype([device])).removeprefix("torch.")
-    values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
-    values["copies"] = tuple(args.copies)
-    return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
 
 
 class _Parser(argparse.ArgumentParser):

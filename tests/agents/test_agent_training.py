@@ -124,7 +124,7 @@ def test_a_response_with_other_numbers_costs_only_its_sample(tmp_path: Path, cap
         "choices.0.logprobs.0 -inf": "logprobs holds -inf",
         "choices.0.logprobs.0 0.5": "logprobs holds 0.5",
         "choices.0.versions.0 1e30 whole": "versions holds 1000000000000000019884624838656",
-        "sources.0.1 7 whole": "sources is of",
+        "sources.0.1 7 whole": "sources covers",
         "temperature 0": "temperature is 0.0",
     }
     rows = [{"prompt": "ok"}, *({"prompt": f"told {change}"} for change in changed)]

@@ -157,7 +157,7 @@ def test_a_request_without_finite_numbers_fails_alone_and_leaves_nothing_in_the_
 @pytest.mark.usefixtures("poison")
 def test_the_client_is_told_and_others_are_served(client: OpenAI, proxy: SessionProxy, stream: bool) -> None:
     for prompt in ([65, POISON], [[65], [65, POISON]]):
-        with pytest.raises(openai.APIError, match="the model gave no finite numbers for this request") as caught:
+        with pytest.raises(openai.APIError, match="the model produced non-finite logits for this request") as caught:
             list(client.completions.create(model="policy", prompt=prompt, stream=stream))
         if isinstance(caught.value, openai.APIStatusError):
             assert caught.value.status_code == 500
