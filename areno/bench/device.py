@@ -5,8 +5,7 @@ The floors count the bytes to move and the FLOPs to compute, at measured rates:
 - Decoding. Each step reads the weights once, and the keys and values of every live sequence once ("ordinary" floor). If
   the samples of a prompt read its keys and values together, these are read once for each prompt ("shared" floor). Of
   experts, only those are read that the tokens use, assuming an even choice. A recurrent state is read and written in
-  each
-  step, and written once after the prompt for each sample.
+  each step, and written once after the prompt for each sample.
 - Prefill. Each prompt is computed once.
 - Training. 6 FLOPs for each parameter and token, plus causal attention. Nothing is recomputed.
 

@@ -129,8 +129,7 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
         spans: Recorded activity.
         wall_s: Seconds of the trace phase.
         plain_wall_s: Seconds of the same work without a profiler. Idle time is relative to it, since profiling slows
-            down
-            the host.
+            down the host.
     """
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)

@@ -79,8 +79,7 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
 
     Returns:
         Percentages of the floor's speed, and the model FLOPs utilization: `mfu` counts 6 FLOPs for each parameter and
-        token,
-        `needed_mfu` counts the head only for trained tokens.
+        token, `needed_mfu` counts the head only for trained tokens.
     """
     out: dict[str, float] = {}
     if "rollout_s" in ours:

@@ -48,8 +48,7 @@ class Timed:
     Attributes:
         warm_up_s: Seconds of the warm-up.
         seconds: Phase -> seconds of each timed repeat. Phases are rollout, prefill (a separate rollout of one token for
-            each
-            sample), train, logprob and step (rollout and train).
+            each sample), train, logprob and step (rollout and train).
         stats: Statistics of each training step.
         rows: Rows of the last repeat.
     """

@@ -21,7 +21,7 @@ from areno.types import Message
 Prompt = str | Sequence[Message]
 
 # Marks a place in a rendered text. No message has it, since it is random.
-_MARK = f"\ue000{secrets.randbits(128)}\ue001"
+_MARK = f"\ue000areno-end-{secrets.randbits(128)}\ue001"
 
 
 def render_generation_prompt(

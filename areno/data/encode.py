@@ -81,8 +81,7 @@ def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool |
     Args:
         tokenizer: Tokenizer of transformers.
         row: {prompt, response}, of which the response and its end token are trained, or {messages}, of which every
-            assistant
-            turn is trained.
+            assistant turn is trained.
         enable_thinking: Variable of the chat template. None keeps the template's default.
     """
     if row.get("response") is not None:

@@ -149,11 +149,11 @@ def _for_prompts(there: set[str]) -> Form | None:
     if {"instruction", "output"} <= there:
         return Form("alpaca", "prompt from instruction and input, solutions from output", _alpaca("solutions"))
     if "conversations" in there:
-        said = "prompt from conversations up to its last answer, solutions from that answer"
-        return Form("sharegpt", said, lambda row: _question_of(sharegpt_messages(row)))
+        description = "prompt from conversations up to its last answer, solutions from that answer"
+        return Form("sharegpt", description, lambda row: _question_of(sharegpt_messages(row)))
     if "messages" in there:
-        said = "prompt from messages up to the last answer, solutions from that answer"
-        return Form("conversation", said, lambda row: _question_of(_listed(row, "messages")))
+        description = "prompt from messages up to the last answer, solutions from that answer"
+        return Form("conversation", description, lambda row: _question_of(_listed(row, "messages")))
     question = next((name for name in _QUESTIONS if name in there), None)
     return None if question is None else _questions(there, question)
 
@@ -164,8 +164,8 @@ def _questions(there: set[str], question: str) -> Form | None:
     if answer is None and question == "prompt":
         return None
     columns = {"prompt": question} | ({"solutions": answer} if answer else {})
-    said = ", ".join(f"{field} from {column}" for field, column in columns.items() if field != column)
-    return Form("questions", said, lambda row: {field: row.get(column) for field, column in columns.items()})
+    description = ", ".join(f"{field} from {column}" for field, column in columns.items() if field != column)
+    return Form("questions", description, lambda row: {field: row.get(column) for field, column in columns.items()})
 
 
 def _for_answers(there: set[str]) -> Form | None:
@@ -174,22 +174,22 @@ def _for_answers(there: set[str]) -> Form | None:
     if {"prompt", "completion"} <= there:
         return Form("completion", "the answer from completion", _completion)
     if "conversations" in there:
-        said = "messages from conversations"
-        return Form("sharegpt", said, lambda row: {"messages": sharegpt_messages(row)})
+        description = "messages from conversations"
+        return Form("sharegpt", description, lambda row: {"messages": sharegpt_messages(row)})
     if {"instruction", "output"} <= there:
         return Form("alpaca", "prompt from instruction and input, response from output", _alpaca("response"))
     question = next((name for name in ("prompt", *_QUESTIONS) if name in there), None)
     answer = next((name for name in ("response", *_ANSWERS) if name in there), None)
     if question is None or answer is None:
         return None
-    said = f"prompt from {question}, response from {answer}"
-    return Form("questions", said, lambda row: {"prompt": row.get(question), "response": row.get(answer)})
+    description = f"prompt from {question}, response from {answer}"
+    return Form("questions", description, lambda row: {"prompt": row.get(question), "response": row.get(answer)})
 
 
 def _for_pairs(there: set[str]) -> Form | None:
     if {"conversations", "chosen", "rejected"} <= there:
-        said = "prompt from conversations, answers from chosen and rejected"
-        return Form("sharegpt", said, _sharegpt_pair)
+        description = "prompt from conversations, answers from chosen and rejected"
+        return Form("sharegpt", description, _sharegpt_pair)
     question = next((name for name in _QUESTIONS if name in there), None)
     if "prompt" in there or question is None or not {"chosen", "rejected"} <= there:
         return None
@@ -206,16 +206,16 @@ def _ground_truth(row: Row) -> dict[str, Any]:
 
 def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
     def convert(row: Row) -> dict[str, Any]:
-        asked = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
+        instruction = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
         if not row.get("system") and not row.get("history"):
-            return {"prompt": asked, answer: row.get("output")}
+            return {"prompt": instruction, answer: row.get("output")}
         earlier = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         for turn in _listed(row, "history") if row.get("history") else ():
             if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
                 raise DataError(f"field history has {describe_value(turn)}, not a pair [instruction, output]")
             question, reply = turn
             earlier += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-        return {"prompt": [*earlier, {"role": "user", "content": asked}], answer: row.get("output")}
+        return {"prompt": [*earlier, {"role": "user", "content": instruction}], answer: row.get("output")}
 
     return convert
 

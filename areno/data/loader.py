@@ -248,8 +248,7 @@ def row_loader(
         tokenizer: Tokenizer of transformers.
         config: The section of the dataset.
         context_len: The most tokens of a row. A prompt must leave room for one more, and of a pair the longer answer
-            counts.
-            None has no limit.
+            counts. None has no limit.
         context_key: Setting of `context_len`, for messages.
         enable_thinking: Variable of the chat template for prompts. None keeps the template's default.
         seed: Seed of the order.

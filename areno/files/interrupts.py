@@ -125,13 +125,12 @@ class Stop:
     still ends a script. Outside the main thread nothing is delayed.
 
     Args:
-        tell: Called with the message for the user when a signal is delayed. None writes it to stderr. It must not take
-            a
-            lock.
+        report: Called with the message for the user when a signal is delayed. None writes it to stderr. It must not
+            take a lock.
     """
 
-    def __init__(self, tell: Callable[[bytes], object] | None = None) -> None:
-        self._tell = tell or partial(os.write, 2)
+    def __init__(self, report: Callable[[bytes], object] | None = None) -> None:
+        self._report = report or partial(os.write, 2)
         self._before: dict[int, Any] = {}
         self._received: int | None = None  # the delayed signal
         self._is_interruptible = False
@@ -174,7 +173,7 @@ class Stop:
             self._cancel()
             self._before[number](number, frame)
         self._received = number
-        self._tell(_STOPPING)  # not by a logger, whose lock the interrupted code may hold
+        self._report(_STOPPING)  # not by a logger, whose lock the interrupted code may hold
         self._timer = threading.Timer(LIMIT_S, signal.pthread_kill, (threading.main_thread().ident, number))
         self._timer.daemon = True
         self._timer.start()

@@ -146,8 +146,7 @@ class TokenFieldWriter:
     """Encode the `areno` entry of one choice as JSON while the choice is sampled.
 
     The result equals the entry that `token_field` builds at the end. Encoding piece by piece avoids a long pause when
-    many
-    samples finish at once.
+    many samples finish at once.
     """
 
     _LISTS = (("token_ids", "tokens"), ("logprobs", "logprobs"), ("versions", "versions"))

@@ -40,8 +40,7 @@ class ChatCompletions:
         conversations: Builds prompts from messages and caches turns.
         sampler: Sends requests to the engine.
         session: Name of a training session, which each answer repeats in its field `areno`. Trajectories are recognised
-            by
-            it. None outside of training.
+            by it. None outside of training.
         enforces_calls: Whether `tool_choice` "required" is enforced by a grammar. A training session turns it off: the
             model is to learn calls, and tokens forced by a grammar are not the policy's.
     """

@@ -136,7 +136,7 @@ class _Completion:
     def _choice(self, index: int, number: int, output: GenerationOutput, echo: str, prompt: list[TokenText]) -> Json:
         """Return one choice of the answer to prompt `number`.
 
-        `said` and `prompt` are the echoed text and its token texts.
+        `echo` and `prompt` are the echoed text and its token texts.
         """
         request, text = self._request, ""
         scores: list[answers.ScoredText] = []

@@ -34,9 +34,8 @@ class Constraint:
 
     Attributes:
         response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
-            ...,
-            "strict": ...}}. With strict, a feature of JSON Schema that cannot be enforced is an error. Without, it is
-            ignored.
+            ..., "strict": ...}}. With strict, a feature of JSON Schema that cannot be enforced is an error. Without, it
+            is ignored.
         tools: Tools that the model may call, in OpenAI's form.
         tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and
             {"type": "function", "function": {"name": ...}} a call of this function.
@@ -137,8 +136,7 @@ def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
 
     Returns:
         "open" if the prompt ends with `<think>`, "optional" if the template knows `<think>` and the prompt has not
-        closed it
-        at the end, else "none".
+        closed it at the end, else "none".
     """
     end = prompt.rstrip()
     if end.endswith(THINK):

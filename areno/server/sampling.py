@@ -144,8 +144,7 @@ class Sampler:
         request_limits: Context length and KV-cache size of the rollout phase.
         limits: Limits of the server.
         seed: Seed for requests without a seed of their own. Such requests with the same prompt get the same seeds in
-            each
-            run, in the order in which they arrive.
+            each run, in the order in which they arrive.
         stop_ids: Token ids that end a completion.
 
     Attributes:

@@ -35,7 +35,7 @@ def test_a_step_with_a_state_is_compared_with_one_without(tmp_path: Path, capsys
     [
         ("state --against transformers", "--against: is for other works"),
         ("step --folder x", "--folder: is for state, not for step"),
-        ("state --folder /nowhere/at/all", "--folder: /nowhere/at/all is no folder"),
+        ("state --folder /nowhere/at/all", "--folder: /nowhere/at/all is not a folder"),
     ],
 )
 def test_options_that_do_not_fit(arguments: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:

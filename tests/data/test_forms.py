@@ -67,7 +67,7 @@ def test_forms(kind, row, form, expected, caplog):
     [got] = [check_dataset([row], kind)[0]]
     assert {name: got[name] for name in expected} == expected
     assert row.items() <= {**got, **{name: row[name] for name in expected if name in row}}.items()
-    assert f"of the form {form}: {found.said}" in caplog.text
+    assert f"of the form {form}: {found.description}" in caplog.text
 
 
 @pytest.mark.parametrize(

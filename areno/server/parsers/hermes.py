@@ -78,8 +78,7 @@ def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
     Args:
         text: Text of the object.
         argument_keys: Keys that may hold the arguments. Without any of them, the arguments are {}. A string that holds
-            a JSON
-            object counts as the object.
+            a JSON object counts as the object.
 
     Returns:
         (name, arguments as JSON text), or None if the text is not such an object.

@@ -97,8 +97,7 @@ class ToolCallParser:
         Args:
             text: The model's output.
             tools: Tools offered to the model, in OpenAI's form. With [] everything is text. With None any function name
-                is
-                accepted.
+                is accepted.
             in_reasoning: Whether the prompt ended with `<think>`.
             message_id: Prefix of the ids of the calls. None takes a random one.
         """
@@ -112,8 +111,7 @@ class ToolCallParser:
 
         Args:
             tools: Tools offered to the model, in OpenAI's form. With [] everything is text. With None any function name
-                is
-                accepted.
+                is accepted.
             in_reasoning: Whether the prompt ended with `<think>`.
             message_id: Prefix of the ids of the calls. None takes a random one.
         """
@@ -130,8 +128,7 @@ class ToolCallParser:
 
         Returns:
             (start of the opening tag, start of the text after it). Without a tag, (first character that may still
-            become part
-            of a tag, None).
+            become part of a tag, None).
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:
