@@ -52,7 +52,11 @@ class McpEnvironment(Environment):
         return self._messages
 
     async def step(self, tool_calls: list[Call]) -> StepResult:
-        """Call the tools one after the other. Errors of a tool become messages for the model."""
+        """Call the tools one after the other. Errors of a tool become messages for the model.
+
+        Args:
+            tool_calls: The calls.
+        """
         return [call.result(await self._result(call)) for call in tool_calls], 0.0, False
 
     async def close(self) -> None:

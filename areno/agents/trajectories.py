@@ -107,7 +107,11 @@ class AgentBatch:
 
     @classmethod
     def of_item(cls, item: AgentItem) -> AgentBatch:
-        """Return a batch of one item, which keeps its indices."""
+        """Return a batch of one item, which keeps its indices.
+
+        Args:
+            item: The item.
+        """
         return cls([item.record], [item.prompt], [item.input_tokens], 1, [item])
 
     def iter_samples(self) -> Iterator[AgentItem]:

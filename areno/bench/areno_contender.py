@@ -159,7 +159,11 @@ class ArenoContender:
         return stats
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the actor's log-probabilities of each row's tokens."""
+        """Return the actor's log-probabilities of each row's tokens.
+
+        Args:
+            rows: Rows to score.
+        """
         tokens, routes = [item.tokens or [] for item in rows], [item.routes for item in rows]
         return [row.tolist() for row in self.engine.logprobs("actor", tokens, routes=routes)]
 

@@ -82,7 +82,11 @@ class Work:
         return [length for length in lens for _ in range(self.n_samples)]
 
     def with_new_at_most(self, max_new: int) -> Work:
-        """Return the same prompts with completions of at most `max_new` tokens."""
+        """Return the same prompts with completions of at most `max_new` tokens.
+
+        Args:
+            max_new: Tokens of a completion.
+        """
         return dataclasses.replace(self, new_lens=tuple(min(max_new, new_len) for new_len in self.new_lens))
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
@@ -225,7 +229,11 @@ def parse(argv: list[str] | None = None) -> Settings:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the benchmark to a parser. They need no torch, which takes seconds to import."""
+    """Add the arguments of the benchmark to a parser. They need no torch, which takes seconds to import.
+
+    Args:
+        parser: The parser.
+    """
     parser.description = (
         "Times rollout, training, a whole step or scoring on random prompts, against the device's floor."
     )

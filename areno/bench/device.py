@@ -40,11 +40,20 @@ class Rates:
     matmul_flops_s: float
 
     def of(self, n_devices: int) -> Rates:
-        """Return the rates of `n_devices` such devices together."""
+        """Return the rates of `n_devices` such devices together.
+
+        Args:
+            n_devices: Number of devices.
+        """
         return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the least seconds to move `n_bytes` and compute `flops`, which may overlap."""
+        """Return the least seconds to move `n_bytes` and compute `flops`, which may overlap.
+
+        Args:
+            n_bytes: Bytes read plus written.
+            flops: FLOPs.
+        """
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 
@@ -136,13 +145,21 @@ _GIB = 2**30
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has finished the work of this process."""
+    """Wait until the device has finished the work of this process.
+
+    Args:
+        device: Name of the device. Nothing happens for a CPU.
+    """
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def device_name(device: str) -> str:
-    """Return the GPU's name, or the number of CPU threads in use."""
+    """Return the GPU's name, or the number of CPU threads in use.
+
+    Args:
+        device: Name of the device in torch.
+    """
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"

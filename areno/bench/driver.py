@@ -82,11 +82,21 @@ class SimulatedWorkers:
         self._simulation_cpu += time.thread_time() - began
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Answer a call to all workers."""
+        """Answer a call to all workers.
+
+        Args:
+            method: Name of the worker's method.
+            *args: Its arguments.
+        """
         return self.call_each(method, [args] * self.spec.layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answer a call with other arguments for each worker."""
+        """Answer a call with other arguments for each worker.
+
+        Args:
+            method: Name of the worker's method.
+            args: Its arguments for each worker.
+        """
         packed = [pack(method, each) for each in args]
         answers: dict[str, Callable[..., Any]] = {
             "info": self._info,
@@ -106,7 +116,13 @@ class SimulatedWorkers:
         return [answer] * self.spec.layout.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Take a message to one worker that has no answer."""
+        """Take a message to one worker that has no answer.
+
+        Args:
+            dp_rank: Number of the worker.
+            method: Name of the worker's method.
+            *args: Its arguments.
+        """
         sent, now = pack(method, args), time.perf_counter()
         if method == "submit":
             if self._sampled_at is None:
@@ -115,7 +131,11 @@ class SimulatedWorkers:
                 self._submitted += [(dp_rank, now, request) for request in pickle.loads(sent)[0]]
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the samples that are finished within `timeout` seconds."""
+        """Return the samples that are finished within `timeout` seconds.
+
+        Args:
+            timeout: The most seconds to wait.
+        """
         with self._simulating():
             self._sample()
         if not self._due:
@@ -224,7 +244,11 @@ def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, 
 
 
 def driver_page(found: dict[str, dict[str, float]]) -> str:
-    """Return the results as a table with a line for each number of copies."""
+    """Return the results as a table with a line for each number of copies.
+
+    Args:
+        found: Results of `run_driver`.
+    """
     names = next(iter(found.values()))
     lines = ["seconds of a step".ljust(26) + "".join(name.removeprefix("time/").rjust(11) for name in names)]
     lines += [title.ljust(26) + "".join(f"{row[name]:11.4f}" for name in names) for title, row in found.items()]

@@ -12,7 +12,12 @@ from areno.agents.trajectories import AgentTrajectory, AgentTrajectoryTurn
 
 @cache
 def client_of(base_url: str, api_key: str) -> AsyncOpenAI:
-    """Return the client of an address, which is built once, as building one takes longer than a request."""
+    """Return the client of an address, which is built once, as building one takes longer than a request.
+
+    Args:
+        base_url: Address of the server.
+        api_key: Key of the server.
+    """
     return AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 

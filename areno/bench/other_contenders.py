@@ -138,7 +138,11 @@ class TransformersContender:
         return out[:, width:].tolist(), seen.finish(out).tolist()
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Run one optimizer step on the rows. There are no statistics."""
+        """Run one optimizer step on the rows. There are no statistics.
+
+        Args:
+            rows: Rows to train on.
+        """
         assert self._optimizer is not None
         self.model.train()
         while _try_in_memory(self.rows_at_once, self._backward, rows) is None:
@@ -297,9 +301,17 @@ class VllmContender:
         return rows
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Raise EngineError, since vLLM does not train."""
+        """Raise EngineError, since vLLM does not train.
+
+        Args:
+            rows: Ignored.
+        """
         raise EngineError("vllm does not train; compare it in a rollout")
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Raise EngineError, since vLLM is compared in a rollout only."""
+        """Raise EngineError, since vLLM is compared in a rollout only.
+
+        Args:
+            rows: Ignored.
+        """
         raise EngineError("vllm is compared in a rollout only")

@@ -1,7 +1,7 @@
 """Profile a phase on a CUDA device.
 
 `trace` records the kernels that a function runs, and `phase_table` shows the time by group of kernels, the longest
-kernels, and how long the device was idle. Only device activity is trace, no Python or torch operators, so the host is
+kernels, and how long the device was idle. Only device activity is traced, no Python or torch operators, so the host is
 slowed down little. Groups are found by the kernels' names: areno's own by the folder of their source, others by the
 names that CUDA, cuBLAS, cuDNN and torch give them.
 """
@@ -70,7 +70,11 @@ class Span:
 
 
 def group_of(name: str) -> str:
-    """Return the group of a kernel by its name."""
+    """Return the group of a kernel by its name.
+
+    Args:
+        name: Name of the kernel.
+    """
     if name in _own_kernels():
         return _own_kernels()[name]
     lower = name.lower()
@@ -90,7 +94,11 @@ def _own_kernels() -> dict[str, str]:
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Return the seconds in which at least one span ran. Kernels of several streams may overlap."""
+    """Return the seconds in which at least one span ran. Kernels of several streams may overlap.
+
+    Args:
+        spans: Recorded activity.
+    """
     busy, reached = 0, 0
     for span in sorted(spans, key=lambda span: span.start):
         busy += max(0, span.end - max(span.start, reached))
@@ -127,7 +135,7 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
     Args:
         phase: Name of the phase.
         spans: Recorded activity.
-        wall_s: Seconds of the trace phase.
+        wall_s: Seconds of the traced phase.
         plain_wall_s: Seconds of the same work without a profiler. Idle time is relative to it, since profiling slows
             down the host.
     """
@@ -138,7 +146,7 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
         counts[span.name] += 1
     busy, total = busy_s(spans), sum(seconds.values()) or 1e-12
     lines = [
-        f"== {phase}: {plain_wall_s:.4f} s ({wall_s:.4f} s while trace), device busy {busy:.4f} s, "
+        f"== {phase}: {plain_wall_s:.4f} s ({wall_s:.4f} s while traced), device busy {busy:.4f} s, "
         f"idle {100 * idle_share(busy, plain_wall_s):.1f} %, {len(spans)} kernels",
         f"{'group':24}{'seconds':>10}{'share %':>9}{'calls':>9}{'us each':>10}",
     ]
@@ -156,6 +164,10 @@ def idle_share(busy: float, wall_s: float) -> float:
     """Return the share of `wall_s` in which the device was idle.
 
     0 if the profiler made the kernels longer than `wall_s`.
+
+    Args:
+        busy: Seconds in which the device was busy.
+        wall_s: Seconds of the phase.
     """
     return max(0.0, 1 - busy / wall_s)
 

@@ -96,7 +96,11 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return a record as text."""
+    """Return a record as text.
+
+    Args:
+        found: A record from `record`.
+    """
     floor, rates = found["floors"], found["rates"]
     what = f"{found['shape']} ({found['params'] / 1e6:,.1f} M parameters, {found['dtype']})"
     speed = f"copies {rates['copy_gb_s']:,.1f} GB/s, multiplies {rates['matmul_tflop_s']:,.2f} TFLOP/s, as measured"

@@ -270,7 +270,11 @@ def _first_token(seconds: list[float]) -> dict[str, float]:
 
 
 def serving_page(found: dict[str, dict[str, float]]) -> str:
-    """Return the results of `run_serving` as tables."""
+    """Return the results of `run_serving` as tables.
+
+    Args:
+        found: Results of `run_serving`.
+    """
     timed = {name: value for name, value in found.items() if "tok_s" in value}
     lines = [sampling_page(timed, title="serve", base="direct"), "time to the first token, streamed: median, 99 %"]
     for name, value in found.items():

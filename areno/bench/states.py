@@ -114,7 +114,11 @@ def _evict_from_page_cache(file: Path) -> None:
 
 
 def states_page(found: dict[str, float]) -> str:
-    """Return the results of `run_states` as text."""
+    """Return the results of `run_states` as text.
+
+    Args:
+        found: Results of `run_states`.
+    """
     size = f"{found['gigabytes']:,.3f} GB, {found['bytes_per_parameter']:.2f} bytes for each parameter"
     lines = {
         "step": f"{found['step_s']:.3f} s (spread {100 * found['step_spread']:.1f} %)",

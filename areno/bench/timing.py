@@ -29,15 +29,28 @@ class Contender(Protocol):
     vocab_size: int
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample every prompt as often and as long as `work` says, and return a row for each sample."""
+        """Sample every prompt as often and as long as `work` says, and return a row for each sample.
+
+        Args:
+            work: The batch.
+            prompts: Token ids of each prompt.
+        """
         ...
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Run one optimizer step on the rows and return its statistics."""
+        """Run one optimizer step on the rows and return its statistics.
+
+        Args:
+            rows: Rows to train on.
+        """
         ...
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the log-probabilities of each row's tokens."""
+        """Return the log-probabilities of each row's tokens.
+
+        Args:
+            rows: Rows to score.
+        """
         ...
 
 
@@ -133,10 +146,19 @@ def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Time
 
 
 def repeat_name(repeat: int, repeats: int) -> str:
-    """Return the name of a repeat for progress messages. Repeat -1 is the warm-up."""
+    """Return the name of a repeat for progress messages. Repeat -1 is the warm-up.
+
+    Args:
+        repeat: Number of the repeat, from 0.
+        repeats: Number of timed repeats.
+    """
     return "warm-up" if repeat < 0 else f"repeat {repeat + 1}/{repeats}"
 
 
 def log_progress(line: str) -> None:
-    """Print a line of progress to stderr."""
+    """Print a line of progress to stderr.
+
+    Args:
+        line: The line.
+    """
     print(f"bench: {line}", file=sys.stderr, flush=True)

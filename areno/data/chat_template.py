@@ -183,8 +183,8 @@ def _turn_start(
     if not before:
         return None
     prompts = [render(tokenizer, before, tools, switch, True) for switch in {thinking, None}]
-    if prepare_rows := [len(prompt) for prompt in prompts if text.startswith(prompt)]:
-        return max(prepare_rows)
+    if fitting := [len(prompt) for prompt in prompts if text.startswith(prompt)]:
+        return max(fitting)
     if content_end is None:
         return None
     # The text between the last content and the turn is what it shares with the generation prompt. The prompt may add

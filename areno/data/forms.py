@@ -1,6 +1,6 @@
 """Convert rows of other tools into areno's form, and check every row before a model is loaded.
 
-The form of a dataset is recognise_form by its columns. Rows in areno's own form (see row_schema.py) stay as they are.
+The form of a dataset is recognised by its columns. Rows in areno's own form (see row_schema.py) stay as they are.
 `prepare_rows` does all of it. These other forms are known, for the kinds of training that can use them:
 
 questions    a question (question, problem, query or instruction) and its answer (answer, solution, ...)
@@ -53,7 +53,7 @@ _CALLS = {"function_call", "tool_call"}
 
 @dataclass(frozen=True)
 class Form:
-    """A recognise_form form of rows and its conversion.
+    """A recognised form of rows and its conversion.
 
     Attributes:
         name: Name of the form.
@@ -325,7 +325,7 @@ def prepare_rows(
         kind: Kind of training.
         setting: The setting that the rows come from.
         name: Name of the rows in messages.
-        columns: Field of areno's form -> column. Without it, forms of other tools are recognise_form.
+        columns: Field of areno's form -> column. Without it, forms of other tools are recognised.
         key: Section whose `columns` and `loader` could help, for messages. "" for none.
 
     Raises:

@@ -132,7 +132,11 @@ class BatchLoader(Generic[Item]):
             self._preparer = None
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
-        """Iterate over the remaining batches of the first `n` epochs."""
+        """Iterate over the remaining batches of the first `n` epochs.
+
+        Args:
+            n: Number of epochs, counted from the first.
+        """
         while self.epoch < n:
             yield from self.batches()
 
@@ -140,6 +144,9 @@ class BatchLoader(Generic[Item]):
         """Return the number of batches of `n_epochs` whole epochs.
 
         Rows that are not encoded yet count as not too long.
+
+        Args:
+            n_epochs: Number of epochs.
         """
         usable, size = len(self.rows) - len(self._too_long), self.config.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))

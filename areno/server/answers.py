@@ -69,6 +69,9 @@ def finish_reason(output: GenerationOutput) -> str:
     """Return the API's finish reason: "stop" or "length".
 
     A completion that ended because its grammar became too complex counts as cut off, so it is "length".
+
+    Args:
+        output: A finished sample.
     """
     return "stop" if output.finish_reason == "stop" else "length"
 
@@ -210,5 +213,8 @@ def event(data: dict[str, Any]) -> bytes:
     """Encode one server-sent event.
 
     pydantic_core encodes lists of numbers seven times as fast as `json`.
+
+    Args:
+        data: JSON object of the event.
     """
     return b"data: %b\n\n" % to_json(data)

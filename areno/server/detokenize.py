@@ -56,7 +56,11 @@ class TextStream:
         self.stopped = False
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Add tokens and return the new text that is certain now."""
+        """Add tokens and return the new text that is certain now.
+
+        Args:
+            tokens: The next token ids.
+        """
         has_hidden = not self._hidden.isdisjoint(tokens)
         self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
         return self._cut(self._new_text(final=False), final=False)
@@ -136,7 +140,11 @@ def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
 
 
 def is_byte(name: str) -> bool:
-    """Return whether a token's name stands for a single byte, such as <0x0A> in a vocabulary with byte fallback."""
+    """Return whether a token's name stands for a single byte, such as <0x0A> in a vocabulary with byte fallback.
+
+    Args:
+        name: Name of the token in the vocabulary.
+    """
     return len(name) == 6 and name.startswith("<0x")
 
 
@@ -206,7 +214,11 @@ class TokenTextCache:
         return text, bytes(_BYTES[character] for character in name) if is_spelled else text.encode()
 
     def is_byte(self, token: int) -> bool:
-        """Return whether a token stands for a single byte in a vocabulary with byte fallback."""
+        """Return whether a token stands for a single byte in a vocabulary with byte fallback.
+
+        Args:
+            token: Token id.
+        """
         return is_byte(self.tokenizer.convert_ids_to_tokens(token) or "")
 
     def key(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
@@ -250,14 +262,22 @@ class TokenTextStream:
         self._n_taken = 0  # characters of the returned tokens
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Add token ids."""
+        """Add token ids.
+
+        Args:
+            tokens: The next token ids.
+        """
         self._waiting += tokens
         text = self._stream.feed(tokens)
         if self._stream.is_settled:
             self._settle(text)
 
     def take(self, n_characters: int) -> list[TokenText]:
-        """Return the new tokens that end within the first `n_characters` of the completion's text."""
+        """Return the new tokens that end within the first `n_characters` of the completion's text.
+
+        Args:
+            n_characters: Length of the completion's text that is certain now.
+        """
         end, n = self._n_taken, 0
         while n < len(self._known) and end + len(self._known[n].text) <= n_characters:
             end, n = end + len(self._known[n].text), n + 1
@@ -268,6 +288,9 @@ class TokenTextStream:
         """Return the rest of the tokens, cut to the first `n_characters` of the text.
 
         A stop string may have cut the text.
+
+        Args:
+            n_characters: Length of the completion's whole text.
         """
         self._settle(self._stream.finish())
         taken = self.take(n_characters)

@@ -42,19 +42,33 @@ class Fields:
         self._taken: set[str] = set()
 
     def name(self, field: str) -> str:
-        """Return the path of a field in the request, for errors."""
+        """Return the path of a field in the request, for errors.
+
+        Args:
+            field: Name of the field.
+        """
         return self._where + field
 
     def __contains__(self, field: str) -> bool:
         return field in self._values
 
     def take(self, field: str) -> Any:
-        """Return the unchecked value of a field, or None if it is absent."""
+        """Return the unchecked value of a field, or None if it is absent.
+
+        Args:
+            field: Name of the field.
+        """
         self._taken.add(field)
         return self._values.get(field)
 
     def number(self, field: str, minimum: float, maximum: float) -> float | None:
-        """Return a number from `minimum` to `maximum`, or None if the field is absent."""
+        """Return a number from `minimum` to `maximum`, or None if the field is absent.
+
+        Args:
+            field: Name of the field.
+            minimum: The least value.
+            maximum: The greatest value.
+        """
         value = self.take(field)
         if value is None:
             return None
@@ -63,7 +77,13 @@ class Fields:
         return float(value)
 
     def integer(self, field: str, minimum: int, maximum: int) -> int | None:
-        """Return a whole number from `minimum` to `maximum`, or None if the field is absent."""
+        """Return a whole number from `minimum` to `maximum`, or None if the field is absent.
+
+        Args:
+            field: Name of the field.
+            minimum: The least value.
+            maximum: The greatest value.
+        """
         value = self.take(field)
         if value is None:
             return None
@@ -72,14 +92,23 @@ class Fields:
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """Return true or false, or `default` if the field is absent."""
+        """Return true or false, or `default` if the field is absent.
+
+        Args:
+            field: Name of the field.
+            default: Value if the field is absent.
+        """
         value = self.take(field)
         if value is not None and not isinstance(value, bool):
             raise bad(self.name(field), f"is {show(value)}; true or false is expected")
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
-        """Return a string, or None if the field is absent. Text that cannot be encoded as UTF-8 is an error."""
+        """Return a string, or None if the field is absent. Text that cannot be encoded as UTF-8 is an error.
+
+        Args:
+            field: Name of the field.
+        """
         value = self.take(field)
         if value is None:
             return None
@@ -90,14 +119,24 @@ class Fields:
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
-        """Return one of the words in `choices`, or None if the field is absent."""
+        """Return one of the words in `choices`, or None if the field is absent.
+
+        Args:
+            field: Name of the field.
+            choices: The allowed words.
+        """
         value = self.text(field)
         if value is not None and value not in choices:
             raise bad(self.name(field), f"is {show(value)}; expected one of {', '.join(choices)}")
         return value
 
     def items(self, field: str, max_items: int) -> list[Any] | None:
-        """Return a list of at most `max_items` elements, or None if the field is absent."""
+        """Return a list of at most `max_items` elements, or None if the field is absent.
+
+        Args:
+            field: Name of the field.
+            max_items: The most elements.
+        """
         value = self.take(field)
         if value is None:
             return None
@@ -159,7 +198,11 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """Return the error of status 413 for a body of more than `max_bytes` bytes."""
+    """Return the error of status 413 for a body of more than `max_bytes` bytes.
+
+    Args:
+        max_bytes: Limit of the server, in bytes.
+    """
     return ApiError(413, f"the request has more than {max_bytes} bytes", code="request_too_large")
 
 

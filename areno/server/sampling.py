@@ -37,12 +37,20 @@ class Histogram:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Add one value."""
+        """Add one value.
+
+        Args:
+            value: Value in the unit of the bounds.
+        """
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def lines(self, name: str) -> Iterator[str]:
-        """Return the sample lines of the metric `name`."""
+        """Return the sample lines of the metric `name`.
+
+        Args:
+            name: Name of the metric.
+        """
         total = 0
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
@@ -279,7 +287,11 @@ class Sampler:
             self.metrics.whole.observe(time.monotonic() - started)
 
     async def finished(self, request: GenerationRequest) -> list[GenerationOutput]:
-        """Return the finished samples of a request, in the order of their numbers."""
+        """Return the finished samples of a request, in the order of their numbers.
+
+        Args:
+            request: A request from `request`.
+        """
         async with aclosing(self.outputs(request)) as stream:  # type: ignore[type-var]
             found = [output async for output in stream if output.finish_reason is not None]
         return sorted(found, key=lambda output: output.sample)

@@ -167,7 +167,11 @@ class ServerThread:
         return self.url
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine in the server's event loop. Has no effect after the server has stopped."""
+        """Run a coroutine in the server's event loop. Has no effect after the server has stopped.
+
+        Args:
+            work: The coroutine.
+        """
         assert self._loop is not None
         try:
             asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -44,7 +44,11 @@ SOURCE_OF_ROLE = {"system": Source.SYSTEM, "user": Source.USER, "tool": Source.T
 
 
 def digest_of(tokens: list[int]) -> int:
-    """Return a 64-bit hash of token ids."""
+    """Return a 64-bit hash of token ids.
+
+    Args:
+        tokens: Token ids.
+    """
     hashed = hashlib.blake2b(digest_size=8)
     for at in range(0, len(tokens), _AT_ONCE):  # in pieces, so that other threads can run in between
         hashed.update(np.array(tokens[at : at + _AT_ONCE], dtype=np.int64).tobytes())
@@ -76,7 +80,11 @@ def source_runs(
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Merge neighbouring runs of the same source and drop empty ones."""
+    """Merge neighbouring runs of the same source and drop empty ones.
+
+    Args:
+        runs: (source, number of tokens) of consecutive tokens.
+    """
     found: Runs = []
     for source, n in runs:
         if found and found[-1][0] == source:
@@ -88,6 +96,9 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def expand_runs(runs: Iterable[tuple[int, int]]) -> np.ndarray:
     """Return one source for each token.
+
+    Args:
+        runs: (source, number of tokens) of consecutive tokens.
 
     Returns:
         Array of uint8, shape [n_tokens].
@@ -120,7 +131,11 @@ class TokenCache:
         return len(self._entries)
 
     def get(self, key: Key) -> Any:
-        """Return the entry of a key, or None."""
+        """Return the entry of a key, or None.
+
+        Args:
+            key: Key of the entry, which becomes the most recently used.
+        """
         with self._lock:
             if key not in self._entries:
                 return None

@@ -47,7 +47,11 @@ def run(fd: int, serve: Callable[[Connection], None]) -> None:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a function or callable object is async."""
+    """Return whether a function or callable object is async.
+
+    Args:
+        function: A function or callable object.
+    """
     call = getattr(function, "__call__", None)  # noqa: B004  # that of an object may be async
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 

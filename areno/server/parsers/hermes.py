@@ -21,7 +21,13 @@ class HermesParser(ToolCallParser):
     tags = (OPEN,)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one call and its closing tag."""
+        """Read one call and its closing tag.
+
+        Args:
+            source: Text and position.
+            tag: The opening tag.
+            tools: Ignored.
+        """
         yield from source.skip_space()
         text = yield from source.json_object()
         if text is None or (call := call_of(text, ("arguments",))) is None:
@@ -32,7 +38,13 @@ class HermesParser(ToolCallParser):
         return [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of calls in tags."""
+        """Return the grammar of calls in tags.
+
+        Args:
+            lark: The grammar that gets the rules.
+            functions: Name -> schema of the arguments.
+            many: Whether several calls may follow each other.
+        """
         return in_tags(lark, call_object(lark, functions, "arguments"), many)
 
 
@@ -107,7 +119,14 @@ class LlamaJsonParser(ToolCallParser):
     tags = (PYTHON_TAG,)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Find an opening brace at the start of the answer, a `;` before a further call, or the tag."""
+        """Find an opening brace at the start of the answer, a `;` before a further call, or the tag.
+
+        Args:
+            text: All text so far.
+            at: Character to begin at.
+            is_fresh: Whether `at` is the start of the content or directly after a call.
+            after_call: Whether `at` is directly after a call.
+        """
         if is_fresh:
             start = after_space(text, at)
             brace = after_space(text, start + 1) if after_call and text.startswith(";", start) else start
@@ -116,13 +135,25 @@ class LlamaJsonParser(ToolCallParser):
         return super().opening(text, at, is_fresh, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one call."""
+        """Read one call.
+
+        Args:
+            source: Text and position.
+            tag: The opening tag, "" for a call without one.
+            tools: Name -> schema of the offered tools. None accepts any name.
+        """
         yield from source.skip_space()
         text = yield from source.json_object()
         call = None if text is None else call_of(text, ("parameters", "arguments"))
         return None if call is None or (tools is not None and call[0] not in tools) else [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of calls separated by `;`."""
+        """Return the grammar of calls separated by `;`.
+
+        Args:
+            lark: The grammar that gets the rules.
+            functions: Name -> schema of the arguments.
+            many: Whether several calls may follow each other.
+        """
         call = call_object(lark, functions, "parameters")
         return lark.rule(f"{call} ({lark.literal('; ')} {call})*") if many else call

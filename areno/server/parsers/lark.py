@@ -63,7 +63,11 @@ class Lark:
         return name
 
     def literal(self, text: str) -> str:
-        """Return the expression of exactly this text, with special tokens as tokens."""
+        """Return the expression of exactly this text, with special tokens as tokens.
+
+        Args:
+            text: The text.
+        """
         parts, at = [], 0
         places = {tag: place for tag in self._special if (place := text.find(tag)) >= 0}
         while places:
@@ -77,7 +81,11 @@ class Lark:
         return " ".join(parts) or '""'
 
     def until(self, tag: str) -> str:
-        """Return the expression of any text that ends with a tag."""
+        """Return the expression of any text that ends with a tag.
+
+        Args:
+            tag: The tag.
+        """
         if tag in self._special:
             return self.rule(f"/(?s:.*)/ {self.literal(tag)}")
         escaped = "".join(f"\\{char}" if char in "\\/.*+?()[]{}|^$" else char for char in tag)

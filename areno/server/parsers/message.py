@@ -182,7 +182,11 @@ class MessageStream:
         self._reading = self._message(in_reasoning)
 
     def feed(self, delta: str) -> list[MessageDelta]:
-        """Add text and return the deltas that are certain now."""
+        """Add text and return the deltas that are certain now.
+
+        Args:
+            delta: The next piece of text.
+        """
         self._source.text += delta
         return self._advance()
 
@@ -246,7 +250,7 @@ class MessageStream:
             if after_tag is None:
                 yield
                 continue
-            # `_emit_to` dropped the text before the cursor, so positions have rebase_refs.
+            # `_emit_to` dropped the text before the cursor, so positions have moved.
             is_fresh = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:

@@ -46,7 +46,14 @@ class PythonicParser(ToolCallParser):
     tags = tuple(TAGS)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Find a bracket at the start of the answer, or a tag."""
+        """Find a bracket at the start of the answer, or a tag.
+
+        Args:
+            text: All text so far.
+            at: Character to begin at.
+            is_fresh: Whether `at` is the start of the content or directly after a call.
+            after_call: Whether `at` is directly after a call.
+        """
         if is_fresh and not after_call:
             at = after_space(text, at)
             if text.startswith("[", at):
@@ -54,7 +61,13 @@ class PythonicParser(ToolCallParser):
         return super().opening(text, at, is_fresh, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read the list of calls and its closing tag."""
+        """Read the list of calls and its closing tag.
+
+        Args:
+            source: Text and position.
+            tag: The opening tag, "" for a list without tags.
+            tools: Name -> schema of the offered tools. None accepts any name.
+        """
         yield from source.skip_space()
         try:
             calls = yield from _Literals(source).calls()
@@ -67,7 +80,13 @@ class PythonicParser(ToolCallParser):
         return calls if tools is None or tag or all(name in tools for name, _ in calls) else None
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of a list of calls."""
+        """Return the grammar of a list of calls.
+
+        Args:
+            lark: The grammar that gets the rules.
+            functions: Name -> schema of the arguments.
+            many: Whether the list may have several calls.
+        """
         call = lark.rule(" | ".join(_call_grammar(lark, name, schema) for name, schema in functions.items()))
         more = f"({lark.literal(', ')} {call})*" if many else ""
         return lark.rule(f"{lark.literal('[')} {call} {more} {lark.literal(']')}")

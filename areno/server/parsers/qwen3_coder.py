@@ -47,7 +47,13 @@ class Qwen3CoderParser(ToolCallParser):
     tags = (OPEN, FUNCTION)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one function and the closing tag."""
+        """Read one function and the closing tag.
+
+        Args:
+            source: Text and position.
+            tag: The opening tag.
+            tools: Name -> schema of the offered tools. Without `<tool_call>` the function must be one of them.
+        """
         if tag == OPEN:
             yield from source.skip_space()
             if not (yield from source.accept(FUNCTION)):
@@ -84,6 +90,11 @@ class Qwen3CoderParser(ToolCallParser):
         """Return the grammar of calls.
 
         For strings, only `enum` and `const` of the schema are enforced, as they have no quotes.
+
+        Args:
+            lark: The grammar that gets the rules.
+            functions: Name -> schema of the arguments.
+            many: Whether several calls may follow each other.
         """
         call = lark.rule(" | ".join(self._function(lark, name, schema) for name, schema in functions.items()))
         return in_tags(lark, call, many)

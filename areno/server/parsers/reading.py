@@ -78,20 +78,32 @@ class Cursor:
             self.at += 1
 
     def looks_at(self, word: str) -> Reading[bool]:
-        """Return whether `word` comes next."""
+        """Return whether `word` comes next.
+
+        Args:
+            word: The text to look for.
+        """
         while not self.ended and len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]):
             yield
         return self.text.startswith(word, self.at)
 
     def accept(self, word: str) -> Reading[bool]:
-        """Skip `word` if it comes next, and return whether it did."""
+        """Skip `word` if it comes next, and return whether it did.
+
+        Args:
+            word: The text to look for.
+        """
         found = yield from self.looks_at(word)
         if found:
             self.at += len(word)
         return found
 
     def until(self, mark: str) -> Reading[str | None]:
-        """Return the text before the next `mark` and skip both. None if there is no mark."""
+        """Return the text before the next `mark` and skip both. None if there is no mark.
+
+        Args:
+            mark: The text to look for.
+        """
         start = searched = self.at
         while (found := self.text.find(mark, searched)) < 0:
             if self.ended:
@@ -147,6 +159,9 @@ _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boole
 def load_json(text: str) -> Any:
     """Parse a JSON text.
 
+    Args:
+        text: The text.
+
     Raises:
         ValueError: If the text is not JSON or is nested too deeply.
     """
@@ -158,6 +173,9 @@ def load_json(text: str) -> Any:
 
 def dump_json(value: Any) -> str:
     """Return a value as JSON text.
+
+    Args:
+        value: The value.
 
     Raises:
         ValueError: If JSON cannot express the value, such as infinity.
@@ -234,13 +252,21 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def json_type(name: str) -> str:
-    """Return the JSON name of a type, such as "integer" for "int, optional"."""
+    """Return the JSON name of a type, such as "integer" for "int, optional".
+
+    Args:
+        name: Name of a type in JSON Schema or Python.
+    """
     word = name.partition(",")[0].strip()
     return _ALIASES.get(word, word)
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema allows, also through `anyOf` and `oneOf`. Empty if it names none."""
+    """Return the JSON types that a schema allows, also through `anyOf` and `oneOf`. Empty if it names none.
+
+    Args:
+        schema: JSON schema.
+    """
     declared = schema.get("type")
     listed = declared if isinstance(declared, list) else [declared]
     types = {json_type(each) for each in listed if isinstance(each, str)}
