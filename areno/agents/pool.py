@@ -48,9 +48,9 @@ class AgentPool(WorkerPool[AgentConfig]):
         config: The section `agent` of the configuration.
     """
 
-    noun, serves = "agent", "areno.agents.process"
-    ended, late = "its process ended ({})", "its process did not answer within {:g} s (agent.timeout_s)"
-    importing = "importing: {}"
+    section, module = "agent", "areno.agents.process"
+    ended_text, late_text = "its process ended ({})", "its process did not answer within {:g} s (agent.timeout_s)"
+    import_text = "importing: {}"
 
     def __init__(self, config: AgentConfig):
         assert config.fn is not None

@@ -33,7 +33,7 @@ from areno.files import interrupts
 from areno.models.cost import Cost
 from areno.models.registry import load_config
 
-_ALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving, "driver": run_driver}
+_STANDALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving, "driver": run_driver}
 _OTHERS = {"transformers": TransformersContender, "vllm": VllmContender}
 
 
@@ -101,8 +101,8 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         option = "--uniform" if "uniform" in settings.work.name else "--new-tokens"
         message = f"makes rows of {longest} tokens, the model's context is {config.max_position_embeddings}"
         raise ConfigError([Problem(option, message)])
-    if settings.kind in _ALONE:
-        return _ALONE[settings.kind](settings, path, random_init)
+    if settings.kind in _STANDALONE:
+        return _STANDALONE[settings.kind](settings, path, random_init)
     if settings.kind == "state":
         with tempfile.TemporaryDirectory(prefix="areno-bench-", dir=settings.folder) as states:
             return run_states(settings, path, random_init, Path(states))

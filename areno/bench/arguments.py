@@ -137,7 +137,13 @@ Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agen
 _WITH_TEXT = ("sampling", "agents", "serve", "driver")
 PLAIN = "plain"
 """Name of areno without --exact and --deterministic, for --against."""
-_ALONE = ("sampling", "state", "agents", "serve", "driver")  # kinds of work that are not compared with other libraries
+_STANDALONE = (
+    "sampling",
+    "state",
+    "agents",
+    "serve",
+    "driver",
+)  # kinds of work that are not compared with other libraries
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
     "saving the run state during a step. agents: the cost of a rollout by agents. serve: the speed that clients get "
@@ -334,14 +340,14 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (world > n_available, "--world-size", f"is {world}; from {device} on there are {n_available} devices here"),
         (world % shares, "--world-size", f"is {world}; a multiple of --tp-size x --cp-size, {shares}, is needed"),
         (
-            world > 1 and (kind in _ALONE or {*against} - {PLAIN}),
+            world > 1 and (kind in _STANDALONE or {*against} - {PLAIN}),
             "--world-size",
             "is for areno's own rollout, train, step and logprob",
         ),
         (world > 1 and args.profile, "--profile", "traces one process, and --world-size starts several"),
         (args.profile and not cuda, "--profile", f"traces a CUDA device, and --device is {device}"),
-        (bool(against) and kind in _ALONE, "--against", f"is for other works; {kind} compares areno with itself"),
-        (args.profile and kind in _ALONE, "--profile", f"is for other works, not for {kind}"),
+        (bool(against) and kind in _STANDALONE, "--against", f"is for other works; {kind} compares areno with itself"),
+        (args.profile and kind in _STANDALONE, "--profile", f"is for other works, not for {kind}"),
         (args.folder and kind != "state", "--folder", f"is for state, not for {kind}"),
         (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is not a folder"),
         (args.tokenizer and kind not in _WITH_TEXT, "--tokenizer", f"is for {', '.join(_WITH_TEXT)}, not for {kind}"),

@@ -231,8 +231,8 @@ def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, 
 
     Returns:
         For each number of copies, medians over the steps in seconds: `idle` (all devices wait for the driver),
-            `outside`
-        (the step without rollout and training), `cpu` (CPU time of the driver's main thread), and the run's `time/*`.
+        `outside` (the step without rollout and training), `cpu` (CPU time of the driver's main thread), and the run's
+        `time/*`.
     """
     del random_init
     found = {}

@@ -52,9 +52,9 @@ class RewardPool(WorkerPool[RewardConfig]):
         n_devices: The number of device workers, which need a core each. It lowers the default number of processes.
     """
 
-    noun, serves = "reward", "areno.rewards.process"
-    ended, late = "ended its process ({})", "no answer within {:g} s (reward.timeout_s)"
-    importing = "importing it {}"
+    section, module = "reward", "areno.rewards.process"
+    ended_text, late_text = "ended its process ({})", "no answer within {:g} s (reward.timeout_s)"
+    import_text = "importing it {}"
 
     def __init__(
         self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False, n_devices: int = 0

@@ -33,9 +33,9 @@ class Constraint:
     Objects whose schema lists properties but does not set `additionalProperties` get no other properties.
 
     Attributes:
-        response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
-            ..., "strict": ...}}. With strict, a feature of JSON Schema that cannot be enforced is an error. Without, it
-            is ignored.
+        response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema":
+            {"schema": ..., "strict": ...}}. With strict, a feature of JSON Schema that cannot be enforced is an error.
+            Without, it is ignored.
         tools: Tools that the model may call, in OpenAI's form.
         tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and
             {"type": "function", "function": {"name": ...}} a call of this function.

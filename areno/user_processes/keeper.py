@@ -26,7 +26,7 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 _SIGNALLED = 128  # the exit code of a process that was killed by signal n is 128 + n, as in a shell
 
 
-def main(fd: int, driver_pid: int, serves: str) -> None:
+def main(fd: int, driver_pid: int, module: str) -> None:
     """Run a process until it ends, SIGTERM arrives or the driver ends. Then kill all processes below this one.
 
     This process exits with the code of the process that it ran, see `exit_text`.
@@ -34,7 +34,7 @@ def main(fd: int, driver_pid: int, serves: str) -> None:
     Args:
         fd: File descriptor of the socket to the driver.
         driver_pid: Process id of the driver.
-        serves: Module whose `serve` the process runs.
+        module: Module whose `serve` the process runs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     # The signals are blocked and waited for. A handler could run just before a blocking call, which would not return.
@@ -42,7 +42,7 @@ def main(fd: int, driver_pid: int, serves: str) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
     if worker == 0:
-        _become_worker(fd, serves)
+        _become_worker(fd, module)
     os.close(fd)
     code = None
     while code is None and os.getppid() == driver_pid and not _was_stopped():
@@ -64,12 +64,12 @@ def exit_text(code: int) -> str:
     return f"exit code {code}"
 
 
-def _become_worker(fd: int, serves: str) -> None:
+def _become_worker(fd: int, module: str) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        run(fd, import_module(serves).serve)
+        run(fd, import_module(module).serve)
     finally:
         os._exit(1)
 

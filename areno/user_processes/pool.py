@@ -121,26 +121,26 @@ class WorkerPool(Generic[Config]):
         n_workers: Number of processes. None takes `config.workers`.
 
     Attributes:
-        noun: "reward" or "agent", the name of the configuration section and the logger.
-        serves: Module that the processes run.
-        ended: Message of a process that ended.
-        late: Message of a process that did not answer in time.
-        importing: Message of a process that ended while it started.
+        section: "reward" or "agent", the name of the configuration section and of the logger.
+        module: Module whose `serve` the processes run.
+        ended_text: Message of a process that ended, with {} for how.
+        late_text: Message of a process that did not answer in time, with {} for the limit in seconds.
+        import_text: Message of a process that ended while it started, with {} for how.
         output: Logs the lines that the processes print.
     """
 
-    noun: ClassVar[str]
-    serves: ClassVar[str]
-    ended: ClassVar[str]
-    late: ClassVar[str]
-    importing: ClassVar[str]
+    section: ClassVar[str]
+    module: ClassVar[str]
+    ended_text: ClassVar[str]
+    late_text: ClassVar[str]
+    import_text: ClassVar[str]
 
     def __init__(self, config: Config, name: str, n_workers: int | None = None):
         self.config, self.name = config, name
         self.n_workers: int = n_workers or config.workers or 1
-        self._key = f"{self.noun}.fn"
-        self.output = Output(self.noun)
-        self._logger = logging.getLogger(f"areno.{self.noun}s")
+        self._key = f"{self.section}.fn"
+        self.output = Output(self.section)
+        self._logger = logging.getLogger(f"areno.{self.section}s")
         self._first_message: tuple[Any, ...] = ()
         self._workers: list[Worker] = []
 
@@ -156,10 +156,10 @@ class WorkerPool(Generic[Config]):
             for _ in range(self.n_workers):
                 self._workers.append(self._start_worker())
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-            n_started, limit = len(self._workers), Key(f"{self.noun}.workers")
+            n_started, limit = len(self._workers), Key(f"{self.section}.workers")
             self.close()
             text = "{} process {} of {} cannot be started: {}; lower {}"
-            raise EngineError(text, self.noun, n_started + 1, self.n_workers, error, limit) from error
+            raise EngineError(text, self.section, n_started + 1, self.n_workers, error, limit) from error
 
     def wait_ready(self) -> None:
         """Wait until every process has imported the user code.
@@ -194,12 +194,12 @@ class WorkerPool(Generic[Config]):
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
-        return Worker(self._first_message, _IMPORT_LIMIT_S, self.serves, self.output)
+        return Worker(self._first_message, _IMPORT_LIMIT_S, self.module, self.output)
 
     def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
         """Make calls until each has an outcome. `look` is called meanwhile, at least every half second."""
         if not self._workers:
-            raise EngineError("the {} processes are not running; call start() first", self.noun)
+            raise EngineError("the {} processes are not running; call start() first", self.section)
         try:
             while work.n_open:
                 self.send_calls(work)
@@ -253,14 +253,14 @@ class WorkerPool(Generic[Config]):
             if worker.connection in ready:
                 self._receive(worker, work)
             elif time.monotonic() >= worker.deadline and not readable([worker.connection]):
-                self._lost(worker, work, "timeout", self.late.format(self.config.timeout_s))
+                self._lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
 
     def _receive(self, worker: Worker, work: Work | None) -> None:
         while readable([worker.connection]):
             try:
                 kind_or_position, value = worker.connection.recv()
             except (EOFError, OSError):
-                return self._lost(worker, work, "error", self.ended.format(worker.exit_text()))
+                return self._lost(worker, work, "error", self.ended_text.format(worker.exit_text()))
             if kind_or_position == "failed":
                 raise ConfigError(value)
             if kind_or_position == "ready":
@@ -273,7 +273,7 @@ class WorkerPool(Generic[Config]):
         """Replace a process that died or hangs, and let the work handle its calls."""
         if worker.is_starting:
             hangs = f"importing it took more than {_IMPORT_LIMIT_S:g} s"
-            why = hangs if status == "timeout" else self.importing.format(text)
+            why = hangs if status == "timeout" else self.import_text.format(text)
             raise ConfigError(Problem(self._key, f"{self.name}: {why}"))
         self._replace(worker)
         if work is not None:

@@ -64,9 +64,8 @@ class Output:
                     logger.warning("%s: more than 256 KiB printed in this step; the rest is left out", self._name)
 
 
-_ASYNC_SPARE_S = (
-    5.0  # the process of an async function enforces the time limit itself; it hangs if it is this much late
-)
+# The process of an async function enforces the time limit itself. It counts as hung if it is this much late.
+_ASYNC_SPARE_S = 5.0
 _END_S = 10.0  # for a keeper to end
 _CODE_S = 5.0  # for a keeper's exit code after its process has closed the connection
 _LAST_LINES_S = 1.0  # for the last printed lines, whose pipe may be held open by a process that could not be killed
@@ -79,7 +78,7 @@ class Worker:
     Args:
         first_message: The user code and its options.
         import_limit_s: Seconds for the import of the user code.
-        serves: Module whose `serve` runs in the process.
+        module: Module whose `serve` runs in the process.
         output: Logs the lines that it prints.
 
     Attributes:
@@ -92,11 +91,11 @@ class Worker:
         deadline: Time of `time.monotonic` by which it must answer.
     """
 
-    def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, serves: str, output: Output):
+    def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: Output):
         self.connection, theirs = Pipe()
         # Not multiprocessing: its children would import the driver's main module and all that this imports.
         fd = theirs.fileno()
-        start = f"from areno.user_processes.keeper import main; main({fd}, {os.getpid()}, {serves!r})"
+        start = f"from areno.user_processes.keeper import main; main({fd}, {os.getpid()}, {module!r})"
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
         with theirs:
             # In a session of its own, so that Ctrl-C does not reach it.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 Reading = Generator[None, None, Answer]
+"""A generator that yields while text is missing, and returns its answer."""
 
 _JSON_PAIRS = {"}": "{", "]": "["}
 _JSON_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789truefalsenullE")
