@@ -17,7 +17,7 @@ from typing import Any, Literal
 from areno.agents.process import DEFAULT_FUNCTION
 from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
 from areno.config.rollout import VERIFIERS, AgentConfig
-from areno.files.user_code import found_file
+from areno.files.user_code import resolve_spec
 from areno.user_processes.pool import Failure, WorkerPool
 from areno.user_processes.worker import Worker
 
@@ -57,7 +57,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         super().__init__(config, config.fn)
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        found = self.name if self.name.startswith(VERIFIERS) else found_file(self.name, DEFAULT_FUNCTION, _KEY)
+        found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
         return found, _KEY, self.config.timeout_s
 
     def run(

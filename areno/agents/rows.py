@@ -83,7 +83,7 @@ class RowBuilder:
         rows: list[_Row] = []
         for number, turn in enumerate(turns):
             tokens = self._checked(turn, number)
-            row = max((row for row in rows if row.leads_to(tokens.prompt)), key=len, default=None)
+            row = max((row for row in rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
             if row is None:
                 rows.append(row := _Row())
             row.extend(tokens, self._trained_of(turn, tokens.sampled, is_last=number == len(turns) - 1))
@@ -166,7 +166,7 @@ class _Row:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def leads_to(self, prompt: list[int]) -> bool:
+    def is_prefix_of(self, prompt: list[int]) -> bool:
         """Return whether a prompt begins with all tokens of the row."""
         return prompt[: len(self.tokens)] == self.tokens
 

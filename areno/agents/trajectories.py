@@ -12,7 +12,7 @@ from typing import Any
 
 from areno.rewards.records import reward_number
 from areno.server.errors import BadTrajectory
-from areno.server.responses import check_json, plain, read_response
+from areno.server.responses import check_json, read_response, to_plain
 from areno.types import Message, PromptBatch
 
 
@@ -290,7 +290,11 @@ def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
         BadTrajectory: If its response does not come from the session's endpoint.
     """
     try:
-        request = {"messages": plain(turn.messages), "tools": plain(turn.tools), "tool_choice": plain(turn.tool_choice)}
+        request = {
+            "messages": to_plain(turn.messages),
+            "tools": to_plain(turn.tools),
+            "tool_choice": to_plain(turn.tool_choice),
+        }
         answer = read_response(turn.response)
         check_json([request, answer["message"], answer["finish_reason"]])
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:

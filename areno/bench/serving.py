@@ -35,7 +35,7 @@ from areno.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class ClientLoad:
     """Prompts that clients send, each client one after the other.
 
     Attributes:
@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
+class LoadResult:
     """Results of a load.
 
     Attributes:
@@ -90,7 +90,7 @@ class Clients(AbstractContextManager["Clients"]):
         for pipe in self._pipes:
             pipe.recv()  # the process has finished its imports
 
-    def run(self, load: Load) -> Answered:
+    def run(self, load: ClientLoad) -> LoadResult:
         """Send all requests of a load, split over the processes.
 
         Args:
@@ -116,7 +116,7 @@ class Clients(AbstractContextManager["Clients"]):
         seconds = time.perf_counter() - started
         if failed := [each for each in found if isinstance(each, str)]:
             raise RuntimeError(f"a client failed: {failed[0]}")
-        return Answered(
+        return LoadResult(
             seconds=seconds,
             first_s=[value for firsts, _ in found for value in firsts],
             tokens=sum(tokens for _, tokens in found),
@@ -142,7 +142,7 @@ def _serve(pipe: Any) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-async def _send_all(load: Load) -> tuple[list[float], int]:
+async def _send_all(load: ClientLoad) -> tuple[list[float], int]:
     waiting = iter(zip(load.prompts, load.new_lens, strict=True))
     firsts: list[float] = []
     n_tokens = 0
@@ -161,7 +161,7 @@ async def _send_all(load: Load) -> tuple[list[float], int]:
     return firsts, n_tokens
 
 
-async def _ask(session: aiohttp.ClientSession, load: Load, prompt: str, new_len: int) -> tuple[float, int]:
+async def _ask(session: aiohttp.ClientSession, load: ClientLoad, prompt: str, new_len: int) -> tuple[float, int]:
     """Send one request and return (seconds to the first token, number of tokens)."""
     body: dict[str, Any] = {"model": load.model, "prompt": prompt, "max_tokens": new_len, "ignore_eos": True}
     if load.stream:
@@ -216,9 +216,9 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
         def direct(texts: list[str]) -> None:
             engine.generate(requests(work, [tokenizer.encode(text) for text in texts]))
 
-        def ask(texts: list[str], n_clients: int, stream: bool) -> Answered:
+        def ask(texts: list[str], n_clients: int, stream: bool) -> LoadResult:
             found = clients.run(
-                Load(
+                ClientLoad(
                     url=url,
                     model="bench",
                     prompts=texts,
@@ -238,7 +238,7 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
 
 
 def _measure(
-    settings: Settings, drawn: Texts, direct: Callable[..., None], ask: Callable[..., Answered]
+    settings: Settings, drawn: Texts, direct: Callable[..., None], ask: Callable[..., LoadResult]
 ) -> dict[str, dict[str, float]]:
     work, n_clients = settings.work, settings.clients
     seconds: dict[str, list[float]] = {"direct": [], "answers": [], "streams": []}

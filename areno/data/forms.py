@@ -26,8 +26,8 @@ from areno.data.row_schema import (
     RowKind,
     Rows,
     describe_value,
+    join_names,
     json_problem,
-    listed,
     row_problem,
 )
 from areno.errors import DataError, Key, Problem
@@ -107,7 +107,7 @@ def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
     """
     there = column_names(rows)
     if missing := [name for name in columns.values() if name not in there]:
-        has = listed(there) or "none"
+        has = join_names(there) or "none"
         raise DataError(f"there is no column {', '.join(map(repr, missing))}; the data has {has}")
     return Converted(rows, lambda row: {field: row.get(column) for field, column in columns.items()})
 
@@ -388,7 +388,7 @@ def _fault_problems(
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):
-        first += f"; the row has {listed(rows[number]) or 'no fields'}"
+        first += f"; the row has {join_names(rows[number]) or 'no fields'}"
     text, args = "{} {}", [name, first]
     if key:
         text += "; name your columns, as in {}=COLUMN, or set {} to a file.py that makes such rows"

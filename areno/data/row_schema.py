@@ -215,7 +215,7 @@ def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def listed(names: Iterable[Any]) -> str:
+def join_names(names: Iterable[Any]) -> str:
     """Return names of fields as one text for a message.
 
     Args:

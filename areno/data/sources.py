@@ -35,7 +35,7 @@ from areno.data.forms import prepare_rows
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
-from areno.files.user_code import describe_error, found_file, load_function, split_spec
+from areno.files.user_code import describe_error, load_function, resolve_spec, split_spec
 
 
 def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
@@ -215,7 +215,7 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
     if config is not None and (config.loader or "").startswith(VERIFIERS):
         return
     if config is not None and config.loader is not None:
-        found_file(config.loader, "load_dataset", f"{key}.loader")
+        resolve_spec(config.loader, "load_dataset", f"{key}.loader")
     elif config is not None and config.path is not None:
         _find(config.path, key)
 

@@ -28,7 +28,7 @@ from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.engine.train.backend import TrainBackend
 from areno.errors import ConfigError, EngineError, Key
-from areno.files.paths import model_of
+from areno.files.paths import model_setting
 from areno.kernels.backend import is_before_ampere, runs_triton
 from areno.models.adapters import add_adapters, init_adapters, load_adapters, stack_adapters, without_adapters
 from areno.models.registry import build_model, layout_problems, load_config
@@ -189,7 +189,7 @@ class Roles:
         roles = {name: role for name, role in roles.items() if not self._is_base(role)}
         configs = {}
         for name, role in roles.items():
-            with model_of(role.key):
+            with model_setting(role.key):
                 configs[name] = load_config(role.path, role.head, needs_head=role.needs_head)
         itemsize = getattr(torch, self.spec.dtype).itemsize
         footprint = footprint_of(self.spec, configs, roles, itemsize, runs_triton(self.context.device))
@@ -229,7 +229,7 @@ class Roles:
             has_bf16=not is_before_ampere(context.device),
             can_offload=context.device.type == "cuda",
         )
-        with model_of(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
+        with model_setting(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
             if not is_actor and config.vocab_size != self.actor.config.vocab_size:
                 raise EngineError(
@@ -289,7 +289,7 @@ class Roles:
         if not lora.init_from:
             init_adapters(model, self.spec.seed)
             return
-        with model_of("actor.init_lora_from"):
+        with model_setting("actor.init_lora_from"):
             load_adapters(model, lora.init_from)
 
 

@@ -47,7 +47,7 @@ def absolute(folder: str | Path | None) -> Path | None:
 
 
 @contextmanager
-def model_of(key: str) -> Iterator[None]:
+def model_setting(key: str) -> Iterator[None]:
     """Let a CheckpointError in the `with` block name the setting of the model that it reads.
 
     The code for models assumes that a model comes from actor.path. An error that names no setting gets `key`.

@@ -34,7 +34,7 @@ def split_spec(spec: str, default: str) -> tuple[str, str]:
     return spec, default
 
 
-def found_file(spec: str, default: str, key: str) -> str:
+def resolve_spec(spec: str, default: str, key: str) -> str:
     """Check that the file of a specification exists and is valid Python.
 
     Args:

@@ -11,7 +11,7 @@ from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
 from areno.config.models import ModelConfig
 from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
-from areno.files.paths import existing_path, model_of
+from areno.files.paths import existing_path, model_setting
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import OF_EXPERTS, fused_names, linear_shapes
 from areno.models.config import TransformerConfig
@@ -46,7 +46,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
         return LoraSpec(adapters=adapters, base=base)
     from areno.models.adapters import read_adapter_config  # imports torch
 
-    with model_of(KEY):
+    with model_setting(KEY):
         folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from, "adapter"))
         adapters, trained_on = read_adapter_config(folder, model)
     if problems := list(_other_than(adapters, actor)):
@@ -101,7 +101,7 @@ def adapter_folder(path: str) -> Path | None:
 
     folder = existing_path(path)
     if folder is None and HUB_ID.fullmatch(path):
-        with model_of("actor.path"):
+        with model_setting("actor.path"):
             folder = resolve(path)
     return folder if folder is not None and is_adapter(folder) else None
 

@@ -26,7 +26,7 @@ from areno.config.run import EngineConfig, RolloutConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
-from areno.files.paths import existing_path, model_of
+from areno.files.paths import existing_path, model_setting
 from areno.models.config import TransformerConfig
 from areno.models.folder import resolve
 from areno.plan.devices import devices_of
@@ -122,7 +122,7 @@ def open_actor(
         lambda: tokenizer_path and model_folder(tokenizer_path, "tokenizer_path"),
     )
     tokenizer_folder = tokenizer_folder or path
-    with model_of("tokenizer_path" if tokenizer_path else "actor.path"):
+    with model_setting("tokenizer_path" if tokenizer_path else "actor.path"):
         tokenizer = load_tokenizer(tokenizer_folder)
     if control_tokens:
         allow_control_tokens(tokenizer)
@@ -183,13 +183,13 @@ def _open_config(path: str) -> tuple[str, TransformerConfig]:
     if is_adapter(folder):
         text = "{} holds adapters and no model; name the model that they are for, with {}=true and {}={}"
         raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(LORA_KEY), folder))
-    with model_of("actor.path"):
+    with model_setting("actor.path"):
         return folder, load_config(folder)
 
 
 def model_folder(path: str, key: str) -> str:
     """The local folder of a model folder or hub id. CheckpointError naming `key`."""
-    with model_of(key):
+    with model_setting(key):
         return str(resolve(existing_path(path) or path))
 
 

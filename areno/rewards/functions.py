@@ -10,7 +10,7 @@ from typing import Any
 from areno.config.rollout import RewardConfig
 from areno.engine.processes.child import dumps
 from areno.errors import ConfigError, Key, Problem, did_you_mean
-from areno.files.user_code import found_file, split_spec
+from areno.files.user_code import resolve_spec, split_spec
 from areno.reward_fns.built_in import BUILT_IN_REWARDS, Reward
 from areno.rewards.process import RewardFunction
 
@@ -86,7 +86,7 @@ def _resolved(config: RewardConfig, spec: str) -> str | Reward:
     if not split_spec(spec, DEFAULT_FUNCTION)[0].endswith(".py"):
         hint = did_you_mean(spec, BUILT_IN_REWARDS, otherwise=f"; built-in: {', '.join(BUILT_IN_REWARDS)}")
         raise ConfigError(Problem(KEY, f"is {spec!r}; expected file.py, file.py:function or a built-in{hint}"))
-    return found_file(spec, DEFAULT_FUNCTION, KEY)
+    return resolve_spec(spec, DEFAULT_FUNCTION, KEY)
 
 
 def part_names(specs: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ from areno.errors import ArenoError, EngineError, Problem
 from areno.rewards.functions import KEY, Given, reward_functions, shown_names
 from areno.rewards.records import Record
 from areno.types import RewardOutcome, RewardRecord
-from areno.user_processes.pool import Failure, Slow, WorkerPool, default_workers
+from areno.user_processes.pool import Failure, SlowTimer, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
 logger = logging.getLogger("areno.rewards")
@@ -185,7 +185,7 @@ class Scoring(AbstractContextManager["Scoring"]):
         """
         self._is_last = True
         self._nudge()
-        slow, turns = Slow(), -1
+        slow, turns = SlowTimer(), -1
         while self._thread.is_alive():
             self._thread.join(_LOOK_S)
             if turns != self._turns:  # the thread works; it also enforces the time limit of each call

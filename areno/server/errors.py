@@ -1,8 +1,8 @@
 """Define the errors of the server and the bounds on what clients send.
 
-`ApiError` is an HTTP status with OpenAI's JSON body, and `bad` builds the one for a wrong field. The checks bound the
-depth and size of JSON values and the number of tokens of a prompt. Each check stops as soon as its bound is passed, so
-its own work is bounded, too.
+`ApiError` is an HTTP status with OpenAI's JSON body, and `bad_field` builds the one for a wrong field. The checks bound
+the depth and size of JSON values and the number of tokens of a prompt. Each check stops as soon as its bound is passed,
+so its own work is bounded, too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PromptTooLong(ApiError):
         super().__init__(400, f"{message}; shorten the prompt", param="prompt", code=CONTEXT_FULL)
 
 
-def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
+def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
     """Return the error for a field that is not as expected.
 
     Args:

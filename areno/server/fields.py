@@ -16,7 +16,7 @@ from typing import Any
 from areno.data.row_schema import bad_text
 from areno.errors import did_you_mean
 from areno.schema.values import show
-from areno.server.errors import ApiError, bad, is_deeper
+from areno.server.errors import ApiError, bad_field, is_deeper
 
 _LONG_NAME = 80  # characters: a longer name gets no "did you mean"
 
@@ -36,7 +36,7 @@ class Fields:
 
     def __init__(self, values: Any, where: str = ""):
         if not isinstance(values, Mapping):
-            raise bad(where or None, f"is {show(values)}; a JSON object is expected")
+            raise bad_field(where or None, f"is {show(values)}; a JSON object is expected")
         self._values = {name: value for name, value in values.items() if value is not None}
         self._where = f"{where}." if where else ""
         self._taken: set[str] = set()
@@ -73,7 +73,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
-            raise bad(self.name(field), f"is {show(value)}; a number from {minimum:g} to {maximum:g} is expected")
+            raise bad_field(self.name(field), f"is {show(value)}; a number from {minimum:g} to {maximum:g} is expected")
         return float(value)
 
     def integer(self, field: str, minimum: int, maximum: int) -> int | None:
@@ -88,7 +88,9 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise bad(self.name(field), f"is {show(value)}; a whole number from {minimum} to {maximum} is expected")
+            raise bad_field(
+                self.name(field), f"is {show(value)}; a whole number from {minimum} to {maximum} is expected"
+            )
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
@@ -100,7 +102,7 @@ class Fields:
         """
         value = self.take(field)
         if value is not None and not isinstance(value, bool):
-            raise bad(self.name(field), f"is {show(value)}; true or false is expected")
+            raise bad_field(self.name(field), f"is {show(value)}; true or false is expected")
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
@@ -113,9 +115,9 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, str):
-            raise bad(self.name(field), f"is {show(value)}; a string is expected")
+            raise bad_field(self.name(field), f"is {show(value)}; a string is expected")
         if problem := bad_text(value):
-            raise bad(self.name(field), problem)
+            raise bad_field(self.name(field), problem)
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
@@ -127,7 +129,7 @@ class Fields:
         """
         value = self.text(field)
         if value is not None and value not in choices:
-            raise bad(self.name(field), f"is {show(value)}; expected one of {', '.join(choices)}")
+            raise bad_field(self.name(field), f"is {show(value)}; expected one of {', '.join(choices)}")
         return value
 
     def items(self, field: str, max_items: int) -> list[Any] | None:
@@ -141,9 +143,9 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list):
-            raise bad(self.name(field), f"is {show(value)}; a list is expected")
+            raise bad_field(self.name(field), f"is {show(value)}; a list is expected")
         if len(value) > max_items:
-            raise bad(self.name(field), f"has {len(value)} elements; at most {max_items} are allowed")
+            raise bad_field(self.name(field), f"has {len(value)} elements; at most {max_items} are allowed")
         return value
 
     def finish(self, ignored: Collection[str] = (), unsupported: Collection[str] = ()) -> None:
@@ -155,7 +157,7 @@ class Fields:
         """
         for field in self._values.keys() - self._taken - set(ignored):
             if field in unsupported:
-                raise bad(self.name(field), "is not supported by this server")
+                raise bad_field(self.name(field), "is not supported by this server")
             similar = did_you_mean(field, self._taken | set(ignored)) if len(field) < _LONG_NAME else ""
             message = f"Unrecognized request argument supplied: {self.name(field)}{similar}"
             raise ApiError(400, message, param=self.name(field))

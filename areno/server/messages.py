@@ -17,7 +17,7 @@ from typing import Any
 
 from areno.data.row_schema import bad_text
 from areno.schema.values import show
-from areno.server.errors import bad, is_deeper, is_larger
+from areno.server.errors import bad_field, is_deeper, is_larger
 from areno.server.fields import MAX_DEPTH, Fields
 from areno.types import Message
 
@@ -57,7 +57,7 @@ def read_messages(given: list[Any] | None) -> list[Message]:
         ApiError: With status 400 for the first field that is wrong.
     """
     if not given:
-        raise bad("messages", "is missing or empty; a list of messages is expected")
+        raise bad_field("messages", "is missing or empty; a list of messages is expected")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(given)]
 
 
@@ -65,12 +65,12 @@ def _message(given: Any, where: str) -> Message:
     fields = Fields(given, where)
     role = fields.choice("role", _ROLES)
     if role is None:
-        raise bad(f"{where}.role", "is missing")
+        raise bad_field(f"{where}.role", "is missing")
     message: Message = {"role": "system" if role == "developer" else role}
     content = _content(fields.take("content"), f"{where}.content")
     calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(fields.items("tool_calls", 1024) or [])]
     if content is None and not calls and role != "assistant":
-        raise bad(f"{where}.content", "is missing; text is expected")
+        raise bad_field(f"{where}.content", "is missing; text is expected")
     message["content"] = content or ""
     # Servers use two names for reasoning, and clients send messages back as they got them.
     reasoning = fields.text("reasoning_content") or fields.text("reasoning")
@@ -78,13 +78,13 @@ def _message(given: Any, where: str) -> Message:
         message["reasoning_content"] = reasoning
     if calls:
         if role != "assistant":
-            raise bad(f"{where}.tool_calls", "is for messages of the assistant")
+            raise bad_field(f"{where}.tool_calls", "is for messages of the assistant")
         message["tool_calls"] = calls
     for field in ("name", "tool_call_id"):
         if (value := fields.text(field)) is not None:
             message[field] = value
     if role == "tool" and "tool_call_id" not in message:
-        raise bad(f"{where}.tool_call_id", "is missing; the id of the call that is answered is expected")
+        raise bad_field(f"{where}.tool_call_id", "is missing; the id of the call that is answered is expected")
     fields.finish(ignored=("refusal", "annotations", "audio", "function_call"))
     return message
 
@@ -98,16 +98,16 @@ def _content(value: Any, where: str) -> str | None:
         for number, part in enumerate(value):
             if not isinstance(part, Mapping) or part.get("type") not in ("text", "refusal"):
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                raise bad(f"{where}[{number}]", f"is of type {show(kind)}; this server takes text only")
+                raise bad_field(f"{where}[{number}]", f"is of type {show(kind)}; this server takes text only")
             piece = part.get(part["type"])
             if not isinstance(piece, str):
-                raise bad(f"{where}[{number}].text", f"is {show(piece)}; a string is expected")
+                raise bad_field(f"{where}[{number}].text", f"is {show(piece)}; a string is expected")
             parts.append(piece)
         text = "\n".join(parts)
     else:
-        raise bad(where, f"is {show(value)}; text is expected")
+        raise bad_field(where, f"is {show(value)}; text is expected")
     if text is not None and (problem := bad_text(text)):
-        raise bad(where, problem)
+        raise bad_field(where, problem)
     return text
 
 
@@ -116,7 +116,7 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     function = Fields(fields.take("function"), f"{where}.function")
     name, arguments = function.text("name"), function.take("arguments")
     if not name:
-        raise bad(f"{where}.function.name", "is missing; a string is expected")
+        raise bad_field(f"{where}.function.name", "is missing; a string is expected")
     function.finish()
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(arguments, where)}}
     if (call_id := fields.text("id")) is not None:
@@ -134,10 +134,10 @@ def _arguments(value: Any, where: str) -> Any:
     if value is None:
         return {}
     if is_larger(value, MAX_SCHEMA):
-        raise bad(f"{where}.function.arguments", TOO_LARGE)
+        raise bad_field(f"{where}.function.arguments", TOO_LARGE)
     if isinstance(value, str):
         if problem := bad_text(value):
-            raise bad(f"{where}.function.arguments", problem)
+            raise bad_field(f"{where}.function.arguments", problem)
         try:
             found = json.loads(value)
             json.dumps(found, ensure_ascii=False).encode()
@@ -146,7 +146,7 @@ def _arguments(value: Any, where: str) -> Any:
         return found if isinstance(found, dict) and not is_deeper(found, MAX_DEPTH) else value
     if isinstance(value, Mapping):
         return dict(value)
-    raise bad(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
+    raise bad_field(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
 
 
 def read_tools(given: list[Any] | None) -> list[Tool]:
@@ -162,23 +162,23 @@ def read_tools(given: list[Any] | None) -> list[Tool]:
         ApiError: With status 400 for the first field that is wrong.
     """
     if is_larger(given, MAX_SCHEMA):
-        raise bad("tools", TOO_LARGE)
+        raise bad_field("tools", TOO_LARGE)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
     for name, n in Counter(tool.name for tool in tools).items():
         if n > 1:
-            raise bad("tools", f"has two functions named {show(name)}")
+            raise bad_field("tools", f"has two functions named {show(name)}")
     return tools
 
 
 def _tool(given: Any, where: str) -> Tool:
     fields = Fields(given, where)
     if fields.choice("type", ("function",)) is None:
-        raise bad(f"{where}.type", "is missing; function is expected")
+        raise bad_field(f"{where}.type", "is missing; function is expected")
     function = Fields(fields.take("function"), f"{where}.function")
     name = function.text("name")
     if not name or len(name) > 64 or not _NAME.issuperset(name):
         found = show(name) if name else "missing"
-        raise bad(f"{where}.function.name", f"is {found}; 1 to 64 letters, digits, - and _ are expected")
+        raise bad_field(f"{where}.function.name", f"is {found}; 1 to 64 letters, digits, - and _ are expected")
     function.text("description")
     parameters = function.take("parameters")
     if parameters is not None:
@@ -186,7 +186,7 @@ def _tool(given: Any, where: str) -> Tool:
     function.finish(ignored=("strict",))
     fields.finish()
     if problem := bad_text(given):
-        raise bad(where, problem)
+        raise bad_field(where, problem)
     return Tool(name, given)
 
 
@@ -195,21 +195,21 @@ def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
     if isinstance(schema, bool) and not is_root:
         return
     if not isinstance(schema, Mapping):
-        raise bad(where, f"is {show(schema)}; a JSON schema is expected")
+        raise bad_field(where, f"is {show(schema)}; a JSON schema is expected")
     kinds = schema.get("type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind is not None and kind not in _KINDS:
-            raise bad(f"{where}.type", f"is {show(kind)}; expected one of {', '.join(_KINDS)}")
+            raise bad_field(f"{where}.type", f"is {show(kind)}; expected one of {', '.join(_KINDS)}")
     if is_root and schema and kinds not in ("object", None):
-        raise bad(f"{where}.type", f"is {show(kinds)}; the arguments of a function are an object")
+        raise bad_field(f"{where}.type", f"is {show(kinds)}; the arguments of a function are an object")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        raise bad(f"{where}.properties", f"is {show(properties)}; an object is expected")
+        raise bad_field(f"{where}.properties", f"is {show(properties)}; an object is expected")
     for name, inner in properties.items():
         _check_schema(inner, f"{where}.properties.{name}")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise bad(f"{where}.required", f"is {show(required)}; a list of names is expected")
+        raise bad_field(f"{where}.required", f"is {show(required)}; a list of names is expected")
 
 
 def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
@@ -229,16 +229,16 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
         return "auto" if tools else "none", None
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
-            raise bad("tool_choice", f"is {show(value)}; none, auto, required or a function is expected")
+            raise bad_field("tool_choice", f"is {show(value)}; none, auto, required or a function is expected")
         if value == "required" and not tools:
-            raise bad("tool_choice", "is required, but there are no tools")
+            raise bad_field("tool_choice", "is required, but there are no tools")
         return value, None
     fields = Fields(value, "tool_choice")
     fields.choice("type", ("function",))
     name = Fields(fields.take("function"), "tool_choice.function").text("name")
     fields.finish()
     if name not in [tool.name for tool in tools]:
-        raise bad("tool_choice.function.name", f"is {show(name)}, which is none of the tools")
+        raise bad_field("tool_choice.function.name", f"is {show(name)}, which is none of the tools")
     return "required", name
 
 

@@ -16,7 +16,7 @@ from areno.config.rollout import SamplingConfig
 from areno.data.row_schema import bad_text
 from areno.schema.fields import settings
 from areno.schema.values import show
-from areno.server.errors import ApiError, bad, is_larger
+from areno.server.errors import ApiError, bad_field, is_larger
 from areno.server.fields import Fields
 from areno.server.messages import (
     MAX_SCHEMA,
@@ -177,13 +177,13 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
     if fields.flag("logprobs"):
         options.n_top = fields.integer("top_logprobs", 0, MAX_TOP) or 0
     elif fields.integer("top_logprobs", 0, MAX_TOP):
-        raise bad("top_logprobs", "needs logprobs=true")
+        raise bad_field("top_logprobs", "needs logprobs=true")
     template = fields.take("chat_template_kwargs") or {}
     if not isinstance(template, Mapping):
-        raise bad("chat_template_kwargs", f"is {show(template)}; an object is expected")
+        raise bad_field("chat_template_kwargs", f"is {show(template)}; an object is expected")
     if reserved := sorted(_RESERVED & template.keys()):
         purpose = "it holds extra variables of the chat template"
-        raise bad("chat_template_kwargs", f"may not set {', '.join(reserved)}; {purpose}")
+        raise bad_field("chat_template_kwargs", f"may not set {', '.join(reserved)}; {purpose}")
     request = ChatRequest(
         model=model,
         messages=messages,
@@ -217,9 +217,9 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
     options.n_top = fields.integer("logprobs", 0, MAX_TOP)
     echo = fields.flag("echo")
     if max_tokens == 0 and not echo:
-        raise bad("max_tokens", "is 0, which leaves nothing to answer; set echo=true for the prompt alone")
+        raise bad_field("max_tokens", "is 0, which leaves nothing to answer; set echo=true for the prompt alone")
     if echo and options.stream:
-        raise bad("echo", "is not supported with stream=true")
+        raise bad_field("echo", "is not supported with stream=true")
     fields.finish(_IGNORED, _UNSUPPORTED)
     return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=max_tokens != 0, options=options)
 
@@ -227,7 +227,7 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
 def _model(fields: Fields) -> str:
     model = fields.text("model")
     if model is None:
-        raise bad("model", "is missing; the name of a model is expected")
+        raise bad_field("model", "is missing; the name of a model is expected")
     return model
 
 
@@ -245,13 +245,13 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
         skip_special_tokens=fields.flag("skip_special_tokens", defaults.skip_special_tokens),
     )
     if params.min_new_tokens > params.max_new_tokens:
-        raise bad("min_tokens", f"is {params.min_new_tokens}, more than max_tokens={params.max_new_tokens}")
+        raise bad_field("min_tokens", f"is {params.min_new_tokens}, more than max_tokens={params.max_new_tokens}")
     stream = fields.flag("stream")
     stream_options = Fields(fields.take("stream_options") or {}, "stream_options")
     include_usage = stream_options.flag("include_usage")
     stream_options.finish(ignored=("include_obfuscation",))
     if include_usage and not stream:
-        raise bad("stream_options", "is for stream=true")
+        raise bad_field("stream_options", "is for stream=true")
     return SampleOptions(
         params=params,
         n=fields.integer("n", 1, MAX_CHOICES) or 1,
@@ -292,7 +292,7 @@ def _token_ids(fields: Fields, field: str) -> list[int] | None:
     ids = fields.items(field, 64)
     for token in ids or []:
         if type(token) is not int or token < 0:
-            raise bad(field, f"holds {show(token)}; token ids are expected")
+            raise bad_field(field, f"holds {show(token)}; token ids are expected")
     return ids
 
 
@@ -301,11 +301,11 @@ def _stop(value: Any) -> list[str] | None:
         return None
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or len(strings) > 16 or not all(isinstance(one, str) and one for one in strings):
-        raise bad("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
+        raise bad_field("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
     if problem := bad_text(strings):
-        raise bad("stop", problem)
+        raise bad_field("stop", problem)
     if max(map(len, strings), default=0) > _MAX_STOP:
-        raise bad("stop", f"has a string of more than {_MAX_STOP} characters")
+        raise bad_field("stop", f"has a string of more than {_MAX_STOP} characters")
     return strings
 
 
@@ -314,12 +314,12 @@ def _logit_bias(value: Any) -> dict[int, float]:
     if value is None:
         return bias
     if not isinstance(value, Mapping) or len(value) > 4096:
-        raise bad("logit_bias", f"is {show(value)}; an object of at most 4096 token ids and numbers is expected")
+        raise bad_field("logit_bias", f"is {show(value)}; an object of at most 4096 token ids and numbers is expected")
     for token, number in value.items():
         if not (token.isdecimal() and token.isascii() and len(token) <= _MAX_DIGITS):
-            raise bad("logit_bias", f"has the key {show(token)}; token ids are expected")
+            raise bad_field("logit_bias", f"has the key {show(token)}; token ids are expected")
         if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
-            raise bad("logit_bias", f"of token {token} is {show(number)}; a number from -100 to 100 is expected")
+            raise bad_field("logit_bias", f"of token {token} is {show(number)}; a number from -100 to 100 is expected")
         bias[int(token)] = float(number)
     return bias
 
@@ -330,20 +330,20 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     fields = Fields(value, "response_format")
     kind = fields.choice("type", ("text", "json_object", "json_schema"))
     if kind is None:
-        raise bad("response_format.type", "is missing; text, json_object or json_schema is expected")
+        raise bad_field("response_format.type", "is missing; text, json_object or json_schema is expected")
     if kind != "json_schema":
         fields.finish()
         return None if kind == "text" else value
     inner = Fields(fields.take("json_schema"), "response_format.json_schema")
     if inner.text("name") is None:
-        raise bad("response_format.json_schema.name", "is missing; a string is expected")
+        raise bad_field("response_format.json_schema.name", "is missing; a string is expected")
     schema = inner.take("schema")
     inner.finish(ignored=("description", "strict"))
     fields.finish()
     if is_larger(schema, MAX_SCHEMA):
-        raise bad("response_format.json_schema.schema", TOO_LARGE)
+        raise bad_field("response_format.json_schema.schema", TOO_LARGE)
     if not isinstance(schema, Mapping | bool):
-        raise bad("response_format.json_schema.schema", f"is {show(schema)}; a JSON schema is expected")
+        raise bad_field("response_format.json_schema.schema", f"is {show(schema)}; a JSON schema is expected")
     return value
 
 
@@ -355,9 +355,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(one, str) or is_tokens(one) for one in value):
         shown = "missing" if value is None else f"{show(value)}"
-        raise bad("prompt", f"is {shown}; a string, token ids, or a list of either is expected")
+        raise bad_field("prompt", f"is {shown}; a string, token ids, or a list of either is expected")
     if len(value) > 1024:
-        raise bad("prompt", f"has {len(value)} elements; at most 1024 are allowed")
+        raise bad_field("prompt", f"has {len(value)} elements; at most 1024 are allowed")
     for one in value:
         if isinstance(one, str):
             Fields({"prompt": one}).text("prompt")

@@ -138,7 +138,7 @@ def read_response(response: Any) -> dict[str, Any]:
         BadTrajectory: If the field `areno` is missing.
         Exception: Any other error, such as TypeError or KeyError, for a value that no client returns.
     """
-    response = _joined([plain(chunk) for chunk in response]) if isinstance(response, list) else plain(response)
+    response = _joined([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)
     tokens = response.get("areno") if isinstance(response, Mapping) else None
     choices = response.get("choices") if isinstance(response, Mapping) else None
     if not isinstance(tokens, Mapping) or not choices:
@@ -199,7 +199,7 @@ def _joined(chunks: list[Any]) -> dict[str, Any]:
     return found
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert the client's objects in a value to dictionaries.
 
     Args:
@@ -211,5 +211,5 @@ def plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: to_plain(one) for name, one in value.items()}
+    return [to_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -167,7 +167,7 @@ class WorkerPool(Generic[Config]):
         Raises:
             ConfigError: If a process cannot import it. The message names the setting.
         """
-        slow = Slow()
+        slow = SlowTimer()
         while starting := [worker for worker in self._workers if worker.is_starting]:
             self._wait(starting, None)
             heartbeat.beat()
@@ -295,7 +295,7 @@ def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[C
     return {by_number[number] for number, _ in poll.poll(math.ceil(1000 * timeout_s))}
 
 
-class Slow:
+class SlowTimer:
     """Clock that is due when waiting has become long, and again each time that it has doubled."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from areno.bench.__main__ import main
 from areno.bench.areno_contender import sampling_page, speeds
 from areno.bench.arguments import Work
-from areno.bench.serving import Clients, Load, serving_page
+from areno.bench.serving import ClientLoad, Clients, serving_page
 from tests.helpers.agent_model import TOKENIZER, model_folder
 
 TINY = "--device cpu --prompts 2 --samples 2 --prompt-len 6 --new-tokens 5 --repeats 1"
@@ -68,4 +68,6 @@ def test_what_serving_needs(arguments: str, message: str, capsys: pytest.Capture
 
 def test_a_client_that_gets_no_answer_is_told() -> None:
     with Clients(1) as clients, pytest.raises(RuntimeError, match="a client failed: Client"):
-        clients.run(Load(url="http://127.0.0.1:9", model="m", prompts=["a"], new_lens=[1], n_clients=1, stream=False))
+        clients.run(
+            ClientLoad(url="http://127.0.0.1:9", model="m", prompts=["a"], new_lens=[1], n_clients=1, stream=False)
+        )
