@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,8 +29,65 @@ from areno.server.messages import conversation_keys, form_key, next_key
 from areno.server.parsers import ParsedMessage, ToolCallParser
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.threads import Threads
-from areno.server.tokens import SOURCE_OF_ROLE, Key, Runs, Source, TokenCache, digest_of, source_runs
+from areno.server.tokens import SOURCE_OF_ROLE, Runs, Source, digest_of, source_runs
 from areno.types import Message
+
+Key = tuple[str, str]
+"""(key of the tools and template arguments, key of the conversation)."""
+_ENTRY_OVERHEAD = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
+
+
+class TokenCache:
+    """A thread-safe LRU cache whose size is measured in tokens.
+
+    Args:
+        max_tokens: Limit on the sum over all entries. Each entry counts its tokens plus 256 for its own overhead.
+
+    Attributes:
+        n_tokens: Current sum over all entries.
+    """
+
+    def __init__(self, max_tokens: int):
+        self._max_tokens, self.n_tokens = max_tokens, 0
+        self._entries: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Any:
+        """Return the entry of a key, or None.
+
+        Args:
+            key: Key of the entry, which becomes the most recently used.
+        """
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+
+    def put(self, key: Key, entry: Any, n_tokens: int, text: str = "") -> None:
+        """Add an entry, or replace the entry of the same key. The least recently used entries are evicted.
+
+        Args:
+            key: Key of the entry.
+            entry: Any object.
+            n_tokens: Number of tokens that the entry holds.
+            text: Text that the entry holds. It counts, too: a long text of unknown letters may have few tokens.
+        """
+        size = n_tokens + len(text) // 8 + _ENTRY_OVERHEAD
+        with self._lock:
+            self._remove(key)
+            self._entries[key] = entry, size
+            self.n_tokens += size
+            while self.n_tokens > self._max_tokens:
+                self._remove(next(iter(self._entries)))
+
+    def _remove(self, key: Key) -> None:
+        _, n_tokens = self._entries.pop(key, (None, 0))
+        self.n_tokens -= n_tokens
+
 
 _LONG = 1000  # characters: encoding them takes about a millisecond
 _LARGE = 20_000  # characters of messages and tools: rendering them takes about as long

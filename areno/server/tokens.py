@@ -1,19 +1,15 @@
-"""Record where each token of a training row comes from, and cache prompts by their tokens.
+"""Record where each token of a training row comes from.
 
 A row's sources are stored as runs, a list of (source, number of tokens). `source_runs` derives them from the places of
-messages in a rendered prompt, and `expand_runs` turns them into one source for each token. `TokenCache` keeps prompts
-and turns within a limit on their tokens.
+messages in a rendered prompt, and `expand_runs` turns them into one source for each token.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
@@ -105,60 +101,3 @@ def expand_runs(runs: Iterable[tuple[int, int]]) -> np.ndarray:
     """
     pairs = np.array(list(runs), dtype=np.int64).reshape(-1, 2)
     return np.repeat(pairs[:, 0], pairs[:, 1]).astype(np.uint8)
-
-
-Key = tuple[str, str]
-"""(key of the tools and template arguments, key of the conversation)."""
-_ENTRY_OVERHEAD = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
-
-
-class TokenCache:
-    """A thread-safe LRU cache whose size is measured in tokens.
-
-    Args:
-        max_tokens: Limit on the sum over all entries. Each entry counts its tokens plus 256 for its own overhead.
-
-    Attributes:
-        n_tokens: Current sum over all entries.
-    """
-
-    def __init__(self, max_tokens: int):
-        self._max_tokens, self.n_tokens = max_tokens, 0
-        self._entries: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: Key) -> Any:
-        """Return the entry of a key, or None.
-
-        Args:
-            key: Key of the entry, which becomes the most recently used.
-        """
-        with self._lock:
-            if key not in self._entries:
-                return None
-            self._entries.move_to_end(key)
-            return self._entries[key][0]
-
-    def put(self, key: Key, entry: Any, n_tokens: int, text: str = "") -> None:
-        """Add an entry, or replace the entry of the same key. The least recently used entries are evicted.
-
-        Args:
-            key: Key of the entry.
-            entry: Any object.
-            n_tokens: Number of tokens that the entry holds.
-            text: Text that the entry holds. It counts, too: a long text of unknown letters may have few tokens.
-        """
-        size = n_tokens + len(text) // 8 + _ENTRY_OVERHEAD
-        with self._lock:
-            self._remove(key)
-            self._entries[key] = entry, size
-            self.n_tokens += size
-            while self.n_tokens > self._max_tokens:
-                self._remove(next(iter(self._entries)))
-
-    def _remove(self, key: Key) -> None:
-        _, n_tokens = self._entries.pop(key, (None, 0))
-        self.n_tokens -= n_tokens

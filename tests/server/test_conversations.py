@@ -18,12 +18,12 @@ from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
 from areno.errors import DataError
 from areno.server import errors
-from areno.server.conversations import Conversations, Prompt
+from areno.server.conversations import Conversations, Prompt, TokenCache
 from areno.server.errors import PromptTooLong
 from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.threads import Threads
-from areno.server.tokens import Source, TokenCache, expand_runs
+from areno.server.tokens import Source, expand_runs
 from tests.helpers.conversations import OTHER, USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 
