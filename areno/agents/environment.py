@@ -299,10 +299,12 @@ def _read_call(written: Any, names: set[str]) -> Call | Message:
 
 
 def _name_of(tool: Mapping[str, Any]) -> str:
+    """Return the name of a tool."""
     return tool.get("function", tool)["name"]
 
 
 def _checked_messages(messages: Any, method: str) -> Sequence[Message]:
+    """Return the messages of an environment. Raises DataError if they are none."""
     if isinstance(messages, list | tuple) and all(isinstance(each, dict) and "role" in each for each in messages):
         return messages
     raise DataError(f"the messages of an environment's {method} are {messages!r}; expected a list of messages")

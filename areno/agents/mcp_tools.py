@@ -64,6 +64,7 @@ class McpEnvironment(Environment):
         await self._open.aclose()
 
     async def _result(self, call: Call) -> str:
+        """Call a tool and return its result or error as text."""
         from mcp import MCPError
 
         try:

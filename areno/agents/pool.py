@@ -57,6 +57,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         super().__init__(config, config.fn)
 
     def _build_first_message(self) -> tuple[Any, ...]:
+        """Return the agent, its setting and its time limit, for each process."""
         found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
         return found, _KEY, self.config.timeout_s
 
@@ -118,6 +119,7 @@ class _Running:
         return chunk
 
     def _payload(self, position: int) -> bytes | None:
+        """Pickle an item, or record an error if it cannot be pickled."""
         try:
             return pickle.dumps((self._context, self._items[position]), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # an object of the dataset may raise anything when it is pickled
@@ -135,6 +137,7 @@ class _Running:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
     def _settle(self, position: int, outcome: AgentOutcome) -> None:
+        """Record the outcome of an item."""
         self.outcomes[position] = outcome
         self.n_open -= 1
         self._on_done(position, outcome)

@@ -124,6 +124,7 @@ class _Runner:
             os._exit(0)
 
     async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
+        """Run all items of a chunk, starting one after the other."""
         ticking = asyncio.ensure_future(self._tick())
         ends_at, running = self._loop.time() + self._timeout_s, []
         for position, payload in chunk:
@@ -134,6 +135,7 @@ class _Runner:
         ticking.cancel()
 
     async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
+        """Run one item within the time limit and send its answer."""
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call(payload))
@@ -150,6 +152,7 @@ class _Runner:
         self._answer(position, answer)
 
     async def _call(self, payload: bytes) -> Answer:
+        """Call the agent for an item and return the answer."""
         try:
             context, item = pickle.loads(payload)
             batch = AgentBatch.of_item(item)
@@ -171,6 +174,7 @@ class _Runner:
             return self._failure(error)
 
     def _in_thread(self, *given: Any) -> Any:
+        """Call a plain agent function in a thread."""
         position = _position.get()
         assert position is not None
         self._thread_of[position] = threading.get_ident()
@@ -195,10 +199,12 @@ class _Runner:
 
     def _failure(self, error: BaseException) -> Answer:
         # The server's error for a full context, which the agent did not catch.
+        """Return the answer for an error of the agent."""
         is_full = vars(error).get("code") == CONTEXT_FULL
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _answer(self, position: int, answer: Answer) -> None:
+        """Send the answer of an item, unless it has one."""
         with self._sending:
             if position in self._open:
                 self._open.discard(position)
@@ -207,11 +213,13 @@ class _Runner:
     # -- which agent blocks the event loop --------------------------------------------------------------------------
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        """Make a task and record its item."""
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task
 
     async def _tick(self) -> None:
+        """Record regularly that the event loop runs."""
         while True:
             self._ticked = time.monotonic()
             await asyncio.sleep(_TICK_S)

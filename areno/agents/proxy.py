@@ -89,6 +89,7 @@ class SessionProxy:
         self._thread.submit(self._prefetch(len(items), conversations))
 
     async def _prefetch(self, n_requests: int, conversations: list[list[Message]]) -> None:
+        """Announce the requests to the engine and build their prompts."""
         self.server.sampler.engine.gathering.announce(n_requests)
         await self.server.chat.conversations.prefetch(conversations)
 

@@ -55,6 +55,7 @@ class Recorder:
         return AgentTrajectory(turns, reward, parts or {})
 
     async def _record(self, response: Any) -> None:
+        """Record the request and the response as a turn."""
         if response.status_code != 200 or not response.request.url.path.endswith("/chat/completions"):
             return
         request, body = json.loads(response.request.content), (await response.aread()).decode()

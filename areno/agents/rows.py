@@ -282,6 +282,7 @@ def call_start(parser: ToolCallParser, text: str) -> int:
 
 
 def _all_places(text: str, tag: str) -> list[int]:
+    """Return all positions of a tag in a text."""
     places, at = [], text.find(tag)
     while at >= 0:
         places.append(at)

@@ -249,6 +249,7 @@ def items_of(returned: Any) -> list[AgentItem]:
 
 
 def _parts(returned: Any) -> Iterable[Any]:
+    """Return the trajectories or turns that an agent returned, as a list."""
     if isinstance(returned, AgentTrajectory | AgentTrajectoryTurn):
         return [returned]
     if returned is None or isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
@@ -261,6 +262,7 @@ def _parts(returned: Any) -> Iterable[Any]:
 
 
 def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
+    """Return the turns of a trajectory or turn."""
     if isinstance(part, AgentTrajectoryTurn):
         return [part]
     if not isinstance(part.turns, list | tuple):
@@ -269,6 +271,7 @@ def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
 
 
 def _item_of(turn: Any) -> tuple[int, int]:
+    """Return the key of a turn's item."""
     if not isinstance(turn, AgentTrajectoryTurn):
         raise BadTrajectory(f"a trajectory has {_kind(turn)} among its turns; AgentTrajectoryTurn is expected")
     if not isinstance(turn.item, AgentItem):
@@ -277,6 +280,7 @@ def _item_of(turn: Any) -> tuple[int, int]:
 
 
 def _kind(value: Any) -> str:
+    """Describe the type of a value."""
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 

@@ -319,6 +319,7 @@ def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, 
 
 
 def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
+    """Return name -> sampling parameters of each setting to time."""
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "min_new_tokens": {"min_new_tokens": max(work.new_lens), "ignore_eos": False},

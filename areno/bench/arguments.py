@@ -380,17 +380,21 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
 
 def _positive(text: str) -> int:
+    """Read a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 1 is needed")
     return int(text)
 
 
 def _fraction(text: str) -> float:
+    """Read a number above 0 and at most 1."""
     try:
         value = float(text)
     except ValueError:

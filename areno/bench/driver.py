@@ -185,6 +185,7 @@ class SimulatedWorkers:
             self._sampled_at = max(self._sampled_at or 0.0, ends)
 
     def _info(self) -> EngineInfo:
+        """Return the description of the engine."""
         return EngineInfo(
             n_params=Cost.of(self._config, 2).n_params,
             context_len=self._config.max_position_embeddings,
@@ -197,6 +198,7 @@ class SimulatedWorkers:
         )
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
+        """Free all batch slots and return the limits on requests."""
         n_slots = -(-spec.max_running // self.spec.layout.dp_size)
         self._slots = [[0.0] * n_slots for _ in range(self.spec.layout.dp_size)]
         self._n_tokens = [0] * self.spec.layout.dp_size
@@ -208,6 +210,7 @@ class SimulatedWorkers:
         )
 
     def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> TrainResult:
+        """Wait as long as training would take."""
         if self._sampled_at is not None:
             self.idle_s.append(self._idle_s + time.perf_counter() - self._sampled_at)
         n_tokens = sum(row.n_tokens for step in steps for batch in step.micro_batches for row in batch)
@@ -256,6 +259,7 @@ def driver_page(found: dict[str, dict[str, float]]) -> str:
 
 
 def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
+    """Run the training loop and return the medians of its times."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)

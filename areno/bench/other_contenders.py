@@ -153,6 +153,7 @@ class TransformersContender:
         return {}
 
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
+        """Compute the gradients of all rows."""
         self.model.zero_grad(set_to_none=True)
         n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)
         for start in range(0, len(rows), self.rows_at_once):
@@ -236,6 +237,7 @@ class _DrawnLogprobs:
         return torch.stack(self._drawn, dim=1)
 
     def _take(self, ids: Tensor) -> None:
+        """Record the log-probability of the last token of each row."""
         if self._before is not None:
             self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
 

@@ -173,4 +173,5 @@ def idle_share(busy: float, wall_s: float) -> float:
 
 
 def _line(head: str, seconds: float, total: float, calls: int) -> str:
+    """Return one line of the table."""
     return f"{head}{seconds:10.5f}{100 * seconds / total:9.2f}{calls:9d}{1e6 * seconds / calls:10.2f}"

@@ -68,6 +68,7 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
 
 
 def _version(package: str) -> str:
+    """Return the installed version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -121,6 +122,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _contender(figures: dict[str, Any]) -> list[str]:
+    """Return the lines of one contender."""
     lines = [_phase(phase, figures) for phase in _PHASES if f"{phase}_s" in figures]
     start = f"{figures['start_s']:.1f} s, warm-up {figures['warm_up_s']:.1f} s"
     if "first_token_s" in figures:
@@ -153,6 +155,7 @@ def _contender(figures: dict[str, Any]) -> list[str]:
 
 
 def _phase(phase: str, figures: dict[str, Any]) -> str:
+    """Return the line of one phase."""
     text = f"{_speed(phase, figures)} (spread {100 * figures[f'{phase}_spread']:.1f} %)"
     if phase == "rollout":
         text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
@@ -168,8 +171,10 @@ def _phase(phase: str, figures: dict[str, Any]) -> str:
 
 
 def _speed(phase: str, figures: dict[str, Any]) -> str:
+    """Return tokens per second and seconds of a phase as text."""
     return f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
 
 
 def _line(name: str, text: str) -> str:
+    """Return a line with a name in the first column."""
     return f"  {name:18} {text}"

@@ -130,6 +130,7 @@ class Clients(AbstractContextManager["Clients"]):
 
 
 def _serve(pipe: Any) -> None:
+    """Run loads until the pipe is closed. Runs in a client process."""
     pipe.send("ready")
     while True:
         try:
@@ -143,6 +144,7 @@ def _serve(pipe: Any) -> None:
 
 
 async def _send_all(load: ClientLoad) -> tuple[list[float], int]:
+    """Send all requests of a load and return (seconds to each first token, tokens)."""
     waiting = iter(zip(load.prompts, load.new_lens, strict=True))
     firsts: list[float] = []
     n_tokens = 0
@@ -240,6 +242,7 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
 def _measure(
     settings: Settings, drawn: Texts, direct: Callable[..., None], ask: Callable[..., LoadResult]
 ) -> dict[str, dict[str, float]]:
+    """Time the three ways in turn and return their figures."""
     work, n_clients = settings.work, settings.clients
     seconds: dict[str, list[float]] = {"direct": [], "answers": [], "streams": []}
     firsts: dict[str, list[float]] = {"1 client": [], f"{n_clients} clients": []}
@@ -265,6 +268,7 @@ def _measure(
 
 
 def _first_token(seconds: list[float]) -> dict[str, float]:
+    """Return median and 99th percentile of times to the first token."""
     median, late = np.percentile(seconds, [50, 99])
     return {"first_token_median_s": float(median), "first_token_p99_s": float(late)}
 

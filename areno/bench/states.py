@@ -83,6 +83,7 @@ def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -
 
 
 def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> dict[str, float]:
+    """Time loading the state in a new engine, and its first step."""
     for file in path.iterdir():
         _evict_from_page_cache(file)
     started = time.perf_counter()
@@ -94,10 +95,12 @@ def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> d
 
 
 def _step(ours: ArenoContender, settings: Settings, seed: int) -> None:
+    """Run one step: a rollout and an optimizer step."""
     ours.train(ours.rollout(settings.work, settings.work.prompts(ours.vocab_size, seed)))
 
 
 def _timed(body: Callable[[], Any]) -> float:
+    """Return the seconds of a call."""
     started = time.perf_counter()
     body()
     return time.perf_counter() - started

@@ -149,6 +149,7 @@ class ControlTokens:
 
     def _shield_text(self, text: str) -> str:
         # In slices, so that other threads can run in between. A name across two slices is unfinished in the first.
+        """Put breaks into the control tokens of a text."""
         slices = [text[at : at + _SLICE] for at in range(0, len(text), _SLICE)]
         assert self._found is not None
         if not any(map(self._found.search, slices)):
@@ -260,6 +261,7 @@ class ControlTokens:
 
     @cached_property
     def _borders(self) -> Any:
+        """The pattern at which `_pieces` splits a text."""
         names = self.names if self._tokenizer.is_fast else map(str, added_tokens(self._tokenizer).values())
         return whole_names([BREAK, *names])
 
@@ -316,4 +318,5 @@ def allow_control_tokens(tokenizer: Any) -> None:
 
 
 def _made_of(tokenizer: Any) -> tuple[Any, int]:
+    """Return the chat template and the size of the vocabulary."""
     return tokenizer.chat_template, len(tokenizer) if hasattr(tokenizer, "__len__") else 0

@@ -39,6 +39,7 @@ def encode_generation_prompt(
 
 
 def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a rendered prompt."""
     return tokenizer.encode(text) if tokenizer.chat_template is None else control_tokens(tokenizer).encode(text)
 
 
@@ -113,6 +114,7 @@ def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
 
 
 def _prompt(prompt: Any) -> Any:
+    """Return a prompt whose messages have text as contents."""
     return prompt if isinstance(prompt, str) else with_text(prompt)
 
 
@@ -126,6 +128,7 @@ def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, 
 
 
 def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequence:
+    """Join pieces of (tokens, whether they are trained) into a row."""
     return TrainSequence(
         tokens=[token for piece, _ in pieces for token in piece],
         prompt_mask=[not trained for piece, trained in pieces for _ in piece],
@@ -220,11 +223,13 @@ def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tok
 
 
 def _is_plain(tokenizer: Any) -> bool:
+    """Return whether transformers would add nothing to the decoding of its backend."""
     return _decodes_by_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces
 
 
 @cache
 def _decodes_by_backend(kind: type) -> bool:
+    """Return whether a class of tokenizers has the decoding of PreTrainedTokenizerFast."""
     from transformers import PreTrainedTokenizerFast
 
     own = PreTrainedTokenizerFast

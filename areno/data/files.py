@@ -159,6 +159,7 @@ def read_jsonl(file: Path, shown: str) -> list[Row]:
 
 
 def _line(text: str, place: int) -> int:
+    """Return the number of the line at a position."""
     return text.count("\n", 0, place) + 1
 
 
@@ -260,4 +261,5 @@ def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: An
 
 
 def _one_line(error: object) -> str:
+    """Return an error as one printable line."""
     return printable(" ".join(str(error).split()))

@@ -142,6 +142,7 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
 
 
 def _for_prompts(there: set[str]) -> Form | None:
+    """Return the form of rows for reinforcement learning with these columns."""
     if "prompt" in there:
         if "reward_model" in there and "solutions" not in there:
             return Form("verl", "solutions from reward_model.ground_truth", _ground_truth)
@@ -169,6 +170,7 @@ def _questions(there: set[str], question: str) -> Form | None:
 
 
 def _for_answers(there: set[str]) -> Form | None:
+    """Return the form of supervised rows with these columns."""
     if "messages" in there or {"prompt", "response"} <= there:
         return None
     if {"prompt", "completion"} <= there:
@@ -187,6 +189,7 @@ def _for_answers(there: set[str]) -> Form | None:
 
 
 def _for_pairs(there: set[str]) -> Form | None:
+    """Return the form of preference pairs with these columns."""
     if {"conversations", "chosen", "rejected"} <= there:
         description = "prompt from conversations, answers from chosen and rejected"
         return Form("sharegpt", description, _sharegpt_pair)
@@ -200,11 +203,14 @@ def _for_pairs(there: set[str]) -> Form | None:
 
 
 def _ground_truth(row: Row) -> dict[str, Any]:
+    """Convert a row of verl."""
     model = row.get("reward_model")
     return {"solutions": model.get("ground_truth") if isinstance(model, Mapping) else None}
 
 
 def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
+    """Return the conversion of alpaca rows, whose output becomes the field `answer`."""
+
     def convert(row: Row) -> dict[str, Any]:
         instruction = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
         if not row.get("system") and not row.get("history"):
@@ -237,6 +243,7 @@ def _question_of(messages: list[Any]) -> dict[str, Any]:
 
 
 def _sharegpt_pair(row: Row) -> dict[str, Any]:
+    """Convert a preference pair of ShareGPT."""
     return {"prompt": sharegpt_messages(row)} | {
         name: [_sharegpt_message(row[name], name)] if isinstance(row.get(name), Mapping) else row.get(name)
         for name in ("chosen", "rejected")
@@ -259,6 +266,7 @@ def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
 
 
 def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
+    """Convert one turn {from, value}."""
     if isinstance(turn, Mapping) and "role" in turn:  # some sets mix the two forms
         return dict(turn)
     speaker = turn.get("from") if isinstance(turn, Mapping) else None
@@ -297,6 +305,7 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _text(row: Row, name: str) -> str:
+    """Return a field that must be text, "" if it is absent."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise DataError(f"field {name} is {describe_value(value)}, not text")
@@ -304,6 +313,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _listed(row: Row, name: str) -> list[Any]:
+    """Return a field that must be a list."""
     value = row.get(name)
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
         raise DataError(f"field {name} is {describe_value(value, name in row)}, not a list")
@@ -385,6 +395,7 @@ def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
 def _fault_problems(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, key: str, faults: Sequence[tuple[int, str]], count: int
 ) -> list[Problem]:
+    """Return the problems of faulty rows, the first with the expected form."""
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):

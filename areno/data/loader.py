@@ -127,6 +127,7 @@ class BatchLoader(Generic[Item]):
         self._preparer.start()
 
     def _wait_prepared(self) -> None:
+        """Wait for the thread that encodes rows."""
         if self._preparer is not None:
             self._preparer.join()
             self._preparer = None
@@ -165,6 +166,7 @@ class BatchLoader(Generic[Item]):
         return items, place - start - len(items), place
 
     def _is_batch(self, items: list[Item]) -> bool:
+        """Return whether items are enough for a batch."""
         return len(items) == self.config.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
@@ -189,6 +191,7 @@ class BatchLoader(Generic[Item]):
         self.total_skipped_long = state["total_skipped_long"]
 
     def _order(self) -> np.ndarray:
+        """Return the indices of the rows in this epoch's order, shape [rows]."""
         if not self.config.shuffle:
             return np.arange(len(self.rows))
         return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.rows))
@@ -214,6 +217,7 @@ class BatchLoader(Generic[Item]):
         return item
 
     def _row_error(self, index: int, error: DataError) -> DataError:
+        """Add the dataset and the index of the row to an error."""
         [problem] = error.problems
         text, args = (problem.template, problem.args) if problem.args else ("{}", (problem.message,))
         if self._setting != self.key:
@@ -221,6 +225,7 @@ class BatchLoader(Generic[Item]):
         return DataError("{} row {}: " + text, Key(self.key), index, *args)
 
     def _nothing_left(self, usable: int) -> DataError:
+        """Return the error of an epoch without a batch."""
         if usable:
             return self._too_few(usable)
         shortest = min(self._too_long.values(), default=0)
@@ -229,6 +234,7 @@ class BatchLoader(Generic[Item]):
         return DataError(Problem(self._setting, text, self.name, self.max_tokens, limit, shortest))
 
     def _too_few(self, usable: int) -> DataError:
+        """Return the error of too few rows for a batch."""
         long = f" ({len(self._too_long)} are too long)" if self._too_long else ""
         text = "is {}, but {} has only {} usable rows{}; lower it or set {}=false"
         values = (self.config.batch_size, self.name, usable, long, Key(f"{self.key}.drop_last"))

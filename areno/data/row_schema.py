@@ -71,6 +71,7 @@ def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
 
 
 def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
+    """Return why a row lacks the fields of its kind, or None."""
     if not isinstance(row, Mapping):
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":
@@ -107,6 +108,7 @@ def rows_problem(rows: Any) -> str | None:
 
 
 def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
+    """Return why the prompt of a row is invalid, or None."""
     prompt = row.get(field)
     if isinstance(prompt, str):
         return None if prompt else f"field {field} is empty"

@@ -243,6 +243,7 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
 
 
 def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
+    """Call the user's loader and return its rows."""
     if loader.startswith(VERIFIERS):
         if config.dataset_kwargs:
             raise ConfigError(
@@ -363,6 +364,7 @@ def _hub_answers(timeout_s: float = 5.0) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error and of its cause."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     # The library wraps the actual error in one that says little.
     return line if error.__cause__ is None else f"{line}: {_first_line(error.__cause__)}"

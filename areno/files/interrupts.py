@@ -34,6 +34,7 @@ def end() -> None:
 
 def _end(number: int, frame: object) -> None:
     # An exception could be swallowed or replaced by the import of a library.
+    """End the process after Ctrl-C."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 
@@ -168,6 +169,7 @@ class Stop:
             self._is_interruptible = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: delay the first one and interrupt at the second."""
         if self._received is not None or self._is_interruptible:
             self._received = number
             self._cancel()
@@ -179,6 +181,7 @@ class Stop:
         self._timer.start()
 
     def _cancel(self) -> None:
+        """Cancel the timer of the delayed signal."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

@@ -149,6 +149,7 @@ def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) 
 
 
 def _check_size(event: Any, total: int, levels: int) -> None:
+    """Raise YamlFault for too many values or too deep nesting."""
     line = event.start_mark.line + 1
     if total > MAX_VALUES:
         raise YamlFault(f"line {line}: it has more than {MAX_VALUES:,} values (each alias counts as a full copy)")

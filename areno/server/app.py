@@ -91,6 +91,7 @@ class Server:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        """Check the key, turn errors into responses, and count the request."""
         metrics, path = self.sampler.metrics, request.match_info.route.resource
         metrics.in_flight += 1
         status = _CLIENT_GONE
@@ -121,6 +122,7 @@ class Server:
             metrics.requests[path.canonical if path is not None else "other", status] += 1
 
     def _check_key(self, request: web.Request) -> None:
+        """Raise ApiError 401 for a request to /v1 without a valid key."""
         if not self.keys or not request.path.startswith("/v1/"):
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -154,6 +156,7 @@ class Server:
         return await self.threads.run(lambda: decompress(body, encoding, self.sampler.limits.max_body))
 
     async def _end_reading(self, app: web.Application) -> None:
+        """End the requests whose bodies are still arriving."""
         self._is_shutting_down = True
         for task in self._reading:
             task.cancel()
@@ -165,19 +168,24 @@ class Server:
 
     def _chat_of(self, body: bytes) -> ChatRequest:
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
+        """Parse the body of a chat request."""
         return self._cached_chat_of(body) if len(body) <= _SMALL else self._parse_chat(body)
 
     @cached_property
     def _cached_chat_of(self) -> Callable[[bytes], ChatRequest]:
+        """The parser of small chat requests, with a cache."""
         return lru_cache(_MAX_CACHED_REQUESTS)(self._parse_chat)
 
     def _parse_chat(self, body: bytes) -> ChatRequest:
+        """Parse and check the body of a chat request."""
         return read_chat(read_json(body), self.defaults, self.sampler.limits.max_messages)
 
     def _completion_of(self, body: bytes) -> CompletionRequest:
+        """Parse and check the body of a completion request."""
         return read_completion(read_json(body), self.defaults)
 
     def _check_model(self, name: str) -> None:
+        """Raise ApiError 404 for an unknown model."""
         if name not in self.models:
             known = ", ".join(self.models)
             message = f"The model `{name[:_MAX_NAME]}` does not exist; there is {known}"
@@ -186,28 +194,34 @@ class Server:
     # -- routes ----------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
+        """Answer /health."""
         return web.json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        """Answer /metrics."""
         return web.Response(
             text=self.sampler.metrics.text(self.sampler.gauges()),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
     def _model_object(self, name: str) -> dict[str, Any]:
+        """Return a model in the API's form."""
         limits = self.sampler.request_limits
         max_len = min(limits.context_len, limits.kv_tokens)
         return {"id": name, "object": "model", "created": self.created, "owned_by": "areno", "max_model_len": max_len}
 
     async def _models(self, request: web.Request) -> web.Response:
+        """Answer /v1/models."""
         return web.json_response({"object": "list", "data": [self._model_object(name) for name in self.models]})
 
     async def _model(self, request: web.Request) -> web.Response:
+        """Answer /v1/models/NAME."""
         name = request.match_info["name"]
         self._check_model(name)
         return web.json_response(self._model_object(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer /v1/chat/completions."""
         given = await self._read(request, self._chat_of)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n):
@@ -215,6 +229,7 @@ class Server:
             return await (self._stream(request, chat.chunks()) if given.options.stream else _whole(chat.answer()))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        """Answer /v1/completions."""
         given = await self._read(request, self._completion_of)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n * len(given.prompts)):
@@ -244,10 +259,12 @@ class Server:
 
 
 async def _whole(answer: Awaitable[bytes]) -> web.Response:
+    """Return an answer that is not streamed."""
     return web.Response(body=await answer, content_type="application/json", charset="utf-8")
 
 
 def _error_response(error: ApiError) -> web.Response:
+    """Return an error as a response."""
     return web.json_response(error.body(), status=error.status)
 
 

@@ -93,6 +93,7 @@ class ChatCompletions:
         return _Chat(self, request, prompt, sampled, hidden)
 
     def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
+        """Return the grammar of the answer, or None without a constraint."""
         from areno.server.grammar import Constraint, compile_grammar, reasoning_after
 
         choice: Any = "auto"
@@ -174,6 +175,7 @@ class _Chat:
         return answers.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
+        """Return one choice of the whole answer, and cache its turn soon."""
         choice.finish()
         parsed = choice.parsed()
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
@@ -209,13 +211,16 @@ class _Chat:
         return answers.finish_reason(output)
 
     def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """Return the `usage` object of the answer."""
         n_completion = sum(len(output.tokens) for output in outputs)
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """Return the extra field `areno`, if the answer has it."""
         return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.returns_tokens else {}
 
     def _prompt_field(self) -> Json:
+        """Return the fields of `areno` about the prompt."""
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
@@ -302,10 +307,12 @@ class _Choice:
         return self._kept(self._message.feed(text) + self._message.finish())
 
     def _add_texts(self, token_texts: list[TokenText]) -> None:
+        """Pair token texts with the log-probabilities of their tokens."""
         self._unreported += zip(self._scores, token_texts, strict=False)
         del self._scores[: len(token_texts)]
 
     def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
+        """Drop tool calls after the first if only one is allowed, and record the other deltas."""
         kept = []
         for delta in deltas:
             if delta.tool_call is not None:
@@ -348,4 +355,5 @@ class _Choice:
 
 
 def _call(call: ToolCall) -> Json:
+    """Return a tool call in the API's form."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -73,6 +73,7 @@ class Completions:
         return _Completion(self, request, sampled)
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
+        """Return a prompt as token ids. Raises PromptTooLong."""
         check_prompt_length(self._tokenizer, prompt, self._sampler.max_prompt_tokens)
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
@@ -126,6 +127,7 @@ class _Completion:
         return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
 
     def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
+        """Return the answer as JSON."""
         choices = []
         for number, outputs in enumerate(found):
             echo = self._echo(number) if self._request.echo else ("", [])
@@ -157,11 +159,13 @@ class _Completion:
         return {"index": index, "text": echo + text, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
+        """Return the `usage` object of the answer."""
         n_prompt = sum(len(one.prompt) for one in self._sampled)
         n_new = sum(len(output.tokens) for outputs in found for output in outputs) if self._request.wants_new else 0
         return answers.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
 
     def _token_field(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
+        """Return the extra field `areno`, if the answer has it."""
         wanted = self._request.options.token_ids
         if not (self._endpoint._returns_tokens if wanted is None else wanted):
             return {}

@@ -85,6 +85,7 @@ class TokenCache:
                 self._remove(next(iter(self._entries)))
 
     def _remove(self, key: Key) -> None:
+        """Remove an entry, if it exists."""
         _, n_tokens = self._entries.pop(key, (None, 0))
         self.n_tokens -= n_tokens
 
@@ -301,6 +302,7 @@ class Conversations:
         await asyncio.gather(*tasks)
 
     async def _build_in_thread(self, work: Callable[[], Prompt], messages: Sequence[Message]) -> Prompt:
+        """Build a prompt in a thread and cache it."""
         return self._cached(await self._threads.run(work), messages)
 
     def _build(self, draft: _Draft | None, *arguments: Any) -> Prompt:
@@ -487,5 +489,6 @@ def _marked(content: str, opening: str, closing: str) -> str:
 
 
 def _meaning(message: ParsedMessage) -> tuple[Any, ...]:
+    """Return the parts of a message in which two renderings of a turn must agree."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

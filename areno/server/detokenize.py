@@ -85,6 +85,7 @@ class TextStream:
         return last[::-1]
 
     def _new_text(self, final: bool) -> str:
+        """Decode the new tokens as far as their text is certain."""
         if self._n_returned == len(self._tokens) or (not final and self._ends_in_byte()):
             return ""
         before = self._decode(self._tokens[self._context : self._n_returned])
@@ -107,12 +108,15 @@ class TextStream:
         return self._is_byte(self._tokens[-1])
 
     def _is_byte(self, token: int) -> bool:
+        """Return whether a token stands for a single byte."""
         return is_byte(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def _decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens."""
         return decode(self._tokenizer, tokens) if tokens else ""
 
     def _cut(self, new: str, final: bool) -> str:
+        """Hold back the beginning of a stop string, and end the text at a whole one."""
         if self.stopped:
             return ""
         text = self._held + new
@@ -203,6 +207,7 @@ class TokenTextCache:
         self._letter = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def _of(self, token: int, is_first: bool) -> tuple[str, bytes]:
+        """Return the text and the bytes of a token."""
         before = [] if is_first else self._letter
         text = decode(self.tokenizer, [*before, token]).removeprefix(decode(self.tokenizer, before) if before else "")
         if PART_OF_A_CHARACTER not in text:
@@ -349,6 +354,7 @@ class TokenTextStream:
 
 
 def _text_of(tokens: Iterable[TokenText]) -> str:
+    """Join the texts of tokens."""
     return "".join(one.text for one in tokens)
 
 
@@ -366,6 +372,7 @@ def _with_replaced_bytes(tokens: list[TokenText]) -> list[TokenText]:
 
 
 def _is_utf8(data: bytes) -> bool:
+    """Return whether bytes are valid UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError:

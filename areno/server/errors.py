@@ -54,6 +54,7 @@ class ApiError(Exception):
 
 
 def _cut(text: str, max_len: int) -> str:
+    """Cut a text to `max_len` characters."""
     return text if len(text) <= max_len else f"{text[: max_len - 3]}..."
 
 
@@ -168,8 +169,10 @@ def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
 
 
 def _tokens_of(tokenizer: Any, text: str) -> int:
+    """Return the number of tokens of a text."""
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _children(value: Mapping[str, Any] | list[Any]) -> list[Any]:
+    """Return the values of an object or list."""
     return list(value.values()) if isinstance(value, Mapping) else value

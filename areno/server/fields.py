@@ -246,6 +246,8 @@ class _Interruptible(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a parse function that also counts lists and objects."""
+
         def parse_counted(*args: Any) -> Any:
             self._n_objects += 1
             if self._n_objects > _MAX_OBJECTS:
@@ -256,8 +258,10 @@ class _Interruptible(json.JSONDecoder):
 
 
 def _too_deep() -> ApiError:
+    """Return the error for a body that is nested too deeply."""
     return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
 def _refuse(name: str) -> Any:
+    """Refuse NaN and infinity."""
     raise ValueError(f"JSON has no {name}")

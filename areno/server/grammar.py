@@ -98,6 +98,7 @@ class Constraint:
         return close_objects(schema), bool(described.get("strict"))
 
     def _calls(self, lark: Lark) -> str:
+        """Return the expression of the tool calls."""
         functions = self._functions()
         if self.parser is None:
             raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")

@@ -62,6 +62,7 @@ def read_messages(given: list[Any] | None) -> list[Message]:
 
 
 def _message(given: Any, where: str) -> Message:
+    """Check one message."""
     fields = Fields(given, where)
     role = fields.choice("role", _ROLES)
     if role is None:
@@ -112,6 +113,7 @@ def _content(value: Any, where: str) -> str | None:
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
+    """Check one tool call of a message."""
     fields = Fields(given, where)
     function = Fields(fields.take("function"), f"{where}.function")
     name, arguments = function.text("name"), function.take("arguments")
@@ -171,6 +173,7 @@ def read_tools(given: list[Any] | None) -> list[Tool]:
 
 
 def _tool(given: Any, where: str) -> Tool:
+    """Check one tool."""
     fields = Fields(given, where)
     if fields.choice("type", ("function",)) is None:
         raise bad_field(f"{where}.type", "is missing; function is expected")

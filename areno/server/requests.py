@@ -225,6 +225,7 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
 
 
 def _model(fields: Fields) -> str:
+    """Read the required field `model`."""
     model = fields.text("model")
     if model is None:
         raise bad_field("model", "is missing; the name of a model is expected")
@@ -232,6 +233,7 @@ def _model(fields: Fields) -> str:
 
 
 def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
+    """Read the fields that both endpoints share."""
     params = replace_params(
         defaults,
         **{name: fields.number(name, *bounds) for name, bounds in _NUMBERS.items()},
@@ -297,6 +299,7 @@ def _token_ids(fields: Fields, field: str) -> list[int] | None:
 
 
 def _stop(value: Any) -> list[str] | None:
+    """Check `stop` and return its strings as a list."""
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value
@@ -310,6 +313,7 @@ def _stop(value: Any) -> list[str] | None:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
+    """Check `logit_bias` and return token id -> number."""
     bias: dict[int, float] = {}
     if value is None:
         return bias
@@ -325,6 +329,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
+    """Check `response_format`. Return None for text."""
     if value is None:
         return None
     fields = Fields(value, "response_format")
@@ -348,6 +353,8 @@ def _response_format(value: Any) -> dict[str, Any] | None:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
+    """Check `prompt` and return its texts or token ids as a list."""
+
     def is_tokens(one: Any) -> bool:
         return isinstance(one, list) and bool(one) and all(type(token) is int for token in one)
 

@@ -85,6 +85,7 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
 
 
 def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
+    """Return a field that must be a list of whole numbers from 0 to `maximum`."""
     numbers = _numbers(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
         wrong = min(numbers) if min(numbers) < 0 else max(numbers)
@@ -93,6 +94,7 @@ def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | 
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
+    """Return the log-probabilities of `n` tokens."""
     numbers = _numbers(choice, "logprobs", {int, float}, n)
     if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
         raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
@@ -119,6 +121,7 @@ def sampled_with(params: SamplingParams) -> dict[str, float]:
 
 
 def _temperature(value: Any) -> float:
+    """Return the temperature of a turn."""
     if type(value) not in (int, float) or not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
         raise BadTrajectory(f"temperature is {show(value)}; the temperature of the request is expected")
     return float(value)

@@ -212,6 +212,7 @@ class Sampler:
 
     def _next_seed(self, prompt: list[int], digest: int | None) -> int:
         # Requests arrive in any order, so a seed derived from a counter would differ between runs.
+        """Return the seed of the next request with this prompt."""
         digest = digest_of(prompt) if digest is None else digest
         n_seen = self._seen[digest] = self._seen.pop(digest, 0) + 1
         if len(self._seen) > _MAX_SEEN:

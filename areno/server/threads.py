@@ -65,6 +65,7 @@ class Threads:
             del future  # its error's traceback holds this frame: the cycle would keep the objects of the work alive
 
     def _serve(self) -> None:
+        """Call queued functions until none is left."""
         thread = threading.current_thread()
         _running.add(thread)
         try:
@@ -82,6 +83,7 @@ class Threads:
 
 
 def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
+    """Call the function and hand its result or error to the future's event loop."""
     try:
         settled = partial(_settle, future, work(), None)
     except BaseException as error:
@@ -92,6 +94,7 @@ def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give a future its result or error, unless it was cancelled."""
     if future.done():
         return
     if error is None:
@@ -190,6 +193,7 @@ class ServerThread:
         self._thread.join(self._grace_s + _SHUTDOWN_S)
 
     def _run(self) -> None:
+        """Run the event loop of the thread and keep its error for `start`."""
         try:
             asyncio.run(self._serve())
         except BaseException as error:
@@ -198,6 +202,7 @@ class ServerThread:
             self._ready.set()
 
     async def _serve(self) -> None:
+        """Serve the application until `stop`."""
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         grace_s = max(self._grace_s, _MIN_GRACE_S)
         runner = web.AppRunner(

@@ -65,6 +65,7 @@ def exit_text(code: int) -> str:
 
 
 def _become_worker(fd: int, module: str) -> None:
+    """Turn this forked process into the process of user code."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
@@ -112,6 +113,7 @@ def _end_all(worker: int) -> None:
 
 
 def _children() -> list[int]:
+    """Return the process ids of this process's children."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -121,5 +123,6 @@ def _children() -> list[int]:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

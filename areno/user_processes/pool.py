@@ -194,6 +194,7 @@ class WorkerPool(Generic[Config]):
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
+        """Start a process."""
         return Worker(self._first_message, _IMPORT_LIMIT_S, self.module, self.output)
 
     def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
@@ -237,6 +238,7 @@ class WorkerPool(Generic[Config]):
                 self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
+        """Kill a process and start another one in its place."""
         worker.end()
         self._workers[self._workers.index(worker)] = self._start_worker()
 
@@ -256,6 +258,7 @@ class WorkerPool(Generic[Config]):
                 self._lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
 
     def _receive(self, worker: Worker, work: Work | None) -> None:
+        """Handle the messages of a process, or its end."""
         while readable([worker.connection]):
             try:
                 kind_or_position, value = worker.connection.recv()

@@ -121,6 +121,7 @@ class ForkedCopies:
         os.register_at_fork(before=self._open if reports else lambda: None, after_in_child=connection.close)
 
     def _open(self) -> None:
+        """Open the pipe before the first fork."""
         if self._pipe is None:
             self._pipe = os.pipe()
 

@@ -159,6 +159,7 @@ def rebase_refs(schema: Any, path: str) -> Any:
 
 
 def _close_all(schema: Any) -> Any:
+    """Close this schema and its subschemas."""
     done = _rewritten(schema, lambda _, value: _close_all(value))
     if (
         isinstance(done, dict)
@@ -170,6 +171,7 @@ def _close_all(schema: Any) -> Any:
 
 
 def _json_types(schema: Any) -> Any:
+    """Replace Python's type names by JSON's."""
     return _rewritten(
         schema, lambda key, value: json_type(value) if key == "type" and isinstance(value, str) else _json_types(value)
     )

@@ -196,11 +196,13 @@ class MessageStream:
         return self._advance()
 
     def _advance(self) -> list[MessageDelta]:
+        """Read on and return the new deltas."""
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _message(self, in_reasoning: bool) -> Reading[None]:
+        """Read the whole message."""
         source = self._source
         if not in_reasoning:
             yield from source.skip_space()
@@ -213,6 +215,7 @@ class MessageStream:
         yield from self._content()
 
     def _reasoning(self) -> Reading[None]:
+        """Read reasoning up to `</think>`."""
         source = self._source
         yield from source.skip_newlines()
         while True:
@@ -231,6 +234,7 @@ class MessageStream:
         source.forget()
 
     def _content(self) -> Reading[None]:
+        """Read content and tool calls up to the end."""
         source, is_fresh = self._source, True
         while True:
             if self._n_calls and is_fresh:

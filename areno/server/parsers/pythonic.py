@@ -132,6 +132,7 @@ class _Literals:
         return calls
 
     def _call(self) -> Reading[RawCall]:
+        """Read name(key=value, ...)."""
         name = yield from self._word()
         yield from self._expect("(")
         arguments: dict[str, Any] = {}
@@ -158,6 +159,7 @@ class _Literals:
         return word
 
     def _expect(self, char: str) -> Reading[None]:
+        """Skip spaces and this character. Raises Malformed if another one comes."""
         yield from self._source.skip_space()
         if not (yield from self._source.accept(char)):
             raise Malformed
@@ -176,6 +178,7 @@ class _Literals:
         return (yield from self._source.accept(closing))
 
     def _value(self, depth: int) -> Reading[Any]:
+        """Read any literal."""
         yield from self._source.skip_space()
         char = yield from self._source.peek()
         if depth > MAX_NESTED or not char:
@@ -206,6 +209,7 @@ class _Literals:
         return items[0] if bare else items
 
     def _dict(self, depth: int) -> Reading[dict[str, Any]]:
+        """Read a dict with text as keys."""
         items: dict[str, Any] = {}
         yield from self._expect("{")
         while not (yield from self._ends("}", items)):
@@ -217,6 +221,7 @@ class _Literals:
         return items
 
     def _number(self) -> Reading[int | float]:
+        """Read an int or a float."""
         start = self._source.at
         while (char := (yield from self._source.peek())) and (char.isalnum() or char in "+-._"):
             self._source.at += 1
@@ -229,6 +234,7 @@ class _Literals:
         raise Malformed
 
     def _string(self, quote: str) -> Reading[str]:
+        """Read a string, with one or three quotes."""
         source = self._source
         is_long = yield from source.accept(quote * 3)
         end = quote * 3 if is_long else quote

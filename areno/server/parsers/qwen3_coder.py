@@ -100,6 +100,7 @@ class Qwen3CoderParser(ToolCallParser):
         return in_tags(lark, call, many)
 
     def _function(self, lark: Lark, name: str, schema: Schema) -> str:
+        """Return the grammar of a call to one function."""
         parts, required = [lark.literal(f"{FUNCTION}{name}>\n")], frozenset(schema.get("required") or ())
         for key, each in properties_of(schema).items():
             if set(key + name) & set("<>\n"):
@@ -109,6 +110,7 @@ class Qwen3CoderParser(ToolCallParser):
         return lark.rule(" ".join([*parts, lark.literal(END_FUNCTION)]))
 
     def _name(self, source: Cursor) -> Reading[str | None]:
+        """Read the name before `>`."""
         start = source.at
         while (char := (yield from source.peek())) != ">":
             if char == "" or char in "<\n":

@@ -192,6 +192,7 @@ def dump_json(value: Any) -> str:
 
 
 def _refuse(name: str) -> Any:
+    """Refuse NaN and infinity."""
     raise ValueError(f"JSON has no {name}")
 
 
