@@ -1,0 +1,1 @@
+"""The settings of a run: dataclasses, with the checks between their fields."""

@@ -1,4 +1,4 @@
-"""The settings of data: where rows come from, which columns they have, how many a step uses."""
+"""Settings of data: the source of rows, their columns, and how many a step uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areno.schema.fields import Missing, Needs, Section, build_check, check, set
 
 @dataclass(kw_only=True)
 class ColumnsConfig(Section):
-    """The columns of a dataset that hold the fields of a row. null: the column is called like the field."""
+    """The columns of a dataset that hold the fields of a row. null: the column has the name of the field."""
 
     prompt: str | None = setting(None, help="Column of the prompt, text or messages")
     solutions: str | None = setting(None, help="Column of what the reward function compares with")
@@ -23,13 +23,13 @@ class ColumnsConfig(Section):
     tools: str | None = setting(None, help="Column of the tools that the chat template is given")
 
     def given(self) -> dict[str, str]:
-        """Field -> column, for those that are set."""
+        """Return the columns that are set, by the fields of a row."""
         return {field: column for field, column in vars(self).items() if column is not None}
 
 
 @dataclass(kw_only=True)
 class DatasetConfig(Section):
-    """Where rows come from, and how many a step uses."""
+    """The source of rows, and how many a step uses."""
 
     path: str | None = setting(
         None,
@@ -68,11 +68,12 @@ class DatasetConfig(Section):
 
     @property
     def is_given(self) -> bool:
-        """Whether it says where the rows come from."""
+        """Whether a source of rows is set."""
         return self.path is not None or self.loader is not None
 
     @check
     def arguments_of_the_loader(self) -> Iterator[Problem]:
+        """Report arguments that no function gets, and those that have settings of their own."""
         if self.dataset_kwargs and not self.is_given:
             text = "is set, but {} and {} are null, so nothing is loaded"
             yield Problem("dataset_kwargs", text, Key("path"), Key("loader"))
@@ -99,12 +100,17 @@ class ValidSetConfig(DatasetConfig):
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
+        """Report a section without a source of rows."""
         if not self.is_given:
             yield Missing("path", f"{MISSING_ROWS}; for a run without evaluation, use valid_dataset=null")
 
 
 def set_name_problems(names: Collection[Any]) -> Iterator[str]:
-    """What is wrong with the names of evaluation sets, which are parts of metrics and files."""
+    """Yield the problems with names of evaluation sets, which become parts of the names of metrics and files.
+
+    Args:
+        names: The names.
+    """
     if not names:
         yield "is empty; at least one set is expected"
     for name in names:
@@ -124,13 +130,15 @@ class ValidDatasetConfig(ValidSetConfig):
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
+        """Report a section without a source of rows."""
         return super().something_to_read() if self.sets is None else iter(())
 
     @check
     def names_of_sets(self) -> Iterator[Problem]:
+        """Report names that cannot be parts of metrics and files."""
         if self.sets is not None:
             yield from (Problem("sets", text) for text in set_name_problems(self.sets))
 
     def by_name(self) -> dict[str, ValidSetConfig]:
-        """The sets by their names. The name of a single set is ""."""
+        """Return the evaluation sets by their names. The name of a single set is ""."""
         return {"": self} if self.sets is None else self.sets

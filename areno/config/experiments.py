@@ -17,7 +17,7 @@ LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
 _EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
 
 LossFn = Callable[..., Any]
-"""(pack, logprobs) -> (loss, stats), see areno.loss_fns."""
+"""A loss function (pack, logprobs) -> (loss, stats), as areno.loss_fns describes it."""
 
 
 @dataclass(kw_only=True)
@@ -58,21 +58,24 @@ class ExperimentConfig(Section):
     scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="What starts the worker processes")
 
     def brings_rows(self) -> bool:
-        """Whether there is training data without train_dataset naming any."""
+        """Return whether the run has training data although train_dataset names none."""
         return False
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
+        """Report a run without training data."""
         if not self.train_dataset.is_given and not self.brings_rows():
             yield Missing("train_dataset.path", datasets.MISSING_ROWS)
 
     @build_check
     def evaluation_of_nothing(self) -> Iterator[Problem]:
+        """Report a best_metric of evaluation in a run without evaluation."""
         if self.valid_dataset is None and (metric := self.saver.best_metric or "").startswith("eval/"):
             yield _EVALUATION.problem("saver.best_metric", metric, None)
 
     @build_check
     def metric_of_the_evaluator(self) -> Iterator[Problem]:
+        """Report metrics that the evaluation does not measure."""
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
 
     def optimizers(self) -> list[models.OptimizerConfig]:
@@ -81,6 +84,7 @@ class ExperimentConfig(Section):
 
     @check
     def states_of_no_moments(self) -> Iterator[Problem]:
+        """Report settings about moments in a run whose optimizers have none."""
         if all(optimizer.type == "sgd" for optimizer in self.optimizers()):
             for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
                 text = "is true, but {} is sgd, which has no moments; leave it out"
@@ -92,16 +96,19 @@ class ExperimentConfig(Section):
         "or lower it to 1",
     )
     def nodes_without_a_cluster(self) -> bool:
+        """Return whether several nodes are asked for without Ray."""
         return self.cluster.n_nodes > 1 and self.scheduler.type == "local"
 
     @forbid(
         "engine.workers", "is inline, which runs in this process, but scheduler.type=ray starts processes; leave it out"
     )
     def inline_on_a_cluster(self) -> bool:
+        """Return whether Ray is asked to run workers in this process."""
         return self.engine.workers == "inline" and self.scheduler.type == "ray"
 
     @check
     def devices_fill_the_nodes(self) -> Iterator[Problem]:
+        """Report numbers of devices that the nodes cannot share evenly."""
         size, n_nodes, n_each = self.engine.world_size, self.cluster.n_nodes, self.cluster.n_gpus_per_node
         if n_each is not None and size is not None and size != n_nodes * n_each:
             text = "is {}, but {}={} and {}={} make {}; leave one of them out"
@@ -118,6 +125,7 @@ class ExperimentConfig(Section):
 
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:
+        """Report names that cannot be names of folders."""
         for key in ("experiment_name", "trial_name"):
             name = vars(self).get(key)
             if name is None:
@@ -128,11 +136,11 @@ class ExperimentConfig(Section):
                 yield Problem(key, f"has {size} bytes; a folder name has at most {LONGEST_NAME}")
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures of a set, the default of evaluator.metric first."""
+        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
         return ()
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """What the result of a run is, in words, and whether more or less of it is better. A sweep compares it."""
+        """Return the name of the number by which a sweep compares runs, and whether more or less is better."""
         return self._objective("eval/loss", "train/loss of the last step", "min")
 
     def _objective(
@@ -141,17 +149,26 @@ class ExperimentConfig(Section):
         return (trained if self.valid_dataset is None else f"{evaluated} of the last evaluation"), mode
 
     def loss_fn(self) -> LossFn:
-        """The loss function that the settings describe. Raises ConfigError if the class defines none."""
+        """Return the loss function that the settings describe.
+
+        Raises:
+            ConfigError: The class defines no loss.
+        """
         raise ConfigError(f"{type(self).__name__} describes no loss; give the trainer a loss_fn")
 
 
 def pass_sizes(n_samples: int) -> list[int]:
-    """The k of pass@k: 1, 2, 4, ... below n_samples, and n_samples."""
+    """Return the values of k for pass@k: 1, 2, 4, ... below n_samples, and n_samples itself."""
     return [*(1 << i for i in range((n_samples - 1).bit_length())), n_samples]
 
 
 def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[Problem]:
-    """What is wrong with evaluator.metric and saver.best_metric. sets: the names of the evaluation sets."""
+    """Yield the problems with evaluator.metric and saver.best_metric.
+
+    Args:
+        config: The settings of the run.
+        sets: The names of the evaluation sets.
+    """
     metrics, best = config.eval_metrics(), config.saver.best_metric or ""
     names = [*metrics, *(f"{name}/{of_set}" for name in sets if name for of_set in metrics)]
     asked = [("evaluator.metric", config.evaluator.metric, names)]
@@ -168,6 +185,7 @@ class SupervisedExperimentConfig(ExperimentConfig):
     """Training on demonstrations."""
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
         return ("loss",)
 
 
@@ -180,9 +198,11 @@ class PreferenceExperimentConfig(ExperimentConfig):
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
         return ("loss", "accuracy", "margin", "ranking_accuracy")
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """Return the name of the result of a run, and whether more or less is better."""
         return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
 
 
@@ -208,27 +228,36 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
 
     def brings_rows(self) -> bool:
+        """Return whether the agent is an environment, which has its own rows."""
         return self.agent.is_environment
 
     @build_check
     def something_rewards(self) -> Iterator[Problem]:
+        """Report a run without a reward."""
         return self.reward.problems_of_none(self.agent.fn is not None)
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
         of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
         return ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences", *of_groups)
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """Return the name of the result of a run, and whether more or less is better."""
         return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
 
     @check
     def eval_gconfig_of_greedy(self) -> Iterator[Problem]:
+        """Yield the temperature of a greedy evaluation, which has no effect."""
         if self.eval_gconfig is not None:
             yield from self.eval_gconfig.unused_in_evaluation("eval_gconfig")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """The advantages that the settings describe, in the form of an AdvantageFn (areno.trainers.rows)."""
+        """Return the advantages that the settings describe, with the arguments of an AdvantageFn (areno.trainers.rows).
+
+        Raises:
+            ConfigError: The class defines no advantages.
+        """
         raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
 
     @forbid(
@@ -237,10 +266,12 @@ class PolicyExperimentConfig(ExperimentConfig):
         "leave it out",
     )
     def offloaded_base(self) -> bool:
+        """Return whether a reference is to be moved that is the actor itself."""
         return self.ref is not None and self.ref.offload and self.ref.path is None and self.actor.use_lora
 
     @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_of_one(self) -> bool:
+        """Return whether a group advantage has groups of one sample."""
         norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
         return self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms)
 
@@ -249,6 +280,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
     )
     def routes_of_agents(self) -> bool:
+        """Return whether the experts of an agent's tokens are asked for."""
         return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -257,6 +289,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "engine.exact=true, what each of their requests draws does not depend on the others",
     )
     def agents_keep_no_time(self) -> bool:
+        """Return whether equal runs are asked for although the order of an agent's requests varies."""
         return self.engine.deterministic and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -264,6 +297,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
     )
     def samples_that_cannot_differ(self) -> bool:
+        """Return whether every group would be dropped, as it has one sample."""
         return self.rollout.dynamic_sampling and self.gconfig.n_samples < 2
 
     @forbid(
@@ -273,6 +307,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "false (eval_gconfig has a setting of its own)",
     )
     def repeated_greedy_samples(self) -> bool:
+        """Return whether all samples of a prompt would be equal."""
         has_agent = self.agent.fn is not None or self.agent.is_environment
         return self.gconfig.greedy and self.gconfig.n_samples > 1 and not has_agent
 
@@ -281,6 +316,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is {self.actor.overlong_tokens}, more than gconfig.max_new_tokens={self.gconfig.max_new_tokens}; lower it",
     )
     def overlong_zone_too_large(self) -> bool:
+        """Return whether the penalty for length begins before the first token."""
         return (self.actor.overlong_tokens or 0) > self.gconfig.max_new_tokens
 
     @property
@@ -294,6 +330,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_minibatches(self) -> bool:
+        """Return whether the mini-batches of the actor cannot have equal sizes."""
         return self.rows_per_step % self.actor.ppo_n_minibatches != 0
 
 
@@ -305,10 +342,12 @@ class KLExperimentConfig(PolicyExperimentConfig):
 
     @forbid("actor.kl_ctl", "is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
     def kl_without_reference(self) -> bool:
+        """Return whether a KL is asked for without a reference."""
         return self.actor.kl_ctl > 0 and self.ref is None
 
     @forbid("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
     def unused_reference(self) -> bool:
+        """Return whether a reference is loaded without a KL."""
         return self.ref is not None and self.actor.kl_ctl == 0
 
 
@@ -328,4 +367,5 @@ class CriticExperimentConfig(KLExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_critic_minibatches(self) -> bool:
+        """Return whether the mini-batches of the critic cannot have equal sizes."""
         return self.rows_per_step % self.critic.ppo_n_minibatches != 0

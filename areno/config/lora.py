@@ -1,4 +1,4 @@
-"""Settings of low-rank adapters, which are trained in the place of a model's weights. Imports no torch."""
+"""Settings of low-rank adapters, which are trained instead of the weights of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ class LoraConfig(Section):
 
     @forbid("target_modules", "is empty; name linear layers, or leave it out for all of them")
     def adapters_of_nothing(self) -> bool:
+        """Return whether no layer has adapters."""
         return not self.target_modules
 
     @forbid("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
     def all_and_some(self) -> bool:
+        """Return whether all-linear stands beside other layers."""
         return ALL_LINEAR in self.target_modules and len(self.target_modules) > 1

@@ -109,18 +109,22 @@ class SamplingConfig(Section):
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
     def shortest_above_longest(self) -> bool:
+        """Return whether the shortest completion is longer than the longest."""
         return self.min_new_tokens > self.max_new_tokens
 
     @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
     def no_token_to_sample(self) -> bool:
+        """Return whether top_k keeps no token."""
         return self.top_k == 0
 
     @forbid("stop", "contains an empty string, which would end every completion; leave it out")
     def empty_stop_string(self) -> bool:
+        """Return whether a stop string is empty."""
         return "" in (self.stop or [])
 
     @forbid("stop_token_ids", "is {self.stop_token_ids}; token ids are at least 0")
     def negative_stop_token(self) -> bool:
+        """Return whether a stop token is negative."""
         return min(self.stop_token_ids or [0]) < 0
 
 
@@ -180,11 +184,12 @@ class GenerationConfig(SamplingConfig):
         "is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
     )
     def no_room_for_prompts(self) -> bool:
+        """Return whether the completion fills all of max_tokens."""
         return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
 
 
 VERIFIERS = "verifiers:"
-"""What stands before the name of an environment of the verifiers package."""
+"""The prefix of agent.fn before the name of an environment of the verifiers package."""
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
 
 
@@ -216,7 +221,7 @@ class AgentConfig(Section):
 
     @property
     def is_environment(self) -> bool:
-        """Whether it is an environment of the verifiers package."""
+        """Whether the agent is an environment of the verifiers package."""
         return self.fn is not None and self.fn.startswith(VERIFIERS)
 
 
@@ -279,13 +284,18 @@ class RewardConfig(Section):
         return [self.fn] if isinstance(self.fn, str) else self.fn or []
 
     def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
-        """What is wrong where neither a function nor a model is set. by_agent: an agent brings the reward."""
+        """Yield a problem if neither a reward function nor a reward model is set.
+
+        Args:
+            by_agent: Whether an agent gives the reward, so that neither is needed.
+        """
         if self.fn is None and self.path is None and not by_agent:
             text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
             yield Missing("reward.fn", text)
 
     @check
     def functions_and_weights(self) -> Iterator[Problem]:
+        """Report an empty list of functions, and weights of another number."""
         if self.fn == []:
             yield Problem("fn", "is an empty list; name a function, or set it to null")
         elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.functions):

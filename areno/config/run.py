@@ -1,7 +1,4 @@
-"""Settings of going on with a run that was interrupted. Imports no torch.
-
-Settings beside the models: data, sampling, rollout, reward, saving, logging, devices. Imports no torch.
-"""
+"""Settings beside the models: decoding, saving, evaluation, resuming, devices and machines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class DecoderConfig(Section):
 
 @dataclass(kw_only=True)
 class RolloutConfig(DecoderConfig):
-    """How samples are drawn: the decoder's settings, and what a step does with the samples."""
+    """Settings of the decoder in a run, and how a step treats the samples."""
 
     max_concurrent_rollouts: int | None = setting(
         None,
@@ -72,7 +69,7 @@ class RolloutConfig(DecoderConfig):
 
 @dataclass(kw_only=True)
 class FrequencyConfig(Section):
-    """When something happens. A setting that is null never triggers it."""
+    """How often a run saves, evaluates or writes its state. A setting that is null has no effect."""
 
     freq_steps: int | None = setting(None, help="Every this many steps", gt=0)
     freq_epochs: int | None = setting(None, help="Every this many epochs", gt=0)
@@ -81,7 +78,7 @@ class FrequencyConfig(Section):
 
 @dataclass(kw_only=True)
 class RecoverConfig(FrequencyConfig):
-    """When the state of a run is written, and whether a run goes on from one. A run always writes one at its end."""
+    """When the state of a run is written, and whether a run resumes from a state. A run writes one at its end."""
 
     mode: Literal["auto", "resume", "off"] = setting(
         "auto",
@@ -169,6 +166,7 @@ class SaverConfig(FrequencyConfig):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
+        """Return whether the text cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 
@@ -206,6 +204,7 @@ class EvaluatorConfig(FrequencyConfig):
         "is {self.patience}, but nothing is evaluated during training; set freq_steps, freq_epochs or freq_secs",
     )
     def patience_without_evaluations(self) -> bool:
+        """Return whether early stopping waits for evaluations that do not happen."""
         return self.patience is not None and self.freq_steps is self.freq_epochs is self.freq_secs is None
 
 
@@ -353,6 +352,7 @@ class EngineConfig(Section):
 
     @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
     def flash_is_not_exact(self) -> bool:
+        """Return whether another attention is asked for beside exact."""
         return self.exact and self.attn_backend == "flash"
 
     @forbid(
@@ -360,15 +360,18 @@ class EngineConfig(Section):
         "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out",
     )
     def sums_of_shares_are_not_exact(self) -> bool:
+        """Return whether sequence parallel is asked for beside exact."""
         return self.exact and self.sequence_parallel is True
 
     @check
     def copies_divide_world(self) -> Iterator[Problem]:
+        """Report sizes that do not divide the devices."""
         if self.world_size is not None:
             yield from self.layout(self.world_size).problems()
 
     @check
     def inline_is_one_device(self) -> Iterator[Problem]:
+        """Report several devices in one process."""
         if self.workers == "inline" and (self.world_size or 1) > 1:
             text = "is inline, which runs one device, but {} is {}; use spawn"
             yield Problem("workers", text, Key("engine.world_size"), self.world_size)
@@ -376,7 +379,7 @@ class EngineConfig(Section):
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):
-    """The machines of a run, and where it leaves its files."""
+    """The machines of a run, and the folder of its files."""
 
     fileroot: str = setting(
         "outputs",
@@ -393,12 +396,13 @@ class ClusterConfig(Section):
 
     @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
     def no_path(self) -> bool:
+        """Return whether the text cannot be the path of a folder."""
         return is_no_folder(self.fileroot)
 
 
 @dataclass(kw_only=True)
 class SchedulerConfig(Section):
-    """What starts the worker processes."""
+    """How the worker processes are started."""
 
     type: Literal["local", "ray"] = setting(
         "local",
