@@ -67,8 +67,7 @@ class Run:
     ):
         if run_dir is not None:
             check_folder("run_dir", run_dir)
-        self.config, self.loader = config, loader
-        self._save = save
+        self.config, self.loader, self._save = config, loader, save
         self.folder = folder_for(config, run_dir)
         self.saver = Saver(config.saver, self.folder / "checkpoints", is_saved)
         with ExitStack() as stack:
