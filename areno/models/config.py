@@ -1,4 +1,4 @@
-"""The shape of a model, read from a Hugging Face `config.json`."""
+"""The shape of a model and the record of a model family, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areno.models.rope import read_rope
 from areno.schema.fields import settings
 
 HeadName = Literal["lm", "value"]
-MOST_LAYERS = 10_000  # each is built before the weights are read
+MOST_LAYERS = 10_000  # a larger number is an error in the file
 
 
 _NAMES = "architectures model_type transformers_version name_or_path model_name torch_dtype dtype tokenizer_class"
@@ -38,7 +38,12 @@ UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What may differ between the attention layers of one model. window: how many tokens each sees, itself included."""
+    """Properties that may differ between the attention layers of a model.
+
+    Attributes:
+        rope: The rotary positions.
+        window: The number of last tokens that a token sees, including itself; None for all.
+    """
 
     rope: Rope
     window: int | None = None
@@ -46,18 +51,26 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Everything the decoder-only transformer of `models/transformer.py` needs to know.
+    """The shape of a decoder-only transformer (transformer.py). Fields without a description have their usual names.
 
-    rope: of most layers; kinds: of each layer, where they are not all of this rope and without a window.
-    max_position_embeddings: the context, tokens of the longest row.
-    qk_norm: of each query and key head; qk_norm_whole: with all heads of a token as one vector.
-    norms: where attention and MLP have theirs, with regard to the residual stream. norm_plus_one: norms multiply by
-    1 + weight. embed_scale: what embeddings are multiplied by.
-    attention_gate: what attention gives is multiplied by the sigmoid of as many numbers, which come with the queries.
-    delta: the layers that have a recurrent state in the place of attention; `kinds` says nothing about these.
-    within: the model with images that transformers makes of the folder, whose names of tensors peft goes by.
-    head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
-    head; False for a value model made from a causal language model, whose head starts at 0.
+    Attributes:
+        family: The name of its Family.
+        rope: The rotary positions of most layers.
+        max_position_embeddings: The context: the most tokens of a row.
+        qk_norm: Each query and key head has a norm.
+        qk_norm_whole: All query heads of a token share one norm, and so do its key heads.
+        attention_gate: The output of attention is multiplied by a sigmoid. Its logits are computed with the queries.
+        norms: Whether norms stand before, after, or before and after attention and MLP.
+        norm_plus_one: Norms multiply by 1 + weight.
+        embed_scale: Embeddings are multiplied by this number.
+        kinds: The properties of each layer. Empty if all layers have `rope` and no window. Recurrent layers ignore it.
+        initializer_range: The standard deviation of random weights.
+        hf: `config.json` as read, which is written back when the model is saved.
+        experts: The experts of layers that have them in place of the plain MLP.
+        delta: The layers with a recurrent state in place of attention.
+        within: The architecture with images that transformers builds from the folder, whose tensor names peft uses.
+        head: "lm" predicts the next token. "value" gives a number for each token.
+        has_head: The checkpoint has the head. A value model made from a causal language model starts with a head of 0.
     """
 
     family: str
@@ -94,7 +107,7 @@ class TransformerConfig:
 
     @property
     def divided(self) -> list[tuple[str, str, int]]:
-        """(what, field of config.json, number) of what tensor-parallel ranks divide into whole numbers."""
+        """Return the sizes that tensor-parallel ranks divide, each as (name, field of config.json, number)."""
         sizes = [
             ("attention heads", "num_attention_heads", self.num_heads),
             ("key-value heads", "num_key_value_heads", self.num_kv_heads),
@@ -109,12 +122,16 @@ class TransformerConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers that have keys and values."""
+        """Return the numbers of the layers with keys and values."""
         recurrent = () if self.delta is None else self.delta.layers
         return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
     def kind(self, index: int) -> LayerKind:
-        """Of a layer."""
+        """Return the properties of an attention layer.
+
+        Args:
+            index: The number of the layer.
+        """
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
 
@@ -167,13 +184,18 @@ def read_decoder(
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
-    """The fields that all families share; each family replaces the others in the result.
+    """Read the fields that all families share. A family replaces the other fields of the result.
 
-    default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
-    partial_rotary: the share of a head that is rotated where nothing says so; None rotates all of it, always.
-    rope: where `config.json` describes more than one; activation: the name of the only one, and of its field.
-    may_slide: layers may have a window; see `with_windows`. may_recur: layers may have a recurrent state.
-    interleaved: neighbours are rotated together, rather than each number with that half a head away.
+    Args:
+        raw: The fields of `config.json`. Errors are collected in it.
+        family: The name of the family.
+        default_head_dim: The head dimension if `head_dim` is absent. None derives it from the hidden size.
+        partial_rotary: The rotated share of a head if `config.json` has none. None requires that all of it is rotated.
+        interleaved: Neighbouring numbers are rotated together, not numbers half a head apart.
+        may_slide: Layers may have a window, see `with_windows`.
+        may_recur: Layers may have a recurrent state.
+        rope: The rotary positions if the family has read them. None reads them.
+        activation: The field with the activation, and its only supported value.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
     field, only = activation
@@ -184,7 +206,7 @@ def read_decoder(
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
     max_positions = raw.get("max_position_embeddings", int, ge=1)
     rope = rope or read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved)
-    if rope.kind == "longrope":  # beyond, it turns all keys in another way
+    if rope.kind == "longrope":  # longer texts would rotate all keys in another way
         max_positions = min(max_positions, rope.original_max_positions)
     config = TransformerConfig(
         family=family,
@@ -208,7 +230,7 @@ def read_decoder(
 
 
 def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool) -> None:
-    """Sizes that do not fit each other. is_derived: the head dimension follows from the hidden size."""
+    """Report sizes that contradict each other. is_derived: the head dimension follows from the hidden size."""
     heads = f"num_attention_heads={config.num_heads}"
     if config.num_heads % config.num_kv_heads:
         raw.refuse("num_key_value_heads", f"a divisor of {heads}")
@@ -227,11 +249,11 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
-    """Fields that would change the numbers and that nothing here implements."""
+    """Report fields that ask for a computation that is not implemented."""
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
     for name, code in raw.get("auto_map", dict, {}).items():
-        # A class that transformers has, too, was published before it had it. transformers takes its own, as we do.
+        # Some checkpoints name their own code for a class that transformers has. Its own class is used, as here.
         known = str(code).rpartition(".")[2] in raw.get("architectures", list, [])
         if name.startswith("AutoModel") and not known:
             raw.wrong(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
@@ -256,12 +278,18 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
 def with_windows(
     raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
 ) -> TransformerConfig:
-    """The config with the windows of `layer_types`, or without them of the layers for which `slides` is true.
+    """Give layers the window `sliding_window`.
 
-    local_rope: of layers with a window, where it is another one. A window that no row can leave is none.
+    A window at least as long as the context is dropped.
+
+    Args:
+        raw: The fields of `config.json`. `layer_types` names the layers with a window.
+        config: The shape without windows.
+        slides: Returns whether a layer has a window, for files without `layer_types`.
+        local_rope: The rotary positions of layers with a window. None keeps those of the other layers.
     """
     types = raw.get("layer_types", list, [])
-    raw.get("sliding_window", int, 0, ge=1)  # which may be there without a use
+    raw.get("sliding_window", int, 0, ge=1)  # the field may be unused
     sliding = [kind == "sliding_attention" for kind in types] or [slides(n) for n in range(config.num_layers)]
     if len(sliding) != config.num_layers or not any(sliding):
         return config

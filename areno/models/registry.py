@@ -1,6 +1,6 @@
-"""Architectures that people ask for and that do not run here, each with what it would need.
+"""Finds the family and the shape of a model folder, and builds the model.
 
-From a model folder to a model: which family it is, what shape it has.
+MISSING lists known architectures that are not supported, each with what it would need.
 """
 
 from __future__ import annotations
@@ -67,13 +67,17 @@ VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES
 
 
 def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = False) -> TransformerConfig:
-    """Read `config.json` of a model folder or hub id, with the end-of-sequence ids of `generation_config.json` added.
+    """Read `config.json` of a model, and the end-of-sequence ids of `generation_config.json`.
 
-    head: "lm" wants a ...ForCausalLM. "value" wants a ...ForSequenceClassification with one label, or takes the body of
-    a ...ForCausalLM unless `needs_head`.
+    Args:
+        path: A model folder or hub id.
+        head: "lm" requires a ...ForCausalLM. "value" requires a ...ForSequenceClassification with one label, or takes
+            the body of a ...ForCausalLM.
+        needs_head: With head="value", refuse a ...ForCausalLM.
 
-    CheckpointError where there is none, where the architecture is not one of ours or has another head, and with all
-    fields that are wrong, that ask for something that is not implemented, or that nothing here knows.
+    Raises:
+        CheckpointError: There is no `config.json`, its architecture is not supported or has another head, or fields
+            are wrong, unknown or ask for a computation that is not implemented. The error lists all fields.
     """
     folder = resolve(path)
     file = folder / "config.json"
@@ -104,7 +108,14 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
 
 
 def has_value_head(folder: Path) -> bool:
-    """Whether the model of a folder gives numbers rather than tokens. CheckpointError as of `load_config`."""
+    """Return whether a model folder holds a ...ForSequenceClassification.
+
+    Args:
+        folder: The folder. Without `config.json`, the result is False.
+
+    Raises:
+        CheckpointError: The architecture is not supported.
+    """
     if not (folder / "config.json").is_file():
         return False
     return _find_family(_text_of(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
@@ -155,9 +166,17 @@ def build_model(
     tp: ParallelGroup | None = None,
     placed: bool = True,
 ) -> Transformer:
-    """The model with uninitialised weights, this rank's shards only. ConfigError where the ranks do not divide it.
+    """Build a model with uninitialised weights. It has the shards of this rank only.
 
-    placed: see WeightSpec.
+    Args:
+        config: The shape of the model.
+        dtype: The type of the weights.
+        device: The device of the weights.
+        tp: The tensor-parallel ranks that share the model. None is one rank.
+        placed: See WeightSpec.
+
+    Raises:
+        ConfigError: The ranks cannot divide the model.
     """
     tp = tp or ParallelGroup()
     if problems := layout_problems(config, Layout.one_copy(tp.size)):
@@ -166,13 +185,13 @@ def build_model(
 
 
 def _text_of(raw: RawConfig) -> RawConfig:
-    """What `config.json` says of the text model, where it is that of a model with images whose text is a family."""
+    """Return the fields of the text model. For a model with images of a supported family, this is `text_config`."""
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)
             values = {"architectures": [family.architecture], "model_type": family.name, **family.assumed, **text}
             values.setdefault("eos_token_id", raw.values.get("eos_token_id"))
-            # transformers goes by the outer one of these, where there is one.
+            # transformers prefers the outer value of these fields.
             outer = ("tie_word_embeddings", "quantization_config")
             values |= {name: raw.values[name] for name in outer if name in raw.values}
             return RawConfig(values, f"{raw.origin}: text_config", raw.problems)
@@ -180,13 +199,13 @@ def _text_of(raw: RawConfig) -> RawConfig:
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, bool]:
-    """By `architectures`, or by `model_type` where that is absent; and whether it is the one with a value head."""
+    """Return the family by `architectures`, else by `model_type`, and whether the model has a value head."""
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
         has_value_head = family.value_architecture in architectures
         if has_value_head or family.architecture in architectures or (not architectures and family.name == model_type):
-            if model_type not in ("", family.name):  # transformers goes by it
+            if model_type not in ("", family.name):  # transformers uses this field
                 raw.refuse("model_type", f"{family.name!r}, as architectures is {architectures}")
             return family, has_value_head
     supported = ", ".join(family.architecture for family in FAMILIES.values())
@@ -200,7 +219,7 @@ def _find_family(raw: RawConfig) -> tuple[Family, bool]:
 
 
 def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
-    """There is one, of one label."""
+    """Raise CheckpointError unless the model has a value head with one label."""
     if not has_value_head:
         found = raw.values.get("architectures") or raw.values.get("model_type")
         wrong = "{}: architectures is {!r}, which has no trained value head; "
@@ -215,7 +234,7 @@ def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
 
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
-    """A slip of the pen in one of the sizes is told before memory runs out."""
+    """Report a model with an impossible number of parameters, before memory runs out."""
     if (size := parameters(config)) > MOST_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
         limit = f"expected at most {MOST_PARAMETERS:.0e}"
@@ -223,7 +242,7 @@ def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
 
 
 def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:
-    """`eos_token_id` is an int, a list of them, or null."""
+    """Return the ids of `eos_token_id`, which is an int, a list of ints, or null."""
     value = raw.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):

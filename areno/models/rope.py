@@ -21,11 +21,16 @@ def read_rope(
     interleaved: bool = False,
     unused: Collection[str] = (),
 ) -> Rope:
-    """partial, interleaved: as of `read_decoder`. unused: more fields of the section that change nothing.
+    """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (before).
 
-    Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
+    If both are there, transformers uses `rope_scaling` alone. So a different `rope_parameters` is an error.
 
-    Where both are there, transformers takes `rope_scaling` alone, and so the other must not say anything else.
+    Args:
+        raw: The fields of `config.json`. Errors are collected in it.
+        max_positions: The context of the model, in tokens.
+        partial: The rotated share of a head if the file has none. None requires that all of it is rotated.
+        interleaved: Neighbouring numbers are rotated together, not numbers half a head apart.
+        unused: More fields of the section that change nothing.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     if not scaling.values:
@@ -41,10 +46,18 @@ def read_rope(
 
 
 def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
-    """Of layers that see all tokens, and of those with a window: a section of `rope_parameters` for each.
+    """Read the rotary positions of layers without a window, and of layers with one.
 
-    Before transformers 5, `rope_theta` and `rope_scaling` were those of the former, and the field `local_theta` that of
-    the latter.
+    `rope_parameters` has a section for each. Before transformers 5, `rope_theta` and `rope_scaling` described layers
+    without a window.
+
+    Args:
+        raw: The fields of `config.json`. Errors are collected in it.
+        max_positions: The context of the model, in tokens.
+        local_theta: The older field with the base of layers with a window.
+
+    Returns:
+        The positions of layers without a window, and those of layers with one.
     """
     sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
     full, local = sections.section("full_attention"), sections.section("sliding_attention")
@@ -63,7 +76,7 @@ def _read_section(
     theta: float | None = None,
     unused: Collection[str] = (),
 ) -> Rope:
-    """theta: where the section has none, else the field outside of it."""
+    """Read a section. theta: the base if the section has none; None takes the field outside of the section."""
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
@@ -85,14 +98,17 @@ def _read_section(
 
 
 def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """Read the fields of the default: none."""
     return {}
 
 
 def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """Read the factor of linear and dynamic scaling."""
     return {"factor": params.get("factor", float, ge=1)}
 
 
 def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """Read the frequency bands of Llama 3."""
     low = params.get("low_freq_factor", float, gt=0, le=1e6)
     high = params.get("high_freq_factor", float, gt=low, le=1e6)
     factor = params.get("factor", float, ge=1)
@@ -100,7 +116,7 @@ def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, A
 
 
 def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """As transformers: without `factor` it follows from the two lengths, without `attention_factor` from `factor`."""
+    """Read YaRN. As in transformers, an absent `factor` follows from both lengths, and `attention_factor` from it."""
     factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
     above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))
     if not (above and below):
@@ -118,7 +134,7 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
 
 
 def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """As transformers. The factors of longer texts are only looked at."""
+    """Read longrope as transformers does. The factors of longer texts are required, but not used."""
     params.get("long_factor", list)
     factors = params.get("short_factor", list)
     if not all(type(each) in (int, float) and each > 0 for each in factors):
@@ -143,4 +159,5 @@ _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
 
 
 def _spelled(rope: Rope) -> str:
+    """Return a rope in words, for messages."""
     return f"rope_type={rope.kind}, rope_theta={rope.theta}, factor={rope.factor}"

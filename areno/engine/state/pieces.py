@@ -202,9 +202,7 @@ def _stored_shape(part: Part) -> tuple[int, ...]:
 
 
 def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[Piece]:
-    """Yield the pieces of one kind of buffer that is stored by checkpoint names, before they are divided over
-    copies.
-    """
+    """Yield the pieces of one kind of buffer that is stored by checkpoint names, before copies divide them."""
     flat, _ = trained(backend)
     for name, own, part in _table(backend):
         row = math.prod(flat.shapes[own][1:])
