@@ -21,7 +21,8 @@ _HEAD = """\
 This page lists every setting of every recipe. Set it on the command line (`actor.optimizer.lr=2e-6`) or in a YAML file.
 Types and bounds are checked before a run starts, and all problems are reported at once. *Recipes* names the recipes
 that have a setting, unless all of them do. If a default differs between recipes, each one is given. The page is
-generated from the dataclasses in `areno/config/` and `areno/recipes/`, and a test checks that it is up to date.
+generated from the dataclasses in `areno/config/`, `areno/recipes/`, `areno/reward_fns/` and `areno/services/`, and a
+test checks that it is up to date.
 """
 
 
