@@ -15,8 +15,7 @@ from typing import Any
 
 from areno.config.experiments import PolicyExperimentConfig
 from areno.config.rollout import flags_of_draws
-from areno.config.run import EvaluatorConfig, SaverConfig
-from areno.config.tracking import StatsLoggerConfig
+from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
 from areno.files.paths import existing_path
 from areno.report.tables import show

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from areno.config import datasets, models, run
 from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig
-from areno.config.run import RecoverConfig
-from areno.config.tracking import StatsLoggerConfig
+from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
-from areno.config.tracking import StatsLoggerConfig
+from areno.config.run import StatsLoggerConfig
 from areno.errors import ConfigError, Problem
 from areno.files.durable import atomic_write_text
 from areno.services import SERVICES

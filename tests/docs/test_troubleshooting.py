@@ -97,7 +97,7 @@ def one(log, error):
     logger.error(f"worker {error} hangs" if error else "all hang")
     raise EngineError(Problem("a.key", "lower {}, " + "please", error))
 """
-    monkeypatch.setattr("messages.ROOT", tmp_path)
+    monkeypatch.setattr("tests.helpers.messages.ROOT", tmp_path)
     (tmp_path / "code.py").write_text(code)
     found = {each.text for each in [*warnings(tmp_path), *errors(tmp_path)]}
     assert found == {"the disk of … is full; free some", "worker … hangs", "all hang", "lower …, please"}

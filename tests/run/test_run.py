@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from areno.config.models import ModelConfig
-from areno.config.run import EvaluatorConfig, SaverConfig
-from areno.config.tracking import StatsLoggerConfig, TensorBoardConfig
+from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig, TensorBoardConfig
 from areno.errors import ConfigError, EngineError
 from areno.run.run import Run
 from areno.tracking.run_log import RunLog

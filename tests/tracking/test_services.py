@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import areno
-from areno.config.tracking import StatsLoggerConfig
+from areno.config.run import StatsLoggerConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
