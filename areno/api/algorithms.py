@@ -28,8 +28,8 @@ from areno.config.experiments import (
     PreferenceExperimentConfig,
     SupervisedExperimentConfig,
 )
-from areno.errors import ConfigError, Problem
-from areno.files.paths import content_of, root
+from areno.errors import ArenoError, ConfigError, Problem
+from areno.files.paths import read_if_exists, root
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -55,6 +55,8 @@ class Algorithm:
         advantage_fn: Computes the advantages of rows, with the arguments of an AdvantageFn (areno.trainers.rows). None
             takes `config.advantages()`.
         roles: Models beside the actor that must be configured, such as "ref", whose log-probabilities the rows carry.
+        file: The script that defines the algorithm; None for an installed one. run_algorithm sets it, and a run records
+            it, so that `areno evaluate` and `areno replay` find the algorithm.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Algorithm:
     loss_fn: Callable[[Any], LossFn] | None = None
     advantage_fn: Callable[..., Any] | None = None
     roles: tuple[str, ...] = ()
+    file: Path | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loop) or isinstance(self.loop, type):
@@ -149,6 +152,32 @@ def get_algorithm(name: str) -> Algorithm:
     return found[name].load()
 
 
+def algorithm_of(folder: Path) -> Algorithm:
+    """Return the algorithm of a run. The algorithm of a user's file is imported from the file that the run recorded.
+
+    Args:
+        folder: Folder of the run.
+
+    Raises:
+        ArenoError: The run does not name its algorithm, or it is neither installed nor in the recorded file.
+    """
+    from areno.files.user_code import load_module
+    from areno.tracking.run_folder import recipe_of, script_of
+
+    name, script = recipe_of(folder), script_of(folder)
+    if name in algorithm_names():
+        return get_algorithm(name)
+    if not name:
+        raise ArenoError("{} does not say which algorithm it is a run of", folder)
+    if script:
+        defined = vars(load_module(script, f"the algorithm {name} of {folder}")).values()
+        for found in defined:
+            if isinstance(found, Algorithm) and found.name == name:
+                return found
+    where = f"which is not in {script}" if script else "which is not installed"
+    raise ArenoError("{} is a run of {}, {}", folder, name, where)
+
+
 def algorithm_names() -> list[str]:
     """Return the names that get_algorithm knows: of areno, of other packages, and of files, each in their order."""
     return [*_installed(), *sorted(_registered)]
@@ -174,7 +203,7 @@ def _of_checkout() -> list[EntryPoint]:
     """Return the entry points that the pyproject.toml of a checkout declares; none outside of a checkout."""
     from importlib.metadata import EntryPoint
 
-    text = (content_of(root() / "pyproject.toml") or b"").decode()
+    text = (read_if_exists(root() / "pyproject.toml") or b"").decode()
     # Python 3.10 has no reader of TOML. This section has only lines of the form `name = "module:ALGORITHM"`.
     _, _, rest = text.partition(f'[project.entry-points."{_GROUP}"]\n')
     pairs = [line.partition("=") for line in rest.partition("\n[")[0].splitlines() if "=" in line]

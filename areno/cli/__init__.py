@@ -1,1 +1,1 @@
-"""The command `areno`: one module for each of its subcommands."""
+"""The command `areno`, with one module for each subcommand."""

@@ -1,6 +1,6 @@
 """The command `areno`: finds the subcommand and runs it. A subcommand is a module here with `add_arguments` and `run`.
 
-Only the module that is asked for is imported, and none of them imports torch before it runs, so --help answers at once.
+Only the module of the subcommand is imported, and no module imports torch before it runs, so --help answers at once.
 
 Exit codes: 0 done, 1 the work failed or something is missing, 2 the command line is wrong, 130 interrupted.
 """
@@ -26,7 +26,7 @@ COMMANDS = {
         "serve": "serve a checkpoint by the OpenAI protocol",
     },
     "look at runs": {
-        "runs": "list runs with their state, best number and duration",
+        "runs": "list runs with their date, state, best number and duration",
         "report": "write one HTML page of runs: curves, samples, settings",
         "replay": "recompute one recorded sample under a checkpoint",
         "compare": "print what differs between runs: settings, versions, results",
@@ -40,9 +40,9 @@ COMMANDS = {
         "completion": "print the shell code that completes commands on TAB",
     },
 }
-"""Heading -> name -> help."""
+"""Heading -> command -> help."""
 
-# These import torch or Hydra before they can say anything, which takes seconds.
+# These import torch or Hydra before their first output, which takes seconds.
 _SLOW = {"train", "evaluate", "serve", "replay", "env", "bench"}
 _SILENT = {"--cfg", "stats_logger.console=quiet"}
 
@@ -57,7 +57,14 @@ areno post-trains language models with reinforcement learning.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run a command line.
+
+    Args:
+        argv: Its words. None takes those of this process.
+
+    Returns:
+        The exit code.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     known = dict(_names())
     if "_ARGCOMPLETE" in os.environ:
@@ -71,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if not words else 2
     parser = argparse.ArgumentParser(prog=f"areno {words[0]}", allow_abbrev=False)
     module = _fill(parser, words[0])
-    # The method that lets flags and other words alternate cannot print the help of every parser.
+    # parse_intermixed_args lets flags and other words alternate, but it cannot print the help of every parser.
     parse = parser.parse_args if {"-h", "--help"} & set(words) else parser.parse_intermixed_args
     try:
         arguments = parse(words[1:])
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
         interrupts.end()
-        if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be UTF-8
+        if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be UTF-8
             sys.stdout.reconfigure(errors="backslashreplace")
         return module.run(arguments)
     except ArenoError as error:
@@ -88,25 +95,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
+        # The reader of the output (`| head`) has ended. Python must not raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        told = as_file_error(error)
-        if told is None or os.environ.get("ARENO_DEBUG") == "1":
+        reason = as_file_error(error)
+        if reason is None or os.environ.get("ARENO_DEBUG") == "1":
             raise
-        print(f"error: {told}", file=sys.stderr)
+        print(f"error: {reason}", file=sys.stderr)
         return 1
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """(name, help) of each command."""
+    """Yield (name, help) of each command."""
     for commands in COMMANDS.values():
         yield from commands.items()
 
 
 def _fill(parser: argparse.ArgumentParser, name: str) -> Any:
-    """Give a parser the arguments of a command; the command's module."""
+    """Add the arguments of a command to a parser, and return the module of the command."""
     module = import_module(f"areno.cli.{name}")
     module.add_arguments(parser)
     return module
@@ -130,9 +137,9 @@ def _top() -> argparse.ArgumentParser:
 
 
 def _complete() -> None:
-    """Answer the shell, which wants to know how a command line can go on, and end the process.
+    """Print the completions of a command line for the shell, and end the process.
 
-    argcomplete gives the line in the environment, see `areno completion`.
+    argcomplete reads the command line from the environment, see `areno completion`.
     """
     import argcomplete
 

@@ -1,4 +1,4 @@
-"""areno bench: the same as python -m areno.bench."""
+"""areno bench: measure speed, as python -m areno.bench does."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from areno.bench import arguments as of_bench
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     of_bench.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print the page."""
+    """Measure, print the results, and return the exit code."""
     from areno.bench.__main__ import configure_logging, show
 
     configure_logging()

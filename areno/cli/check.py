@@ -1,8 +1,7 @@
-"""What is right, wrong or missing in a model folder, without its weights being read.
+"""areno check: try the parts of a run on this machine, with the tiny model that comes with areno.
 
-areno check: tries what a run needs, on this machine, with the tiny model that comes with areno.
-
-With a model folder it says whether areno can run this model, and what the folder lacks. No weights are read.
+With a model folder, it says whether areno supports the model, and which files and fields are wrong or missing. It reads
+no weights.
 """
 
 from __future__ import annotations
@@ -26,7 +25,13 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One line about a part of a folder."""
+    """One line about a part of a model folder.
+
+    Attributes:
+        part: The part, such as "weights".
+        text: The finding.
+        is_wrong: Whether the model cannot run because of it.
+    """
 
     part: str
     text: str
@@ -34,7 +39,7 @@ class Finding(NamedTuple):
 
 
 def findings(path: Path) -> Iterator[Finding]:
-    """Yield what there is to say of a model folder, or of its config.json alone if `path` is this file."""
+    """Yield findings about a model folder, or about its config.json alone if `path` is this file."""
     from areno.models.adapters import is_adapter
 
     folder = path.parent if path.name == "config.json" else path
@@ -119,7 +124,7 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
         "and a checkpoint of a tiny model on every device. Says what works and what does not. The exit code is 1 "
@@ -139,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class _Report:
-    """What has been tried so far."""
+    """Prints the lines of the check, and collects the parts that failed."""
 
     debug: bool
     failed: list[str] = field(default_factory=list)
@@ -148,10 +153,10 @@ class _Report:
         print(f"{mark:<5} {name:<18} {text}", flush=True)
 
     def attempt(self, name: str, work: Callable[[], str]) -> bool:
-        """Do something that tells how it went; whether it worked."""
+        """Call `work`, print the text that it returns or its error, and return whether it worked."""
         try:
             self.line("ok", name, work())
-        except Exception as error:  # whatever a broken installation raises is what the user wants to know
+        except Exception as error:  # a broken installation may raise anything, and the user needs to see it
             if self.debug:
                 traceback.print_exc()
             said = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
@@ -162,7 +167,7 @@ class _Report:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try everything; 1 where something does not work."""
+    """Try everything, print the results, and return the exit code: 1 if a part does not work."""
     from areno.tracking.run_log import RunLog
 
     report = _Report(arguments.debug)
@@ -178,7 +183,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_folder(report: _Report, path: Path) -> int:
     """Print a line for each finding in a model folder, or in its config.json alone. Returns the exit code."""
-
     for part, text, is_wrong in findings(path):
         report.line("FAIL" if is_wrong else "ok", part, text)
         report.failed += [part] * is_wrong
@@ -240,7 +244,7 @@ def _memory(device: str) -> str:
 
 
 def _kernels(kind: str) -> str:
-    """The log-probabilities of Triton's kernel and of plain torch, where there is one for the device."""
+    """Return the difference of log-probabilities between Triton's kernel and torch, if the device runs Triton."""
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
@@ -279,7 +283,7 @@ def _rewards() -> str:
 
 
 def _model(report: _Report, arguments: argparse.Namespace) -> None:
-    """Rollout, training and saving, each if what is before it works."""
+    """Try rollout, training and saving. Each needs the previous one to work."""
     from areno.files.paths import find_file
 
     folder = find_file(_MODEL, "model")
@@ -294,7 +298,7 @@ def _model(report: _Report, arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
-    """A Trainer of the model, or None where there can be none."""
+    """Return a Trainer of the model; None if it cannot be made."""
     from areno.api.trainer import Trainer
     from areno.plan.backend import ArenoConfig
 
@@ -361,7 +365,7 @@ def _checkpoint(trainer: Any) -> str:
 
 
 def _optional() -> Iterator[tuple[str, str]]:
-    """(extra, missing packages) of those that are not installed, but for developers' own."""
+    """Yield (extra, missing packages) of the extras that are not installed, except those for developers."""
     from areno.cli.env import extras
 
     for name, missing in extras().items():

@@ -1,4 +1,4 @@
-"""areno compare: what differs between runs."""
+"""areno compare: print the differences between runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areno.report.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Prints the settings and the versions of packages in which runs differ, and the first, the best and the last "
         "value of each of their results."
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print both tables."""
+    """Print the tables and return the exit code."""
     from areno.errors import ConfigError
     from areno.report.tables import compare_tables
     from areno.tracking.reader import run_folders

@@ -1,4 +1,4 @@
-"""areno completion: the shell code that completes commands, flags and settings on TAB."""
+"""areno completion: print the shell code that completes commands, flags and settings on TAB."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHELLS = ("bash", "zsh", "fish", "powershell")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Prints shell code that completes commands, flags, task names and settings on TAB. "
         'Put `eval "$(areno completion bash)"` into ~/.bashrc (zsh: ~/.zshrc, after compinit), or '
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the code."""
+    """Print the shell code and return the exit code."""
     try:
         import argcomplete
     except ImportError as error:

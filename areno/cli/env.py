@@ -1,4 +1,4 @@
-"""areno env: what is installed and what devices there are, for bug reports and scripts."""
+"""areno env: print versions, extras, devices and kernels, for bug reports and scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Prints the versions of areno and the packages that it uses, the extras that are installed, the devices, and "
         "which kernels run on them. Put it into a bug report."
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what there is."""
+    """Print the facts and return the exit code."""
     found = environment()
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """{"versions", "extras", "cpu", "devices", "kernels"}: see the keys inside."""
+    """Return the facts under "versions", "extras", "cpu", "devices" and "kernels"."""
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
@@ -45,19 +45,21 @@ def environment() -> dict[str, Any]:
     return {
         "versions": {**versions(), "cuda": torch.version.cuda},
         "extras": {name: {"installed": not missing, "missing": missing} for name, missing in extras().items()},
-        "cpu": {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-                "torch_threads": torch.get_num_threads()},
+        "cpu": {
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
         "devices": [_device(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())],
         "kernels": {
             "attention": BACKENDS[choose_backend("auto", device, default_dtype([device]))],
             "flash_attn": find_spec("flash_attn") is not None,
             "triton": find_spec("triton") is not None,
         },
-    }  # fmt: skip
+    }
 
 
 def extras() -> dict[str, list[str]]:
-    """Extra of areno -> its packages that are missing. Nothing is known of an areno that is not installed."""
+    """Return extra of areno -> its missing packages. Empty if areno runs from a checkout without being installed."""
     try:
         declared = metadata.metadata("areno").get_all("Provides-Extra") or []
         needed = {extra: required(extra) for extra in declared}
@@ -67,9 +69,13 @@ def extras() -> dict[str, list[str]]:
 
 
 def required(extra: str = "") -> dict[str, str]:
-    """What areno, or an extra of it, needs, such as "torch>=2.8" -> the version that is there; "" for none or another.
+    """Return requirement, such as "torch>=2.8" -> the installed version; "" if it is missing or does not fit.
 
-    Raises PackageNotFoundError if areno is not installed.
+    Args:
+        extra: An extra of areno. "" takes the requirements of areno itself.
+
+    Raises:
+        PackageNotFoundError: areno is not installed.
     """
     from packaging.requirements import Requirement
 

@@ -1,7 +1,4 @@
-"""Evaluation of a model folder with the settings of a run: its data, its reward, its way to sample.
-
-areno evaluate: a checkpoint on data, with the reward of its run.
-"""
+"""areno evaluate: score a checkpoint or any model folder on data, with the settings and the reward of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +19,12 @@ from areno.report.tables import show
 
 
 def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperimentConfig:
-    """The settings of a run that only evaluates a model: no checkpoints, no states, no services."""
+    """Return the settings of a run that only evaluates a model: without checkpoints, states and services.
+
+    Args:
+        config: Settings of the run that trained the model, or of a task.
+        model: The model folder.
+    """
     from areno.plan.lora import with_model
 
     console = "lines" if config.stats_logger.console in ("auto", "live") else config.stats_logger.console
@@ -37,22 +39,24 @@ def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperi
 
 
 def evaluate_model(config: PolicyExperimentConfig, folder: Path, step: int = 0) -> Mapping[str, float]:
-    """Sample and score every set of valid_dataset; the metrics by name, without eval/.
+    """Sample and score every set of valid_dataset.
 
-    folder: gets logs/ and eval/<step>.jsonl, like the folder of a run.
+    Args:
+        config: Settings of the evaluation.
+        folder: A new folder for logs/ and eval/<step>.jsonl.
+        step: The step of the checkpoint, for the name of the file; 0 if it is not known.
+
+    Returns:
+        The metrics by name, without eval/.
     """
-    from areno.run.setup import Setup
-    from areno.trainers.collect import evaluate_policy
+    from areno.trainers.loop import PolicyEvaluation
 
-    setup = Setup(
-        config, "evaluation", type(config), "prompt", (), evaluate_policy, run_dir=folder, trains=False
-    )  # fmt: skip
-    try:
-        setup.run.step = step
-        return setup.run.evaluate()
-    finally:
-        setup.run.step = 0  # nothing was trained that could go on
-        setup.close()
+    with PolicyEvaluation(config, run_dir=folder) as evaluation:
+        evaluation.run.progress.step = step
+        try:
+            return evaluation.evaluate()
+        finally:
+            evaluation.run.progress.step = 0  # nothing was trained, so the log reports no stopped run
 
 
 _FLAGS_OF_DRAWS = flags_of_draws()
@@ -70,11 +74,11 @@ _FLAGS = {
     "cluster.fileroot": "--output",
     **{f"eval_gconfig.{name}": flag for name, flag in _FLAGS_OF_DRAWS.items()},
 }
-_TASK, _RECIPE = "prompts", "gspo"  # for a model that was not trained by rewards
+_TASK, _RECIPE = "prompts", "gspo"  # for models of runs without rewards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Samples answers of a checkpoint to the rows of valid_dataset, scores them with the reward of its run, prints "
         "the means and keeps every answer. A checkpoint of SFT or DPO, or any other model folder, needs --data and "
@@ -99,14 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, and print what was found."""
-    own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # these the user knows by their keys
+    """Evaluate, print the metrics, and return the exit code."""
+    own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # errors name these by their keys
     with keys_renamed(lambda key: None if key in own else _FLAGS.get(key)):
         return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from areno.launch.resume import shown
+    from areno.run.resume import shown
     from areno.tracking import run_folder
     from areno.tracking.run_log import RunLog
 
@@ -136,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _found(named: str) -> tuple[Path | None, str, int]:
-    """The run that a folder is of, the model, and the step of a checkpoint; 0 where it is not known."""
+    """Return the run of a checkpoint, its model folder, and its step; None and 0 for a model of no run."""
     from areno.tracking.reader import RunReader
     from areno.tracking.run_folder import is_described
 
@@ -148,7 +152,7 @@ def _found(named: str) -> tuple[Path | None, str, int]:
         folder = latest
     if folder.is_file():
         raise ConfigError(Problem("FOLDER", "{} is a file; a run, a checkpoint or a model folder is expected", folder))
-    if not folder.is_dir():  # a hub id, or nothing: what opens the model says so
+    if not folder.is_dir():  # a hub id, or an error that is raised when the model is opened
         return None, named, 0
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         text = "{} is neither the folder of a run nor that of a model: it has no config.json or adapter_config.json"
@@ -159,17 +163,19 @@ def _found(named: str) -> tuple[Path | None, str, int]:
 
 
 def _overrides(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the settings that the flags stand for."""
+    """Yield the settings of the flags, as key=value."""
     of_draws = {name: vars(arguments)[name] for name in _FLAGS_OF_DRAWS}
     if arguments.data is not None:
         yield from (f"valid_dataset.path={_quoted(arguments.data)}", "valid_dataset.loader=null")
         yield "valid_dataset.sets=null"
     for key, value in {
-        "reward.fn": arguments.reward and _quoted(arguments.reward), "valid_dataset.max_rows": arguments.max_rows,
+        "reward.fn": arguments.reward and _quoted(arguments.reward),
+        "valid_dataset.max_rows": arguments.max_rows,
         "eval_gconfig.n_samples": arguments.n_samples,
         **{f"eval_gconfig.{name}": value for name, value in of_draws.items()},
-        "eval_gconfig.max_new_tokens": arguments.max_new_tokens, "engine.device": arguments.device,
-    }.items():  # fmt: skip
+        "eval_gconfig.max_new_tokens": arguments.max_new_tokens,
+        "engine.device": arguments.device,
+    }.items():
         if value is not None:
             yield f"{key}={value}"
     if (arguments.n_samples or 1) > 1 or any(value is not None for value in of_draws.values()):
@@ -181,34 +187,33 @@ def _quoted(text: str) -> str:
 
 
 def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]) -> tuple[Any, str]:
-    """The settings, and the recipe that they are of."""
-    from areno.api.algorithms import algorithm_names, get_algorithm
+    """Return the settings and the name of their algorithm."""
+    from areno.api.algorithms import algorithm_of, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
     from areno.launch.compose import load, told_version
     from areno.schema.build import with_current_names
-    from areno.tracking.run_folder import is_described, recipe_of, settings_of
+    from areno.tracking.run_folder import is_described, settings_of
 
-    of_policy = False
+    algorithm = get_algorithm(_RECIPE)
     if of_run is not None:
         if not is_described(of_run):
             raise ConfigError(Problem("--run", "{} is not the folder of a run: it has no config.yaml", of_run))
-        recipe = recipe_of(of_run)
-        if recipe not in algorithm_names():
-            raise ArenoError("{}: its algorithm, {!r}, is not installed", of_run, recipe)
-        of_policy = issubclass(get_algorithm(recipe).config, PolicyExperimentConfig)
-    if of_policy and of_run is not None:
-        algorithm = get_algorithm(recipe_of(of_run))
+        algorithm = algorithm_of(of_run)
+    if of_run is not None and issubclass(algorithm.config, PolicyExperimentConfig):
         given = with_current_names(algorithm.config, settings_of(of_run))
         groups = [] if given.get("valid_dataset") or not arguments.data else ["valid_dataset=default"]
         uses = {line.partition(".")[0] for line in settings}
-        if "eval_gconfig" in uses and not given.get("eval_gconfig"):  # the run samples as in training then
+        if "eval_gconfig" in uses and not given.get("eval_gconfig"):  # the run evaluates with gconfig
             groups.append("eval_gconfig=greedy")
             groups += [f"eval_gconfig.{name}=${{gconfig.{name}}}" for name in given["gconfig"]]
         with told_version(of_run):
             config = load(algorithm.config, "config", [*groups, *settings], of_run)
     else:
-        if missing := [Problem(f"--{name}", "missing; {} is no checkpoint of a run with rewards", model)
-                       for name in ("data", "reward") if vars(arguments)[name] is None]:  # fmt: skip
+        if missing := [
+            Problem(f"--{name}", "missing; {} is no checkpoint of a run with rewards", model)
+            for name in ("data", "reward")
+            if vars(arguments)[name] is None
+        ]:
             if existing_path(model) is None:
                 text = "there is no folder {}; a model of the hub needs --data and --reward"
                 raise ConfigError(Problem("FOLDER", text, model))
@@ -224,13 +229,16 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
 
 
 def _output(named: str | None, of_run: Path | None, model: str) -> Path:
-    """A folder that is not there yet."""
+    """Return the folder of the answers, which does not exist yet."""
     if named is not None:
         return Path(named).expanduser()
     base = (of_run or Path("outputs")).absolute() / "evaluations"
     name = Path(model).resolve().name
-    return next(path for number in range(1, 10**6)
-                if not (path := base / (name if number == 1 else f"{name}-{number}")).exists())  # fmt: skip
+    return next(
+        path
+        for number in range(1, 10**6)
+        if not (path := base / (name if number == 1 else f"{name}-{number}")).exists()
+    )
 
 
 def _table(scalars: Mapping[str, float]) -> Any:

@@ -1,4 +1,4 @@
-"""areno recipes: what --algo and --config-name can be."""
+"""areno recipes: list algorithms (--algo), tasks and tested runs (--config-name)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Lists the algorithms, the tasks and the tested runs with the algorithms that each is for, and the named "
         "variants. For the settings of an algorithm, use python -m areno.recipes.gspo --help."
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the lists."""
+    """Print the lists and return the exit code."""
     from areno.api.algorithms import algorithm_names, get_algorithm
     from areno.launch import help, yaml_files
 

@@ -27,7 +27,7 @@ test checks that it is up to date.
 
 
 def settings_page() -> str:
-    """The whole page."""
+    """Return the whole page of settings."""
     merged: dict[str, dict[str, Row]] = {}
     for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
@@ -73,7 +73,7 @@ def _escape(text: str) -> str:
 
 
 def flag_tables() -> str:
-    """A table for each heading of `areno train --help`."""
+    """Return a table of flags for each heading of `areno train --help`."""
     found = flags().values()
     return "\n".join(_table(heading, [flag for flag in found if flag.heading == heading]) for heading in HEADINGS)
 

@@ -1,4 +1,4 @@
-"""areno replay: one recorded sample under a checkpoint of its run."""
+"""areno replay: compute a recorded sample again under a checkpoint of its run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_CHARS = 200  # of the end of the prompt and of the beginning of the compl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
         "log-probability then (when it was sampled) and now (under the checkpoint), the importance ratio of the two, "
@@ -37,16 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table of tokens."""
+    """Print the table of tokens and return the exit code."""
     from areno.report.replay import replay
     from areno.tracking.reader import RunReader
     from areno.tracking.run_log import RunLog
 
     with RunLog(own_process=True, console="quiet"):
         found = replay(
-            RunReader(arguments.run), arguments.step, arguments.sample, checkpoint=arguments.checkpoint,
-            row=arguments.row, device=arguments.device,
-        )  # fmt: skip
+            RunReader(arguments.run),
+            arguments.step,
+            arguments.sample,
+            checkpoint=arguments.checkpoint,
+            row=arguments.row,
+            device=arguments.device,
+        )
     if arguments.json:
         from areno.report.page import without_nan
 
@@ -65,7 +69,7 @@ def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
     sample = found.sample
     prompt, completion = (repr(sample.get(name) or "")[1:-1] for name in ("prompt", "completion"))
     differences = [abs(token.difference) for token in found.tokens if token.trained and token.difference is not None]
-    told = {
+    lines = {
         "sample": f"{number} of step {step}",
         "prompt": prompt if len(prompt) <= _SHOWN_CHARS else f"... {prompt[-_SHOWN_CHARS:]}",
         "completion": completion if len(completion) <= _SHOWN_CHARS else f"{completion[:_SHOWN_CHARS]} ...",
@@ -73,18 +77,18 @@ def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
         "checkpoint": str(found.checkpoint),
     }
     if found.checkpoint_step is not None:
-        told["checkpoint"] += f" (after step {found.checkpoint_step})"
+        lines["checkpoint"] += f" (after step {found.checkpoint_step})"
     if found.versions is not None:
         oldest, newest = found.versions
-        told["sampled"] = f"by weights of {oldest if oldest == newest else f'{oldest} to {newest}'} updates"
+        lines["sampled"] = f"by weights of {oldest if oldest == newest else f'{oldest} to {newest}'} updates"
     if differences:
         mean = sum(differences) / len(differences)
-        told["then, now"] = f"log-probabilities differ by {mean:.2g} on average, {max(differences):.2g} at most"
+        lines["then, now"] = f"log-probabilities differ by {mean:.2g} on average, {max(differences):.2g} at most"
     if found.loss is not None:
-        told["loss"] = cell(found.loss)
+        lines["loss"] = cell(found.loss)
     if found.missing:
-        told["not known"] = "; ".join(found.missing)
-    return told
+        lines["not known"] = "; ".join(found.missing)
+    return lines
 
 
 def _table(found: Replay, with_prompt: bool) -> Any:

@@ -1,4 +1,4 @@
-"""areno report: one HTML page of runs."""
+"""areno report: write one HTML page of runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
         "Writes one HTML page that needs no network and no other file: the verdict, curves, samples with their tokens, "
         "settings and versions. Several runs are drawn over each other, with the settings in which they differ. "
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page, and say where it is."""
+    """Write the page, print its path, and return the exit code."""
     from areno.report.page import write_report
     from areno.tracking.reader import run_folders
 
     folders = run_folders(arguments.runs)
     path = write_report(folders, arguments.output)
-    told = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
-    print(f"{path}: {told}, {path.stat().st_size / 2**20:.1f} MiB; open it in a browser")
+    count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
+    print(f"{path}: {count}, {path.stat().st_size / 2**20:.1f} MiB; open it in a browser")
     return 0

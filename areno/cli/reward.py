@@ -1,4 +1,4 @@
-"""areno reward: tries reward functions on samples that are there already."""
+"""areno reward: try reward functions on recorded samples."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from areno.tracking.reader import RunReader
 
 _FLAGS = {
-    "reward.fn": "FUNCTION", "reward.weights": "--weights", "reward.workers": "--workers",
+    "reward.fn": "FUNCTION",
+    "reward.weights": "--weights",
+    "reward.workers": "--workers",
     "reward.timeout_s": "--timeout-s",
-}  # fmt: skip
+}
 _SHOWN_ERRORS = 3
 _ABOUT = """\
 Scores recorded samples as a run would, in reward processes with their time limit, and prints the rewards.
@@ -33,11 +35,16 @@ reads beside them, such as solutions. Exit code 1 says that some samples could n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of the command to its parser."""
     parser.description, parser.formatter_class = _ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("functions", nargs="+", metavar="FUNCTION", help="file.py, file.py:function or the name of a built-in reward; "
-        "also settings, such as reward.code.partial=true")  # fmt: skip
+    add(
+        "functions",
+        nargs="+",
+        metavar="FUNCTION",
+        help="file.py, file.py:function or the name of a built-in reward; "
+        "also settings, such as reward.code.partial=true",
+    )
     add("--data", required=True, metavar="PATH", help="jsonl, json, parquet or csv file, or the folder of a run")
     add("--step", type=int, help="step of the run whose samples are scored (default: the last one that has any)")
     add("--weights", nargs="+", type=float, metavar="W", help="factors of the functions (default: 1 for all)")
@@ -49,7 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score and print. Raises ArenoError where the functions or the samples cannot be read."""
+    """Score the samples, print the rewards, and return the exit code.
+
+    Args:
+        arguments: The command line.
+
+    Raises:
+        ArenoError: The functions or the samples cannot be read.
+    """
     with keys_renamed(_FLAGS.get):
         return _run(arguments)
 
@@ -82,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> Any:
-    """The RewardConfig that the command line describes."""
+    """Return the reward settings of the command line."""
     from areno.config.rollout import OnlyReward
     from areno.launch.hints import hint
     from areno.schema.build import build
@@ -92,7 +106,7 @@ def _config(arguments: argparse.Namespace) -> Any:
     settings = _settings(word for word in arguments.functions if word not in functions)
     if not functions:
         raise ConfigError([Problem("FUNCTION", "is missing; name a file or a built-in reward")])
-    # One function has no name of its own, as reward.fn=reward.py; several are parts.
+    # One function is the reward itself, as in reward.fn=reward.py. Several functions are its parts.
     fn = functions[0] if len(functions) == 1 else functions
     return build(OnlyReward, {"reward": {"fn": fn, **given, **settings}}, [], hint).reward
 
@@ -106,7 +120,7 @@ def _settings(words: Iterator[str]) -> dict[str, Any]:
 
 
 def _rows(path: str, step: int | None) -> list[Any]:
-    """The samples of a run, or the rows of a file. Raises ArenoError if there are none."""
+    """Return the samples of a run, or the rows of a file. Raises ArenoError if there are none."""
     from areno.data.sources import read_rows
     from areno.tracking.reader import RunReader
 
@@ -137,7 +151,7 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 
 def _record(row: Any, where: str) -> Any:
-    """What the functions get for a row. Texts may be messages, as TRL writes them."""
+    """Return the record that the functions get for a row. Prompt and completion may be messages, as in TRL."""
     from areno.schema.values import show as shown
     from areno.types import RewardRecord
 
@@ -185,7 +199,7 @@ def _messages(said: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _print_errors(outcomes: Sequence[Any]) -> int:
-    """The first errors with their tracebacks, on standard error; the exit code."""
+    """Print the first errors with their tracebacks to stderr, and return the exit code."""
     failed = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.value is None]
     for number, outcome in failed[:_SHOWN_ERRORS]:
         print(f"\nsample {number}: {outcome.status}\n{outcome.message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""areno runs: the runs below a folder."""
+"""areno runs: list the runs below a folder."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from areno.report.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = (
-        "Lists the runs below a folder, those of sweeps among them: whether they are completed, how many steps they "
-        "have, their best number and how long they took."
+        "Lists the runs below a folder, those of sweeps among them: when they began, whether they are completed, how "
+        "many steps they have, their best number and how long they took."
     )
     parser.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="default: %(default)s")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the table and return the exit code."""
     from areno.report.tables import runs_table
 
     show(runs_table(arguments.folder))

@@ -1,4 +1,4 @@
-"""areno serve: a model folder behind an OpenAI-compatible endpoint."""
+"""areno serve: serve a model folder through the OpenAI protocol."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno.files.interrupts import signal_handlers
+
+if TYPE_CHECKING:
+    from areno.server.sampling import ServerLimits
 
 logger = logging.getLogger("areno")
 
@@ -35,34 +38,46 @@ _NAMES = {
     "train_dataset.max_length": "--max-model-len",
 }
 _MOST_REMEMBERED = 8_000_000  # tokens of conversations
-_MORE_S = 10.0  # beside the answers under way: until the server has ended
-_LOOK_S = 1.0  # whether the workers are still there
+_MORE_S = 10.0  # for the end of the server, after the last answers
+_POLL_S = 1.0  # between checks that the workers live
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = (
         "Serves a Hugging Face folder, such as a checkpoint of a run, at http://HOST:PORT/v1: chat/completions, "
         "completions and models. /health and /metrics (Prometheus) are beside it. Ends on Ctrl-C or SIGTERM, when the "
-        "answers under way are done."
+        "answers in progress are done."
     )
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="checkpoint, run (its last checkpoint), any model folder, or hub id")
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all, which needs --api-key")
     add("--port", type=_number(int, 0, 65535), default=8000, help="port; 0 takes any that is free")
-    add("--api-key", default=os.environ.get("ARENO_API_KEY"), help="key that requests must bring; by default "
-        "$ARENO_API_KEY. Without one, the server is open to programs on this machine")  # fmt: skip
-    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; by default the "
-        "folder's path and its last part")  # fmt: skip
+    add(
+        "--api-key",
+        default=os.environ.get("ARENO_API_KEY"),
+        help="key that requests must bring; by default "
+        "$ARENO_API_KEY. Without one, the server is open to programs on this machine",
+    )
+    add(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in requests; by default the folder's path and its last part",
+    )
     add("--max-model-len", type=_number(int, 2), help="longest prompt plus answer in tokens; by default the model's")
     add("--max-running", type=_number(int, 1), default=256, help="answers that are sampled at the same time")
     add("--max-waiting", type=_number(int, 0), default=1024, help="answers that may wait; further requests get 429")
     add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="largest request in MB")
     add("--max-messages", type=_number(int, 1), default=10_000, help="maximum number of messages in a chat")
     add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request")
-    add("--shutdown-s", type=_number(float, 0), default=30.0, help="seconds that answers in progress may take "
-        "after SIGTERM")  # fmt: skip
+    add(
+        "--shutdown-s",
+        type=_number(float, 0),
+        default=30.0,
+        help="seconds that answers in progress may take after SIGTERM",
+    )
     add("--tp-size", type=_number(int, 1), default=1, help="devices that share one copy of the model")
     add("--world-size", type=_number(int, 1), help="devices in all; by default every visible one")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="kind of device")
@@ -72,8 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-prefill-tokens", type=_number(int, 1), default=8192, help="prompt tokens of one forward pass")
     add("--eager-decode", action="store_true", help="decode without CUDA graphs")
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
-    add("--allow-control-tokens", action="store_true", help="read control tokens (turn markers, bos, eos, pad) in the "
-        "text of system, user and tool messages as such; by default they are ordinary text")  # fmt: skip
+    add(
+        "--allow-control-tokens",
+        action="store_true",
+        help="read control tokens (turn markers, bos, eos, pad) in the "
+        "text of system, user and tool messages as such; by default they are ordinary text",
+    )
     add("--random-weights", action="store_true", help="serve random weights, for benchmarks; needs no weight files")
 
 
@@ -85,12 +104,19 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Any:
             raise argparse.ArgumentTypeError(f"is {text}; a number {bound} is expected")
         return value
 
-    read.__name__ = kind.__name__  # argparse says `invalid int value`
+    read.__name__ = kind.__name__  # argparse prints it, as in `invalid int value`
     return read
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes. Raises ArenoError where the model cannot be served."""
+    """Serve until a signal comes, and return the exit code.
+
+    Args:
+        arguments: The command line.
+
+    Raises:
+        ArenoError: The model cannot be served.
+    """
     from areno.errors import ConfigError, Problem, keys_renamed
     from areno.tracking.run_log import RunLog
 
@@ -98,12 +124,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.api_key and not local:
         text = f"is missing, and --host {arguments.host} can be reached from other machines; give one"
         raise ConfigError([Problem("--api-key", f"{text}, such as {secrets.token_urlsafe(24)}")])
-    with RunLog(own_process=True), _signals() as stopping, keys_renamed(_NAMES.get):
-        return _serve(arguments, stopping)
+    with RunLog(own_process=True), _signals() as shutdown, keys_renamed(_NAMES.get):
+        return _serve(arguments, shutdown)
 
 
 def _model(named: str) -> str:
-    """The folder of the model: of a run, its newest checkpoint."""
+    """Return the model folder: the newest checkpoint if a run is named."""
     from areno.errors import ArenoError
     from areno.tracking.reader import RunReader, is_run
 
@@ -117,14 +143,28 @@ def _model(named: str) -> str:
 
 
 @dataclass
-class _Stopping:
-    """Whether the server shall end. limit_s: that it may take; None while it does not serve yet."""
+class _Shutdown:
+    """State of the shutdown. limit_s: seconds that the shutdown may take; None before the server serves."""
 
     asked: threading.Event = field(default_factory=threading.Event)
     limit_s: float | None = None
 
 
-def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
+def _limits(arguments: argparse.Namespace) -> ServerLimits:
+    """Return the limits of the server, from the flags."""
+    from areno.server.sampling import ServerLimits
+
+    return ServerLimits(
+        max_body=int(arguments.max_body_mb * 2**20),
+        max_samples=arguments.max_running + arguments.max_waiting,
+        timeout_s=arguments.timeout_s,
+        shutdown_s=arguments.shutdown_s,
+        max_messages=arguments.max_messages,
+        max_remembered=_MOST_REMEMBERED,
+    )
+
+
+def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.config.models import ModelConfig
     from areno.config.run import DecoderConfig, EngineConfig
     from areno.engine.engine import Engine
@@ -133,7 +173,6 @@ def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
     from areno.plan.lora import own_tokenizer, with_model
     from areno.plan.plan import open_actor
     from areno.server.app import build_server
-    from areno.server.sampling import ServerLimits
     from areno.server.threads import ServerThread
     from areno.types import SamplingParams
 
@@ -144,59 +183,60 @@ def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
     allowed = arguments.allow_control_tokens
     plan = open_actor(actor, engine_config, devices, tokenizer_path=own_tokenizer(path), control_tokens=allowed)
     decoder = DecoderConfig.of(arguments)
-    limits = ServerLimits(
-        max_body=int(arguments.max_body_mb * 2**20), max_samples=arguments.max_running + arguments.max_waiting,
-        timeout_s=arguments.timeout_s, shutdown_s=arguments.shutdown_s, max_messages=arguments.max_messages,
-        max_remembered=_MOST_REMEMBERED,
-    )  # fmt: skip
+    limits = _limits(arguments)
     with Engine(plan.spec.frozen(), plan.workers) as engine:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
         room = engine.begin_rollout(RolloutSpec(max_running=arguments.max_running, max_len=context, decoder=decoder))
         names = arguments.served_model_name or [arguments.folder, Path(plan.spec.actor.path).name]
         server = build_server(
-            engine, replace(room, context_len=context), plan.tokenizer, models=list(dict.fromkeys(names)),
-            keys=[arguments.api_key] if arguments.api_key else [], limits=limits, seed=secrets.randbits(63),
+            engine,
+            replace(room, context_len=context),
+            plan.tokenizer,
+            models=list(dict.fromkeys(names)),
+            keys=[arguments.api_key] if arguments.api_key else [],
+            limits=limits,
+            seed=secrets.randbits(63),
             defaults=SamplingParams(max_new_tokens=context, max_context_len=context),
             thinking=False if arguments.disable_thinking else None,
-        )  # fmt: skip
+        )
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
-        gc.freeze()  # to look through all that was imported would hold the server up for 300 ms
+        gc.freeze()  # a collection over all imported modules would stop the server for 300 ms
         url = thread.start()
         try:
             logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)
-            stopping.limit_s = limits.shutdown_s + _MORE_S
-            while not stopping.asked.wait(_LOOK_S):
-                engine.poll(0.0)  # raises where a worker has died
-            logger.info("closing: %d samples under way", server.sampler.n_samples)
+            shutdown.limit_s = limits.shutdown_s + _MORE_S
+            while not shutdown.asked.wait(_POLL_S):
+                engine.poll(0.0)  # raises if a worker has died
+            logger.info("closing: %d samples in progress", server.sampler.n_samples)
         finally:
             thread.stop()
     return 0
 
 
 @contextmanager
-def _signals() -> Iterator[_Stopping]:
-    """Ask the server to end on SIGINT or SIGTERM. Before it serves, and by a second one, it ends at once.
+def _signals() -> Iterator[_Shutdown]:
+    """End the server on SIGINT or SIGTERM. Before it serves, or on a second signal, it ends at once.
 
-    Whatever is stuck, the process ends when the time for the answers under way and some more is over.
+    The process ends after the time limit of the last answers and _MORE_S, even if a thread hangs.
     """
-    stopping, timers = _Stopping(), list[threading.Timer]()
+    shutdown, timers = _Shutdown(), list[threading.Timer]()
 
     def end() -> None:
         logger.error("the server did not end in time, and is ended")
         os._exit(1)
 
     def stop(number: int, frame: object) -> None:
-        is_first = not stopping.asked.is_set()
-        timers.append(threading.Timer(stopping.limit_s if is_first and stopping.limit_s is not None else _MORE_S, end))
+        is_first = not shutdown.asked.is_set()
+        timers.append(threading.Timer(shutdown.limit_s if is_first and shutdown.limit_s is not None else _MORE_S, end))
         timers[-1].daemon = True
         timers[-1].start()
-        stopping.asked.set()
-        if not is_first or stopping.limit_s is None:
+        shutdown.asked.set()
+        if not is_first or shutdown.limit_s is None:
             raise KeyboardInterrupt
 
     try:
         with signal_handlers(stop, signal.SIGINT, signal.SIGTERM):
-            yield stopping
+            yield shutdown
     finally:
         for timer in timers:
             timer.cancel()

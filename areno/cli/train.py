@@ -1,4 +1,4 @@
-"""areno train: the recipes' settings as flags."""
+"""areno train: start a training run by flags, which stand for the settings of the recipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A flag stands for a setting. Settings without a flag are given as key=value, and
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.description = _ABOUT
     parser.usage = "%(prog)s --ckpt MODEL --dataset-path DATA [flags] [key=value ...]"
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more = parser.add_argument_group("Settings", "as of the recipes")
     config_name = more.add_argument("--config-name", default=TASK, metavar="NAME", help=f"task (default {TASK})")
     more.add_argument("--config-dir", metavar="DIR", help="folder of your own task files")
-    more.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
+    more.add_argument("--resume", metavar="RUN", help="resume the run in this folder")
     more.add_argument("--cfg", choices=["job"], help="print the configuration and do not run")
     settings = more.add_argument("settings", nargs="*", default=[], metavar="key=value", help="any other setting")
     vars(config_name)["completer"], vars(settings)["completer"] = _tasks, _keys  # argcomplete looks for these
@@ -63,7 +63,7 @@ def _add(group: Any, flag: Flag) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the recipe with the settings that the flags stand for."""
+    """Run the recipe with the settings of the flags, and return the exit code."""
     from areno.launch import command
 
     algorithm = _algorithm(_algorithm_name(arguments))
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = _flag_names(algorithm, arguments.settings)
     settings, twice = train_flags.with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
     problems += twice
-    # --cfg shows what there is, also where something is missing.
+    # --cfg also shows incomplete settings.
     if arguments.resume is None and not arguments.cfg:
         problems += _problems(algorithm, arguments, settings, names)
     if problems:
@@ -82,19 +82,22 @@ def run(arguments: argparse.Namespace) -> int:
     if algorithm.name not in own_algorithms():
         start = f"areno train --algo {algorithm.name}"
     options = [] if arguments.resume is not None else [f"--config-name={arguments.config_name}"]
-    options += [f"--{name.replace('_', '-')}={value}" for name in ("config_dir", "resume", "cfg")
-                if (value := vars(arguments)[name]) is not None]  # fmt: skip
+    options += [
+        f"--{name.replace('_', '-')}={value}"
+        for name in ("config_dir", "resume", "cfg")
+        if (value := vars(arguments)[name]) is not None
+    ]
     print(f"the same run: {start} {shlex.join([*options, *settings])}", file=sys.stderr)
     return command.run(algorithm, start, [*options, *settings], greet=False, names=names)
 
 
 def _algorithm_name(arguments: argparse.Namespace) -> str:
-    """Return the algorithm that is asked for or, with --resume, that of the run."""
+    """Return the name of the algorithm: --algo, or that of the run with --resume."""
     if arguments.algo is not None or not arguments.resume:
         return arguments.algo or _DEFAULT
     folder = Path(arguments.resume).expanduser()
     name = recipe_of(folder)
-    if not is_described(folder):  # --resume says what is wrong with the folder
+    if not is_described(folder):  # --resume raises the error of the folder
         return _DEFAULT
     if not name:
         raise ConfigError(Problem("--algo", "is missing; {} does not say which algorithm it is a run of", folder))
@@ -112,7 +115,7 @@ def _algorithm(name: str) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return setting -> the flag that stands for it, for those that the user has not given by their keys."""
+    """Return setting -> its flag, without the settings that the user has given by their keys."""
     names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)
@@ -122,7 +125,7 @@ def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]
 def _problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
-    """Return what is wrong with the settings, which are called by the flags that stand for them."""
+    """Return the problems of the settings. They name settings by their flags."""
     from areno.files.paths import absolute
     from areno.launch.command import told_recipes
     from areno.launch.compose import load
@@ -137,13 +140,13 @@ def _problems(
 
 
 def _tasks(**_: Any) -> list[str]:
-    """What --config-name can be, for the shell."""
+    """Return the values of --config-name, for the completion of the shell."""
     from areno.launch import yaml_files
 
     return [*yaml_files.tasks(), *yaml_files.experiments()]
 
 
 def _keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
-    """The keys of settings, for the shell."""
+    """Return the keys of settings, for the completion of the shell."""
     algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else _DEFAULT
     return (f"{row.key}=" for row in rows(get_algorithm(algorithm).config) if not row.setting.section)

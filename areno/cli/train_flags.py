@@ -1,4 +1,4 @@
-"""The flags of `areno train`, made of what the fields of the configuration say, and the settings they stand for."""
+"""The flags of `areno train`, which derive from the fields of the configuration, and the settings of each flag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areno.launch.hints import NOT_HERE, listed
 from areno.schema.fields import Row, Section, rows
 
 TASK = "train"
-"""The task file that the flags are filled into by default: conf/train.yaml."""
+"""The default task file, conf/train.yaml, whose settings the flags change."""
 
 HEADINGS = {
     "Basic": "what to run, on which devices",
@@ -26,11 +26,21 @@ HEADINGS = {
 }
 # The beginning of a key -> its heading; the longest one counts.
 _PLACES = {
-    "": "Basic", "actor.": "Train", "actor.path": "Basic", "critic.": "Train", "ref.": "Train",
-    "train_dataset.batch_size": "Rollout", "train_dataset.max_length": "Rollout", "engine.attn_backend": "Rollout",
-    "gconfig.": "Rollout", "rollout.": "Rollout", "agent.": "Rollout", "reward.": "Rollout",
-    "saver.": "Checkpoint", "stats_logger.": "Observability",
-}  # fmt: skip
+    "": "Basic",
+    "actor.": "Train",
+    "actor.path": "Basic",
+    "critic.": "Train",
+    "ref.": "Train",
+    "train_dataset.batch_size": "Rollout",
+    "train_dataset.max_length": "Rollout",
+    "engine.attn_backend": "Rollout",
+    "gconfig.": "Rollout",
+    "rollout.": "Rollout",
+    "agent.": "Rollout",
+    "reward.": "Rollout",
+    "saver.": "Checkpoint",
+    "stats_logger.": "Observability",
+}
 _TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
 _KL_TYPES = {"low_var_kl": "k3"}
 # Where the help of the setting needs its section around it, or speaks of the value that a switch stands for.
@@ -55,17 +65,21 @@ _HELP = {
     "--agent-fn": "Agent, as file.py[:function]. Default: each sample is a single completion",
     "--mini-bs": "Rows per micro-batch",
 }
-_UNQUOTED = set("_/+.%*@?|:-")  # beside letters and digits, what Hydra reads as text without quotes
+_UNQUOTED = set("_/+.%*@?|:-")  # Hydra reads these, letters and digits as text without quotes
 
 REFUSED = ("--tune-params", "--mem-frac", "--tune-max-samples")
-"""Flags of a tuner that areno does not have. They are read, so that the message says what to use instead."""
+"""Flags of a tuner that areno does not have. They are parsed, so that the error names what to use instead."""
 
 
 @dataclass(kw_only=True)
 class Flag:
-    """One flag. keys: recipe -> the rows of the settings that it sets there. name: with its dashes.
+    """One flag of `areno train`.
 
-    value: what a switch sets; None for a flag that takes a value. negative: whether there is a --no- form, too.
+    Attributes:
+        name: The flag with its dashes.
+        value: The value that a switch sets; None for a flag that takes a value.
+        negative: Whether there is also a --no- form.
+        keys: Recipe -> the rows of the settings that the flag sets in it.
     """
 
     name: str
@@ -75,24 +89,24 @@ class Flag:
 
     @property
     def row(self) -> Row:
-        """Of the first setting."""
+        """The row of the first setting."""
         return next(iter(self.keys.values()))[0]
 
     @property
     def about(self) -> str:
-        """What it is."""
+        """The meaning of the flag."""
         return _HELP.get(self.name) or self.row.setting.help.replace(" null: ", " Default: ")
 
     @property
     def help(self) -> str:
-        """What it is, and its default."""
+        """The help text: meaning and default."""
         if "Default: " in self.about or self.default in ("null", "required"):
             return self.about + (" (required)" if self.default == "required" else "")
         return f"{self.about} (default {self.default})"
 
     @property
     def type_text(self) -> str:
-        """TEXT, INTEGER, FLOAT or the choices; "" for a switch."""
+        """The type in the help text: TEXT, INTEGER, FLOAT or the choices; "" for a switch."""
         if self.value is not None:
             return ""
         hint = self.row.setting.hint
@@ -104,7 +118,7 @@ class Flag:
 
     @property
     def default(self) -> str:
-        """The default, by recipe where they differ; `off` or `on` for a switch."""
+        """The default, by recipe if recipes differ; `off` or `on` for a switch."""
         found = {recipe: self._default_in(recipe) for recipe in self.keys}
         if len(set(found.values())) == 1:
             return next(iter(found.values()))
@@ -122,12 +136,12 @@ class Flag:
 
     @property
     def heading(self) -> str:
-        """One of HEADINGS."""
+        """The heading of the help, one of HEADINGS."""
         return _PLACES[max((start for start in _PLACES if self.row.key.startswith(start)), key=len)]
 
 
 def flags() -> dict[str, Flag]:
-    """Name -> flag, of all recipes."""
+    """Return name -> flag for the flags of all recipes."""
     found: dict[str, Flag] = {}
     for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
@@ -148,10 +162,16 @@ def _flags_of(row: Row) -> Iterator[Flag]:
 def overrides(
     algorithm: str, given: Mapping[str, Any], own_task: bool, cls: type[Section]
 ) -> tuple[list[str], list[Problem]]:
-    """The settings, as key=value, that flags stand for, and what is wrong with flags that cannot be used.
+    """Translate flags into settings.
 
-    given: flag -> text, or bool for a switch. own_task: the settings are filled into a task that the user has named,
-    whose values are not known here. cls: the configuration of the algorithm.
+    Args:
+        algorithm: Name of the algorithm.
+        given: Flag -> its text, or a bool for a switch.
+        own_task: Whether the user has named a task, whose values are not known here.
+        cls: The configuration class of the algorithm.
+
+    Returns:
+        The settings as key=value, and the problems of flags that cannot be used.
     """
     of_algorithm: dict[str, list[Row]] = {}
     for row in rows(cls):
@@ -181,9 +201,15 @@ def overrides(
 def with_settings(
     found: list[str], settings: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[Problem]]:
-    """Join the settings of flags and those that are given by key, and find what is given twice.
+    """Join the settings of flags and those given by key.
 
-    found: of the flags, as key=value. names: setting -> its flag.
+    Args:
+        found: Settings of flags, as key=value.
+        settings: Settings given by key, as key=value.
+        names: Setting -> its flag.
+
+    Returns:
+        All settings, and the problems of settings that are given twice.
     """
     by_key = {key: value for key, _, value in (line.partition("=") for line in found)}
     problems = []
@@ -196,13 +222,13 @@ def with_settings(
 
 
 def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
-    """Of a flag that sets its settings to its value."""
+    """Yield the settings of a flag that sets them to its value."""
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)
     for row in settings:
         text = value if isinstance(value, str) else flag.value or "" if value else "false"
         yield f"{row.key}={_quoted(text, str in (get_args(row.setting.hint) or (row.setting.hint,)))}"
-        if flag.name == "--mini-bs" and own_task:  # the task may have a token budget, which takes its place
+        if flag.name == "--mini-bs" and own_task:  # a token budget of the task would override it
             yield f"{row.key.removesuffix('mini_bs')}max_tokens_per_mb=null"
 
 
@@ -216,11 +242,11 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
 
 
 def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
-    """Return --min-lr as a setting, which is a fraction of --lr, or what is wrong with the two."""
+    """Return --min-lr as the setting min_lr_ratio, a fraction of --lr, or the problem of the two."""
     if lr is None and own_task:
         return [], [Problem("--min-lr", "is a share of --lr; give that too")]
     least, peak = _number(value), OptimizerConfig().lr if lr is None else _number(lr)
-    if peak is None or peak < 0:  # the check of the settings says so of --lr
+    if peak is None or peak < 0:  # the check of the settings reports --lr
         return [], []
     if least is None or not 0 <= least <= peak:
         of_lr = f"{lr}" if lr is not None else f"{peak:g} by default"
@@ -241,11 +267,11 @@ def _is_null(cls: type[Section], section: str) -> bool:
 
 
 def _quoted(text: str, is_text: bool) -> str:
-    """A value as Hydra's command line reads it. is_text: the setting holds text, also where this reads as a number."""
+    """Quote a value for Hydra's command line. is_text: whether the setting is text, even if it looks like a number."""
     plain = text and all(letter.isalnum() or letter in _UNQUOTED for letter in text)
     if plain and not (is_text and text.lower() in ("true", "false", "null", "nan", "inf")):
         return text
     parts = text.split('"')
-    # A backslash counts only before a quote, so those that are there are doubled.
+    # Hydra reads a backslash as such only before a quote, so backslashes before quotes are doubled.
     escaped = (part + "\\" * (len(part) - len(part.rstrip("\\"))) for part in parts)
     return '"' + '\\"'.join(escaped) + '"'

@@ -179,7 +179,8 @@ class Footprint:
     def short(self, device_bytes: int) -> str:
         """One line of it."""
         names = ", ".join(model.name for model in self.models)
-        return f"memory: {gib(self.resident)} of {gib(device_bytes)} GiB on each device are for {names}"
+        taken = gib(self.resident) if self.resident >= 0.01 * 2**30 else "less than 0.01"
+        return f"memory of each device: {taken} of {gib(device_bytes)} GiB for {names}"
 
     def layout_in_words(self) -> str:
         """Return the layout as a part of a message."""

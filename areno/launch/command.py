@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -52,7 +53,8 @@ def run_recipe(module: str) -> NoReturn:
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:
-    """Run an algorithm with the arguments of this process, and end the process. For a file that is the script."""
+    """Run the algorithm of a file that is itself the script, with the arguments of this process; ends the process."""
+    algorithm = replace(algorithm, file=Path(sys.argv[0]).absolute())
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 
 
@@ -116,8 +118,8 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     name = args.config_name or algorithm.default
     if args.resume is not None:
         if args.config_name or args.config_dir or args.multirun:
-            raise ConfigError(Problem("--resume", "a run goes on with its own settings; give only key=value"))
-        from areno.launch import resume
+            raise ConfigError(Problem("--resume", "a run is resumed with its own settings; give only key=value"))
+        from areno.run import resume
 
         name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
     options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
@@ -133,7 +135,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
             _show(algorithm, session, args.package, args.resolve)
         elif args.resume is not None:
             assert config_dir is not None
-            _go_on(algorithm, command, session, config_dir)
+            _resume(algorithm, command, session, config_dir)
         else:
             return _train(algorithm, command, session)
     return 0
@@ -186,7 +188,7 @@ def _show(algorithm: Algorithm, session: HydraSession, package: str | None, reso
 
 
 def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
-    from areno.launch import resume
+    from areno.run import resume
     from areno.tracking import run_folder
 
     composition = session.compose()
@@ -195,13 +197,13 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
         raise ConfigError("hydra.run.dir: does not resolve to a folder; experiment_name cannot be swept over, for one")
     output_dir, is_new = composition.output_dir, composition.output_dir in session.named_by_time
     if is_new and config.recover.mode == "resume":
-        text = "is resume, but {} is null, so a new run would begin; name the run to go on with, or use --resume"
+        text = "is resume, but {} is null, so a new run would begin; name the run to resume, or use --resume"
         raise ConfigError(Problem("recover.mode", text, Key("trial_name")))
-    if not is_new and resume.can_go_on(config, output_dir, session.sweep if session.multirun else None):
+    if not is_new and resume.resumes(config, output_dir, session.sweep if session.multirun else None):
         folder = resume.existing(output_dir)
     else:
         if is_new:
-            resume.tell_unfinished(command, output_dir.parent)
+            resume.print_unfinished(command, output_dir.parent)
         while (folder := run_folder.make(output_dir, new=output_dir in session.named_by_time)) is None:
             output_dir = session.rename(output_dir)
     if not session.multirun:
@@ -219,18 +221,18 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
             else:
                 _run_side_by_side(algorithm, command, session, folder, sweep, config)
     except KeyboardInterrupt:
-        resume.tell_how_with_sweep(output_dir)
+        resume.print_sweep_command(output_dir)
         raise
     print(f"\n{sweep.text()}")
     if failed := any(outcome.objective is None for outcome in sweep.outcomes):
-        resume.tell_how_with_sweep(output_dir)
+        resume.print_sweep_command(output_dir)
     return int(failed)
 
 
-def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
+def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
     """Resume the run in a folder, whose settings the session has read."""
-    from areno.launch import resume
     from areno.launch.compose import Job, told_version
+    from areno.run import resume
 
     with told_version(folder):
         composition = session.compose()
@@ -309,32 +311,32 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
         folder: The folder of the run or of its sweep.
         explicit: Whether the user has named the folder, to resume its run.
     """
-    from areno.launch import resume
+    from areno.run import resume
     from areno.tracking.run_log import RunLog
 
     try:
         config = job.composition.build(algorithm.config)
         if job.number is not None:
             _separate(config, job.number)
-        earlier = resume.earlier_run(config, job.run_dir)
+        earlier = resume.run_to_resume(config, job.run_dir)
         if earlier is not None:
-            changed = resume.take_up(earlier, config, algorithm.name, job.overrides, explicit)
-            if (result := resume.told_result(earlier, config, changed, command)) is not None:
+            changed = resume.accept_changes(earlier, config, algorithm.name, job.overrides, explicit)
+            if (result := resume.print_result(earlier, config, changed, command)) is not None:
                 return result
             folder = resume.existing(job.run_dir)
         else:
             folder = folder.of_run(job.run_dir)
-            folder.describe(config, job.overrides, algorithm.name)
+            folder.describe(config, job.overrides, algorithm.name, algorithm.file)
         try:
             with RunLog(own_process=True):
                 result = float(algorithm.run(config, job.run_dir))
             if job.number is None and config.stats_logger.console != "quiet":
-                resume.tell_next(command, job.run_dir)
+                resume.print_next_commands(command, job.run_dir)
             return result
         except BaseException as error:
             folder.discard()
             if job.number is None and not isinstance(error, ConfigError):  # which would come again
-                resume.tell_how(command, job.run_dir)
+                resume.print_resume_command(command, job.run_dir)
             if isinstance(error, SystemExit):  # of the user's own code, or of a library's: it may say nothing
                 raise ArenoError(f"the run was ended by {describe_error(error)}") from error
             raise

@@ -156,7 +156,7 @@ class Sweep:
 
     def text(self) -> str:
         """Return the tables for a terminal, in which a star marks the best run."""
-        from areno.launch.resume import shown  # what it imports takes a while, and --help does without
+        from areno.run.resume import shown  # what it imports takes a while, and --help does without
 
         good = "more" if self.mode == "max" else "less"
         parts = [f"{len(self.outcomes)} runs in {shown(self.folder)}, by {self.objective} ({good} is better)"]

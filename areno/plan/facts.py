@@ -33,7 +33,8 @@ def facts(
     if spec.n_nodes > 1:
         layout += f" on {spec.n_nodes} nodes"
     if spec.layout.is_sharded:
-        layout += f": {spec.layout.dp_size} copies over {len(spec.layout.copy_of(0))} devices each"
+        copies, over = spec.layout.dp_size, f"over {len(spec.layout.copy_of(0))} devices"
+        layout += f": one copy {over}" if copies == 1 else f": {copies} copies {over} each"
     if spec.layout.cp_size > 1:
         layout += f", {spec.layout.cp_size} copies to a row"
     return {

@@ -1,7 +1,4 @@
-"""Units of scalars, for the axes of charts and the rows of tables.
-
-Which curves a report shows, and in which order.
-"""
+"""The curves of a report: their order, their headings, and the units of scalars."""
 
 from __future__ import annotations
 
@@ -9,17 +6,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-# Unit -> the scalars that have it. The first match counts.
+# Unit -> patterns of scalar names. The first match counts.
 _UNITS = {
     "s": ("time/*", "*_time_s"),
     "share": (
-        "*/accuracy*", "*/pass@*", "*/avg@*", "*frac*", "*/truncated", "*/clip_ratio", "*/clipfrac", "*_changed",
-        "*/ranking_accuracy", "*/explained_variance", "*/sapo_gate",
+        "*/accuracy*",
+        "*/pass@*",
+        "*/avg@*",
+        "*frac*",
+        "*/truncated",
+        "*/clip_ratio",
+        "*/clipfrac",
+        "*_changed",
+        "*/ranking_accuracy",
+        "*/explained_variance",
+        "*/sapo_gate",
     ),
     "tokens/s": ("*tokens_per_second",),
     "tokens": ("*_len_mean", "*_len"),
-    "samples": ("*/num_sequences", "*/reward_errors", "*/reward_timeouts", "*/reward_not_finite", "*/agent_errors",
-                "*/agent_timeouts", "*/agent_filtered"),
+    "samples": (
+        "*/num_sequences",
+        "*/reward_errors",
+        "*/reward_timeouts",
+        "*/reward_not_finite",
+        "*/agent_errors",
+        "*/agent_timeouts",
+        "*/agent_filtered",
+    ),
     "prompts": ("*skipped_long", "*/dropped_groups"),
     "updates": ("*skipped_steps",),
     "loss": ("*loss*",),
@@ -29,12 +42,12 @@ _UNITS = {
     "learning rate": ("*/lr", "*_lr"),
     "norm": ("*grad_norm",),
     "ratio": ("*/ratio_*",),
-}  # fmt: skip
+}
 _COUNTS = ("tokens/s", "tokens", "samples", "prompts", "updates")
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a scalar; the last word of its name if the unit is not known."""
+    """Return the unit of a scalar. For an unknown scalar, this is the last part of its name in words."""
     for unit, patterns in _UNITS.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return unit
@@ -42,16 +55,22 @@ def unit_of(name: str) -> str:
 
 
 def is_count(unit: str) -> bool:
-    """Return whether numbers of this unit are counts, which may be shown as 15k."""
+    """Return whether numbers of this unit are counts, which are shown as 15k, for example."""
     return unit in _COUNTS
 
 
-MOST_POINTS = 4_000  # of one curve; a screen shows fewer
+MOST_POINTS = 4_000  # of one curve; more than a screen can show
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: the scalars that it shows and how it is called. stacked: the scalars are parts of a whole."""
+    """One chart.
+
+    Attributes:
+        title: Its title.
+        names: The scalars that it shows.
+        stacked: Whether the scalars are stacked, as parts of a sum.
+    """
 
     title: str
     names: tuple[str, ...]
@@ -59,16 +78,16 @@ class Chart:
 
     @property
     def unit(self) -> str:
-        """The unit of its vertical axis."""
+        """The unit of the vertical axis."""
         return unit_of(self.names[0])
 
     @property
     def counts(self) -> bool:
-        """Whether its numbers are counts."""
+        """Whether the numbers are counts, see is_count."""
         return is_count(self.unit)
 
 
-# What is read first comes first. Of each chart, the scalars that a run has are shown.
+# In the order of the page. A chart shows those of its scalars that a run has recorded.
 _CHARTS = {
     "Learning": [
         Chart("Reward", ("rollout/rewards_mean",)),
@@ -100,10 +119,14 @@ _TIMES, _WHOLE_TIME = "time/", "time/step"
 
 
 def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
-    """Return heading -> charts for runs that have recorded these scalars.
+    """Return heading -> charts.
 
-    What no other chart shows is under "More". The phases of a step are stacked for one run. Several runs are compared
-    by the time of the whole step, since stacks cannot be drawn over each other.
+    Scalars without a chart of their own are under "More". For one run, the phases of a step are stacked. Several runs
+    are compared by the time of the whole step, since stacks cannot be drawn over each other.
+
+    Args:
+        names: The scalars that the runs have recorded.
+        n_runs: The number of runs.
     """
     there = set(names)
     phases = tuple(sorted(name for name in there if name.startswith(_TIMES) and name != _WHOLE_TIME))
@@ -122,9 +145,15 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """At most about `most` points of a curve: of each stretch of steps its lowest and its highest, so no peak is lost.
+    """Reduce a curve to about `most` points. Each interval of steps keeps its minimum and maximum, so no peak is lost.
 
-    values: NaN where a value was not finite. It is kept only where a whole stretch has no other value.
+    Args:
+        steps: Steps of the curve.
+        values: Its values. NaN stands for a value that was not finite; it is kept if its interval has no other value.
+        most: The number of points.
+
+    Returns:
+        The steps and values of the kept points.
     """
     if len(steps) <= most:
         return list(steps), list(values)

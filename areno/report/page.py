@@ -1,6 +1,6 @@
-"""What a report shows of its runs, as plain data for the page.
+"""The report of runs: one HTML page that needs no network and no other file.
 
-One HTML page of runs that needs nothing beside itself: no network, no other file.
+`contents` collects the data of the page, and `write_report` writes the page.
 """
 
 from __future__ import annotations
@@ -22,19 +22,25 @@ from areno.report.verdict import differing, run_names, settings_today, verdict
 from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
 
-SAMPLE_BYTES = 8 * 2**20  # of all samples in the page, compressed
+SAMPLE_BYTES = 8 * 2**20  # of all compressed samples in the page
 SHOWN_CHARS = 120  # of prompt and completion in the table of samples
 _TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
 _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 
 
 def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
-    """Everything that the page shows. sample_bytes: how much of the page the samples may be, compressed and encoded.
+    """Return all data of the page.
 
-    {"title": of the page, "runs": [{"name", "path", "status", "steps", "duration", "versions", "settings", "overrides",
-    "series", "samples"}], "verdict": see `verdict`, "headlines": [{"name", "title", "unit", "counts", "runs": [[first,
-    best, last, step of the best], or None for each run]}], "charts": {heading: [{"title", "names", "stacked", "unit",
-    "counts"}]}, "constant": {scalar: value in all steps}, "differences": {key: [value of each run]}}
+    Args:
+        runs: The runs.
+        sample_bytes: The most bytes that the compressed samples of all runs take in the page.
+
+    Returns:
+        A dictionary with these keys. "title": the title of the page. "runs": for each run "name", "path", "status",
+        "steps", "duration", "versions", "settings", "overrides", "series" and "samples". "verdict": see verdict.
+        "headlines": for each main number "name", "title", "unit", "counts" and, by run, [first, best, last, step of the
+        best]. "charts": heading -> charts with "title", "names", "stacked", "unit" and "counts". "constant": scalars
+        with one value in all steps. "differences": setting -> its value in each run.
     """
     names = run_names(runs)
     metrics = [run.metrics() for run in runs]
@@ -79,7 +85,7 @@ def _title(runs: Sequence[RunReader]) -> str:
 
 
 def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """Return the charts, and the rest: the values of scalars that are the same in all steps of all runs."""
+    """Return the charts, and the values of scalars that are constant over all steps of all runs."""
     values: dict[str, list[float]] = {}
     for of_run in metrics:
         for name, series in of_run.items():
@@ -110,10 +116,18 @@ def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
 
 
 def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
-    """The samples of a run: an index of all and, step by step, each in full, gzipped and in base64.
+    """Return the samples of a run as gzipped JSON in base64.
 
-    {"index": text, "steps": {step: text}, "left_out": what did not fit in most_bytes, in words; "" if all did}.
-    The values of single tokens are left out first, then whole steps, evenly, but never the first and the last.
+    If they do not fit, the values of single tokens are left out first. Then whole steps are left out at equal
+    distances, but never the first and the last.
+
+    Args:
+        run: The run.
+        most_bytes: The most bytes of the result.
+
+    Returns:
+        {"index": a line for each sample, "steps": {step: its samples in full}, "left_out": a sentence about samples
+        that did not fit, or ""}.
     """
     steps = run.sampled_steps()
     if not steps:
@@ -129,15 +143,15 @@ def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
         sizes[step] = len(slim[step])
     left = most_bytes - len(pack(index))
     full = sum(map(len, packed.values())) <= left
-    told = ""
+    left_out = ""
     if not full:
         kept = _evenly(steps, sizes, left)
         detailed = _evenly(kept, {step: len(packed[step]) - sizes[step] for step in kept}, left - _total(sizes, kept))
         packed = {step: packed[step] if step in detailed else slim[step] for step in kept}
-        told = f"{len(steps) - len(kept)} of {len(steps)} steps are without samples"
-        told += f" and {len(kept) - len(detailed)} without the values of single tokens, to keep this page small"
+        left_out = f"{len(steps) - len(kept)} of {len(steps)} steps are without samples"
+        left_out += f" and {len(kept) - len(detailed)} without the values of single tokens, to keep this page small"
     shown = set(packed)
-    return {"index": pack([line for line in index if line[0] in shown]), "steps": packed, "left_out": told}
+    return {"index": pack([line for line in index if line[0] in shown]), "steps": packed, "left_out": left_out}
 
 
 def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
@@ -145,7 +159,7 @@ def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
 
 
 def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """As many of the steps as fit, at equal distances, with the first and the last."""
+    """Return as many steps as fit in `most_bytes`, at equal distances, with the first and the last."""
     for stride in range(1, len(steps) + 1):
         kept = [*steps[:-1:stride], steps[-1]]
         if _total(sizes, kept) <= most_bytes:
@@ -154,9 +168,9 @@ def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> 
 
 
 def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
-    """step, number in the step, the group, the values of _INDEX, what was asked, the beginning of the completion.
+    """Return step, number in the step, group, the values of _INDEX, the task, and the beginning of the completion.
 
-    The end of a prompt is shown where the task is not known: examples come before the question.
+    Without a task, the end of the prompt is shown, since examples come before the question.
     """
     task = task_of(sample)
     return [
@@ -170,18 +184,24 @@ def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
 
 
 def task_of(sample: Mapping[str, Any]) -> str:
-    """Return the task of a sample without its chat template: of an agent, the first message of the user."""
+    """Return the task of a sample without its chat template, or the first user message of an agent's sample."""
     try:
         messages = sample["trajectory"]["turns"][0]["messages"]
         content = next(message["content"] for message in messages if message["role"] == "user")
         parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
         return "\n".join(parts)
-    except (KeyError, IndexError, TypeError, AttributeError, StopIteration):  # another program's, or no agent's
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        StopIteration,
+    ):  # not an agent's sample, or written by another program
         return str(sample.get("task") or "")
 
 
 def without_nan(value: Any) -> Any:
-    """JSON of other programs knows no NaN: null stands for it."""
+    """Replace NaN and infinities by None, since the JSON of other programs has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -190,7 +210,7 @@ def without_nan(value: Any) -> Any:
 
 
 def pack(value: Any) -> str:
-    """JSON, gzipped, in base64. The page unpacks it with the browser's own DecompressionStream."""
+    """Return a value as gzipped JSON in base64. The page unpacks it with the DecompressionStream of the browser."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
@@ -202,12 +222,17 @@ _SCRIPTS = ("elements", "summary", "curves", "samples", "settings", "printing", 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     """Write the report of runs to an HTML file and return its path. A file of this name is replaced.
 
-    runs: their folders. Raises ArenoError for what is no folder of a run, and where the file cannot be written.
+    Args:
+        runs: Folders of runs.
+        path: The HTML file.
+
+    Raises:
+        ArenoError: A folder is not that of a run, plotly is missing, or the file cannot be written.
     """
     if not runs:
         raise ArenoError("a report needs the folder of at least one run")
     page = render(contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))
-    page = page.encode("utf-8", "replace").decode()  # names of folders, and texts of JSON, may hold half a character
+    page = page.encode("utf-8", "replace").decode()  # names and texts may hold lone surrogates
     path = Path(path).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +246,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page of `contents`."""
+    """Return the HTML of the data that `contents` returns."""
     names = ", ".join(run["name"] for run in data["runs"])
     parts = {
         "TITLE": html.escape(f"areno: {names}"),
@@ -237,7 +262,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def _inside_script(value: Any) -> str:
-    """JSON that no text in it can end the script element of."""
+    """Return JSON for a script element. No text in it can end the element."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str).replace("<", "\\u003c")
 
 

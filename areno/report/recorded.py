@@ -1,6 +1,7 @@
-"""The form of a line of rollouts/<step>.jsonl. A run may come from another machine, or its files be damaged.
+"""Reads a recorded sample, a line of rollouts/<step>.jsonl, and makes a row of tokens of it.
 
-A sample that a run recorded, as the tokens of a row: from its token ids or, where it has none, from its text.
+A run may come from another machine or be damaged, so `check_sample` checks each field first. `recorded_row` takes the
+token ids of the sample, or encodes its text if no ids are recorded.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ from areno.errors import ArenoError
 from areno.schema.values import show
 from areno.server.tokens import Source, expand_runs
 
-_MOST = 2**31  # of token ids, weight versions and lengths
+_MOST = 2**31  # limit of token ids, weight versions and lengths
 
 
 def check_sample(sample: Mapping[str, Any], number: int) -> None:
-    """Raise ArenoError if a field of the sample that areno reads does not have its form. number: of the sample."""
+    """Check the fields of a sample that areno reads.
+
+    Args:
+        sample: The sample.
+        number: Its number in the step, for messages.
+
+    Raises:
+        ArenoError: A field has another type or length than expected.
+    """
     _check(sample, _FORMS, f"sample {number}")
     trajectory = sample.get("trajectory")
     if trajectory is None:
@@ -48,7 +57,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # A larger integer, which JSON may have, is no float.
+    # JSON may have an integer that is too large for a float.
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
 
 
@@ -91,11 +100,16 @@ _ROW_FORMS = {"tokens": _COUNTS, "sources": _RUNS, "trained": _RUNS, "logprobs":
 
 @dataclass(kw_only=True)
 class RecordedRow:
-    """The row of a recorded sample. Arrays have an entry for each token.
+    """The row of a recorded sample. Arrays have the shape (n_tokens,); NaN stands for values that are not recorded.
 
-    trained: bool. logprobs: of the policy that sampled it, by the rollout; NaN where nothing is recorded, as in all of
-    these. train_logprobs: of the policy before the update, by the training pass. advantages: of the trained tokens.
-    versions: of the weights that sampled the tokens, the oldest and the newest. missing: what is not known, in words.
+    Attributes:
+        tokens: Token ids of prompt and completion.
+        trained: Whether the token was trained, bool.
+        logprobs: Log-probabilities of the rollout, under the policy that sampled the token.
+        train_logprobs: Log-probabilities of the training pass, under the policy before the update.
+        advantages: Advantages of the trained tokens.
+        versions: The oldest and the newest version of the weights that sampled the tokens; None if not recorded.
+        missing: Descriptions of values that are not recorded.
     """
 
     tokens: list[int]
@@ -108,9 +122,15 @@ class RecordedRow:
 
 
 def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> RecordedRow:
-    """The row of a line of rollouts/<step>.jsonl. number: which row of the trajectory of an agent.
+    """Return the row of a recorded sample.
 
-    Raises ArenoError if the sample has no tokens, or no such row. Its fields have the form of check_sample.
+    Args:
+        sample: The sample, checked by check_sample.
+        tokenizer: Encodes the text if no token ids are recorded.
+        number: Which row of an agent's trajectory, from 0.
+
+    Raises:
+        ArenoError: The sample has no tokens, or no row of this number.
     """
     if sample.get("trajectory") is not None:
         return _row_of_agent(sample, number)
@@ -163,7 +183,7 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
         train_logprobs=np.full(n_tokens, np.nan),
         advantages=np.full(n_tokens, np.nan),
     )
-    # The tokens of a turn that began another row are the model's here, too, but were not sampled in this row.
+    # A turn that began another row is trained here too, but its log-probabilities are recorded in that row.
     _fill(row, sources == Source.SAMPLED, "logprobs", given.get("logprobs"))
     if sample.get("advantage") is not None:
         row.advantages[row.trained] = sample["advantage"]
@@ -178,7 +198,7 @@ def _text(sample: Mapping[str, Any], name: str) -> str:
 
 
 def _ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:
-    """Token ids under one of these names."""
+    """Return the token ids under the first of these names that has some; None without."""
     for name in names:
         value = sample.get(name)
         if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
@@ -192,7 +212,7 @@ def _note_length(missing: list[str], what: str, found: int, recorded: int | None
 
 
 def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
-    """Set an array at `places` from recorded values, if there are as many."""
+    """Set an array at `places` from recorded values. If the numbers differ, add a text to `row.missing`."""
     if values is None:
         return
     if len(values) != places.sum():
@@ -202,7 +222,7 @@ def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[floa
 
 
 def _bounds(versions: Any) -> tuple[int, int] | None:
-    """The oldest and the newest of versions: one for each token, or runs of (version, how many tokens)."""
+    """Return the oldest and the newest version. versions: one per token, or pairs (version, number of tokens)."""
     if not versions:
         return None
     plain = [version[0] if isinstance(version, list) else version for version in versions]

@@ -1,7 +1,4 @@
-"""What each token of a row adds to the loss.
-
-Computes one recorded sample again: what a checkpoint thinks of its tokens, and what they add to the loss.
-"""
+"""Computes a recorded sample again under a checkpoint: log-probabilities, loss and gradient of each token."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
+from areno.api.algorithms import Algorithm, algorithm_of
 from areno.config.experiments import CriticExperimentConfig, LossFn, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.errors import ArenoError, ConfigError, Problem
@@ -23,7 +20,6 @@ from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.report.recorded import RecordedRow, check_sample, recorded_row
 from areno.schema.values import value_at
 from areno.tracking.reader import RunReader
-from areno.tracking.run_folder import recipe_of
 from areno.trainers.rows import sample_rewards
 from areno.trainers.update import correct_rows, pack_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
@@ -32,12 +28,19 @@ from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 def attribute_loss(
     loss_fn: LossFn, row: TrainSequence, logprobs: Sequence[float]
 ) -> tuple[float, np.ndarray | None, np.ndarray]:
-    """The loss of a row that is a step of its own, and each token's part in it: (loss, contributions, gradient).
+    """Compute the loss of a step that has one row, and the part of each token in it.
 
-    contributions: (n,), what each token adds to the policy term of the loss. A policy loss is linear in the weights of
-    tokens (`DataPack.weights`), so these are its derivatives times the weights, and their sum is the policy term. None
-    where the loss does not use weights. gradient: (n,), of the loss by each token's log-probability: negative where
-    training makes the token more likely, 0 where it is clipped or not trained.
+    A policy loss is linear in the weights of tokens (`DataPack.weights`). So the part of a token is the derivative by
+    its weight times the weight, and the parts add up to the policy term of the loss.
+
+    Args:
+        loss_fn: The loss function.
+        row: The row, of n tokens.
+        logprobs: Log-probabilities of all tokens under the model, (n,).
+
+    Returns:
+        The loss. The part of each token, (n,), or None if the loss does not use weights. The gradient of the loss by
+        each log-probability, (n,): negative if training makes the token more likely, 0 if it is clipped or not trained.
     """
     pack, given = pack_of([row]), torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
     weights = torch.ones_like(given) if pack.weights is None else pack.weights.clone()
@@ -50,7 +53,18 @@ def attribute_loss(
 
 @dataclass(kw_only=True)
 class Token:
-    """One token. Numbers are None where they are not known. loss, gradient: see attribute_loss."""
+    """One token of a replayed sample. Unknown numbers are None.
+
+    Attributes:
+        token: Token id.
+        text: Its text.
+        trained: Whether it was trained.
+        then: Log-probability in the rollout.
+        now: Log-probability under the checkpoint.
+        advantage: Its advantage.
+        loss: Its part in the loss, see attribute_loss.
+        gradient: Gradient of the loss by its log-probability.
+    """
 
     token: int
     text: str
@@ -63,15 +77,22 @@ class Token:
 
     @property
     def difference(self) -> float | None:
-        """now - then: the logarithm of the importance ratio."""
+        """The logarithm of the importance ratio, now - then."""
         return None if self.then is None or self.now is None else self.now - self.then
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """A sample and its tokens. checkpoint_step: after which it was written; None for another folder.
+    """A replayed sample.
 
-    loss: of the sample as a step of its own. missing: what is not known, in words.
+    Attributes:
+        sample: The recorded sample.
+        checkpoint: Folder of the checkpoint.
+        checkpoint_step: Step after which it was written; None for a folder outside of the run.
+        tokens: The tokens of the row.
+        versions: The oldest and the newest version of the weights that sampled the tokens.
+        loss: Loss of a step that has this sample alone.
+        missing: Descriptions of values that are not known.
     """
 
     sample: Mapping[str, Any]
@@ -86,16 +107,25 @@ class Replay:
 def replay(
     run: RunReader, step: int, number: int, *, checkpoint: str | None = None, row: int = 0, device: str = "auto"
 ) -> Replay:
-    """Compute the sample `number` of a step again. Raises ArenoError where there is no such sample or checkpoint.
+    """Compute a recorded sample again.
 
-    checkpoint: a step of the run, `latest`, `best`, or a folder; None is the one nearest to the weights that sampled
-    it. row: of an agent's sample.
+    Args:
+        run: The run.
+        step: The step that sampled it.
+        number: Its number in the step, from 0.
+        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint nearest to the weights
+            that sampled it.
+        row: The row of an agent's sample, from 0.
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        ArenoError: There is no such sample or checkpoint, or the run samples nothing.
     """
     samples = run.samples(step)
     if not 0 <= number < len(samples):
         text = "is {}; step {} has {} samples, counted from 0"
         raise ConfigError(Problem("--sample", text, number, step, len(samples)))
-    for place, sample in enumerate(samples):  # the rewards of all may be needed
+    for place, sample in enumerate(samples):  # the advantage may need the rewards of all
         check_sample(sample, place)
     folder, at = choose_checkpoint(run, step, checkpoint)
     missing: list[str] = []
@@ -105,11 +135,15 @@ def replay(
     missing += recorded.missing
     now, ref = _logprobs(plan, config, recorded.tokens)
     found = Replay(
-        sample=samples[number], checkpoint=folder, checkpoint_step=at, versions=recorded.versions, missing=missing,
+        sample=samples[number],
+        checkpoint=folder,
+        checkpoint_step=at,
+        versions=recorded.versions,
+        missing=missing,
         tokens=_tokens(recorded, now, plan.tokenizer),
-    )  # fmt: skip
+    )
     if np.isnan(recorded.advantages[recorded.trained]).any():
-        _compute_advantage(recorded, samples, number, config, missing)
+        _compute_advantage(recorded, samples, number, config, algorithm, missing)
     for token, advantage in zip(found.tokens, recorded.advantages, strict=True):
         token.advantage = _known(advantage) if token.trained else None
     if np.isnan(recorded.logprobs[recorded.trained]).any():
@@ -120,7 +154,16 @@ def replay(
 
 
 def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Path, int | None]:
-    """The folder of a model, and the step after which it was written; 0 for the model that the run began with."""
+    """Return the folder of a checkpoint and its step; 0 for the model that the run began with.
+
+    Args:
+        run: The run.
+        step: The step that sampled the sample.
+        wanted: The checkpoint that the user has named, see replay.
+
+    Raises:
+        ArenoError: There is no such checkpoint.
+    """
     there = run.checkpoints()
     if wanted is None:
         path = value_at(run.config, "actor.path")
@@ -143,24 +186,20 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
 
 
 def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> tuple[Any, Algorithm]:
-    """The configuration of the run, with the checkpoint in place of its model, and its algorithm."""
+    """Return the configuration of the run, with the checkpoint as its model, and its algorithm."""
     from areno.launch.compose import load, told_version
 
-    recipe = recipe_of(run.path) if (run.path / "config.yaml").exists() else ""
-    if recipe not in algorithm_names():
-        known = f"its algorithm, {recipe}, is not installed" if recipe else "its folder names no algorithm"
-        raise ArenoError("{} cannot be replayed: {}", run.path, known)
-    algorithm = get_algorithm(recipe)
+    algorithm = algorithm_of(run.path)
     size = value_at(run.config, "engine.tp_size")
     size = size if isinstance(size, int) else 1
     changes = [f"engine.device={device}", f"engine.world_size={size}", "actor.init_from_scratch=false"]
-    changes += ["cluster.n_nodes=1", "cluster.n_gpus_per_node=null", "scheduler.type=local"]  # wherever it ran
+    changes += ["cluster.n_nodes=1", "cluster.n_gpus_per_node=null", "scheduler.type=local"]  # on this machine
     changes += ["scheduler.setup_timeout=30", "engine.cp_size=1"]
-    changes += ["experiment_name=replay", "trial_name=null"]  # nothing is written, so no name has to suit a folder
+    changes += ["experiment_name=replay", "trial_name=null"]  # nothing is written, so any name will do
     with told_version(run.path):
         config: Any = load(algorithm.config, "config", changes, run.path)
     if not isinstance(config, PolicyExperimentConfig):
-        raise ArenoError("{} is a run of {}, which samples nothing", run.path, recipe)
+        raise ArenoError("{} is a run of {}, which samples nothing", run.path, algorithm.name)
     if config.ref is not None and config.ref.path is None:
         config.ref.path = config.actor.path
     from_scratch = value_at(run.config, "actor.init_from_scratch")
@@ -174,7 +213,7 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
 def _logprobs(
     plan: TrainerPlan, config: PolicyExperimentConfig, tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of each token under the checkpoint and, where the run has one, under the reference."""
+    """Return the log-probabilities of all tokens under the checkpoint, and under the reference if there is one."""
     from areno.engine.engine import Engine
 
     with Engine(plan.spec.frozen(), plan.workers) as engine:
@@ -204,10 +243,12 @@ def _compute_advantage(
     samples: Sequence[Mapping[str, Any]],
     number: int,
     config: PolicyExperimentConfig,
+    algorithm: Algorithm,
     missing: list[str],
 ) -> None:
-    """The advantage of the sample, from the rewards of all that were kept of its step, where the settings allow."""
-    if isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:
+    """Compute the advantage of the sample from the recorded rewards of its step, if the settings allow it."""
+    own = algorithm.advantage_fn is not None  # which may read any field of the rows
+    if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:
         missing.append("the advantage, which needs more than the rewards")
         return
     scored = [sample for sample in samples if sample.get("reward") is not None]
@@ -223,7 +264,7 @@ def _compute_advantage(
 
 
 def _scored(sample: Mapping[str, Any]) -> ScoredSample:
-    """What the shaping of rewards reads of a sample."""
+    """Return a sample with the fields that the shaping of rewards reads."""
     return ScoredSample(
         item=PromptItem(prompt="", text="", tokens=[]),
         sequence=RolloutSequence(resp_tokens=[0] * (sample.get("response_tokens") or 0), resp_logprobs=[]),
@@ -242,15 +283,18 @@ def _add_loss(
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
-    """Add the loss and the gradient of each token. step: in which the sample was trained on."""
-
+    """Add the loss and the gradient of each token. step: the step that trained on the sample."""
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(
-        prompt_mask=~recorded.trained, tokens=recorded.tokens, advantages=advantages,
-        logprobs=np.where(recorded.trained, recorded.logprobs, 0.0), ref_logprobs=ref,
-        staleness=0 if recorded.versions is None or not found.checkpoint_step else
-        max(0, found.checkpoint_step - recorded.versions[0]),
-    )  # fmt: skip
+        prompt_mask=~recorded.trained,
+        tokens=recorded.tokens,
+        advantages=advantages,
+        logprobs=np.where(recorded.trained, recorded.logprobs, 0.0),
+        ref_logprobs=ref,
+        staleness=0
+        if recorded.versions is None or not found.checkpoint_step
+        else max(0, found.checkpoint_step - recorded.versions[0]),
+    )
     if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
         correct_rows([row], [now.tolist()], config.actor)
     rollout = np.where(recorded.trained, recorded.logprobs, 0.0)

@@ -1,9 +1,4 @@
-"""Runs as tables in a terminal: `areno runs` and `areno compare`.
-
-Rewards of samples as tables in a terminal: `areno reward`.
-
-How the commands print tables.
-"""
+"""Tables in a terminal: runs (`areno runs`, `areno compare`) and rewards of samples (`areno reward`)."""
 
 from __future__ import annotations
 
@@ -18,53 +13,60 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from areno.errors import ArenoError
-from areno.report.verdict import differing, run_names, settings_today
-from areno.tracking.reader import RunReader, duration, headlines, last_step, list_runs, seconds
+from areno.report.verdict import best_of, differing, run_names, settings_today
+from areno.tracking.reader import RunReader, began, duration, headlines, last_step, list_runs, seconds
 
 _COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
 
 
 def runs_table(root: str | Path) -> Table:
-    """The runs below a folder: state, steps, best number, duration. ArenoError if there is none."""
+    """Return a table of the runs below a folder. Raises ArenoError if there is none."""
     runs = list_runs(root)
     if not runs:
         raise ArenoError("there is no run below {}; the setting cluster.fileroot says where runs are", root)
-    table = Table("run", "state", right("steps"), "best", right("duration"), title=f"runs in {root}")
+    table = Table("run", "began", "state", right("steps"), "best", right("duration"), title=f"runs in {root}")
     for run in runs:
         try:
             table.add_row(str(run.path.relative_to(Path(root).expanduser())), *_row(run))
-        except ArenoError as error:  # a damaged one does not hide the others
-            table.add_row(str(run.path), "[red]damaged[/]", "", escape(str(error)), "")
+        except ArenoError as error:  # a damaged run must not hide the others
+            table.add_row(str(run.path), "", "[red]damaged[/]", "", escape(str(error)), "")
     return table
 
 
 def _row(run: RunReader) -> list[str]:
     metrics, status = run.metrics(), run.status()
-    best = next((line for line in headlines(metrics).values() if line.best is not None), None)
-    told = "" if best is None else f"{best.title} {best.best:.4g} at step {best.step}"
+    found = best_of(metrics)
+    best = "" if found is None else f"{found.title} {found.best:.4g} at step {found.step}"
     state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
-    return [state, str(last_step(metrics)), told, duration(seconds(run))]
+    return [began(run), state, str(last_step(metrics)), best, duration(seconds(run))]
 
 
 def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
-    """What differs between the settings and versions of runs, and their results. ArenoError for what is no run."""
+    """Return tables of the settings and versions in which runs differ, and of their results.
+
+    Args:
+        paths: Folders of runs.
+
+    Raises:
+        ArenoError: A folder is not that of a run.
+    """
     runs = [RunReader(path) for path in paths]
     names = run_names(runs)
-    told: list[Table | Text] = []
+    tables: list[Table | Text] = []
     unknown = [name for name, run in zip(names, runs, strict=True) if not run.config]
     if unknown:
-        told.append(Text(f"The settings of {', '.join(unknown)} are not known: there is no config.yaml."))
+        tables.append(Text(f"The settings of {', '.join(unknown)} are not known: there is no config.yaml."))
     known = [(name, run) for name, run in zip(names, runs, strict=True) if run.config]
     settings = differing([settings_today(run) for _, run in known])
     versions = differing([run.versions for _, run in known])
     if not settings and len(known) > 1:
-        told.append(Text("All settings are equal."))
+        tables.append(Text("All settings are equal."))
     for what, title, of_runs in (("setting", "settings", settings), ("package", "versions", versions)):
         table = Table(what, *(name for name, _ in known), title=f"{title} that differ")
         for key, values in of_runs.items():
             table.add_row(key, *map(cell, values))
         if of_runs:
-            told.append(table)
+            tables.append(table)
     results = Table("result", "", *map(right, names), title="results")
     found = [headlines(run.metrics()) for run in runs]
     for name in dict.fromkeys(name for of_run in found for name in of_run):
@@ -74,16 +76,16 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
             values = [None if line is None else line._asdict()[kind] for line in lines]
             if any(value is not None for value in values):
                 results.add_row(title if kind == "first" else "", kind, *map(cell, values))
-    return [*told, results]
+    return [*tables, results]
 
 
 def right(title: str) -> Column:
-    """The heading of a column of numbers."""
+    """Return the heading of a right-aligned column."""
     return Column(title, justify="right")
 
 
 def cell(value: Any) -> str:
-    """A value in a table: numbers with four digits, `-` for none."""
+    """Return the text of a value in a table: numbers with four digits, `-` for None."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
@@ -97,12 +99,12 @@ def _part_names(outcomes: Sequence[Any]) -> list[str]:
 
 
 def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> table.Table:
-    """Return a line for each of the first samples: its reward, the parts of it, and what was recorded before.
+    """Return a table of the first samples: reward, parts of the reward, the recorded reward, and completion.
 
     Args:
-        rows: The samples as they were recorded, with the reward that they were given then.
-        records: The same samples as reward functions get them.
-        outcomes: What the functions made of them.
+        rows: The recorded samples, with their recorded rewards.
+        records: The same samples in the form that reward functions get.
+        outcomes: The new rewards.
         most: How many samples are shown.
     """
     names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
@@ -120,13 +122,13 @@ def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequenc
 
 
 def _recorded(row: Mapping[str, Any]) -> float | None:
-    """Return the reward that a row was given before; None if there is no such number."""
+    """Return the recorded reward of a row; None if it has no such number."""
     value = row.get("reward")
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
 
 
 def summary_table(outcomes: Sequence[Any]) -> table.Table:
-    """Return mean, spread and bounds of the rewards and of each part."""
+    """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each part."""
     shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
     values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}
     for name in _part_names(outcomes):
@@ -138,7 +140,7 @@ def summary_table(outcomes: Sequence[Any]) -> table.Table:
 
 
 def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
-    """Yield how many rewards are at least 1, and how many differ from those that were recorded."""
+    """Yield sentences: how many rewards are at least 1, and how many differ from the recorded rewards."""
     right = sum(each.value is not None and each.value >= 1.0 - 1e-6 for each in outcomes)
     yield f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)"
     pairs = [(_recorded(row), each.value) for row, each in zip(rows, outcomes, strict=True)]
@@ -148,11 +150,11 @@ def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
         yield f"{differ} of {len(pairs)} rewards differ from those that were recorded"
 
 
-_WIDE = 250  # columns of what is no terminal, such as a pipe, so that every run has one line
+_WIDE = 250  # columns without a terminal, such as in a pipe, so that each run has one line
 
 
 def show(*tables: Any) -> None:
-    """Print tables of rich, as wide as the terminal."""
+    """Print tables of rich in the width of the terminal."""
     from rich.console import Console
 
     console = Console()

@@ -1,6 +1,6 @@
-"""What differs between runs: their names, their settings.
+"""Compares runs: the settings in which they differ, their best numbers, and the verdict at the top of a report.
 
-The verdict at the top of a report: which setting is best, by how much, and how far its seeds lie apart.
+The verdict says which setting is best, by how much, and how large the standard deviation over its seeds is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from areno.files.paths import read_if_exists
 from areno.launch.sweep_results import Outcome, Sweep
 from areno.schema.build import with_current_names
 from areno.schema.values import flat
-from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
+from areno.tracking.reader import NAMES, Headline, RunReader, Series, duration, headlines, last_step, seconds
 from areno.tracking.run_folder import recipe_of
 
-_LONGEST = 48  # characters of what a name says about a run of a sweep
-RUN_NAMES = ("trial_name", "experiment_name")  # they tell runs apart and say nothing about them
+_LONGEST = 48  # characters of the settings in the name of a run
+RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of equal settings
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Key -> its value in each of the configurations, for the keys whose values are not all equal.
+    """Return setting -> its values in all configurations, for the settings whose values differ.
 
-    A key that a configuration does not have is None there. The names of the runs do not count.
+    A setting that a configuration lacks is None. The names of the runs do not count.
     """
     settings = [flat(config) for config in configs]
     keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
@@ -42,7 +42,7 @@ def settings_today(run: RunReader) -> Mapping[str, Any]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell them apart."""
+    """Return the last parts of each path, as many as are needed to tell the paths apart."""
     parts = [path.absolute().parts for path in paths]
     names = [str(path) for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
@@ -53,10 +53,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def run_names(runs: Sequence[RunReader]) -> list[str]:
-    """Short names. A run of a sweep is also called by the settings that not all of these runs were given.
-
-    These are cut off where they are long; the number of the run in front of them tells it apart.
-    """
+    """Return short names of runs. Runs of a sweep also get the overrides in which they differ, cut off if long."""
     names = short_names([run.path for run in runs])
     given = [set(run.overrides) for run in runs if run.sweep]
     common = set.intersection(*given) if given else set()
@@ -69,23 +66,31 @@ def run_names(runs: Sequence[RunReader]) -> list[str]:
 
 
 def _in_short(override: str) -> str:
-    """`lr=0.1` of `actor.optimizer.lr=0.1`, and `path=rows.jsonl` of `train_dataset.path=/data/rows.jsonl`."""
+    """Shorten `actor.optimizer.lr=0.1` to `lr=0.1`, `train_dataset.path=/data/rows.jsonl` to `path=rows.jsonl`."""
     key, equals, value = override.partition("=")
     return key.rpartition(".")[2] + equals + value.rstrip("/").rpartition("/")[2]
 
 
-_LAST_STEPS = 5  # a scalar of single steps is noisy: the mean of the last ones counts
+_LAST_STEPS = 5  # a scalar of single steps is noisy, so the mean of the last steps counts
 _MOST_SETTINGS = 4  # in the title of a place
-_FALLBACK = ("train/loss", min)  # of runs that have none of the numbers that can be best
+_FALLBACK = ("train/loss", min)  # for runs with neither evaluation nor reward
+_OF_TRAINING = {"train/accuracy": ("accuracy", max), "train/loss": ("loss", min)}  # for runs without evaluation
 
 
 def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[Mapping[str, Series]]) -> dict[str, Any]:
-    """Return what the report says first, as plain data. Runs are numbered as in `runs`.
+    """Return the verdict at the top of a report, as plain data.
 
-    {"about": what is compared, "title", "value", "std": of the winner, "spread": what std is, in words,
-    "notes": sentences, "places": [{"title", "value", "std", "runs", "values"}], the best first,
-    "best": number of the best run}. std is the sample standard deviation over seeds, or None. A single run has no
-    places; its "scalar" is the number that counts. Without a result, "value" and "best" are None.
+    Args:
+        runs: The runs.
+        names: Their names.
+        metrics: Their metrics.
+
+    Returns:
+        A dictionary with these keys. "about": the comparison in words. "title", "value" and "std" of the best setting;
+        std is the sample standard deviation over seeds, or None. "spread": the meaning of std in words. "notes":
+        sentences. "places": settings with "title", "value", "std", "runs" and "values", best first. "best": the index
+        of the best run in `runs`. A single run has no places, and "scalar" names its main number. Without a result,
+        "value" and "best" are None.
     """
     if len(runs) == 1:
         return _of_one(runs[0], names[0], metrics[0])
@@ -94,8 +99,18 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
     return _in_words(compared, names, notes, "a sweep of" if sweep else "comparison of")
 
 
+def best_of(metrics: Mapping[str, Series]) -> Headline | None:
+    """Return the number by which a run is judged, with its best value; None if the run has recorded none.
+
+    This is its evaluation or its reward. A run of SFT or DPO without evaluation has the loss or the accuracy of
+    training.
+    """
+    found = [line for line in headlines(metrics).values() if line.best is not None]
+    return next(iter(found or headlines(metrics, _OF_TRAINING).values()), None)
+
+
 def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
-    """The verdict of a single run: its state, and how its main number has changed."""
+    """Return the verdict of a single run: its state, and how its main number has changed."""
     steps, taken = last_step(metrics), seconds(run)
     state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
     state = ", ".join(filter(None, (run.status(), state)))
@@ -115,7 +130,7 @@ def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[st
 
 
 def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
-    """Return the sweep that all runs are of, with the runs that are shown, and sentences about the others."""
+    """Return the sweep of all runs, or None if they are not of one sweep; and sentences about its other runs."""
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
     if folder is None or folders or (content := read_if_exists(folder / "sweep.json")) is None:
@@ -164,7 +179,7 @@ def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]])
 
 
 def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
-    """The last value of a scalar that is finite; of a scalar of training, the mean of the last ones."""
+    """Return the last finite value of a scalar of evaluation, or the mean of the last ones of training."""
     finite = [value for value in metrics.get(scalar, Series([], [])).values if math.isfinite(value)]
     return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
 
@@ -175,9 +190,14 @@ def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -
     places = _places(sweep, names)
     found: dict[str, Any] = {
         "about": f"{kind} {len(names)} runs, by {sweep.objective} ({better} is better)",
-        "title": "no run has a result", "value": None, "std": None, "spread": "", "notes": notes, "places": places,
+        "title": "no run has a result",
+        "value": None,
+        "std": None,
+        "spread": "",
+        "notes": notes,
+        "places": places,
         "best": None if sweep.best is None else sweep.best.number,
-    }  # fmt: skip
+    }
     if sweep.best is None:
         return found
     first = places[0]
@@ -187,14 +207,14 @@ def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -
         found["spread"] = f"mean ± standard deviation over {len(seeds)} seeds"
     elif len(first["runs"]) == 1:
         found["spread"] = "one run"
-    told = [] if len(places) == 1 else [_lead(first, places[1])]
+    lead = [] if len(places) == 1 else [_lead(first, places[1])]
     if len(first["runs"]) > 1 or len(places) == 1:
-        told.append(f"The best single run is {names[sweep.best.number]}, with {_number(sweep.best.objective)}.")
-    return found | {"notes": told + notes}
+        lead.append(f"The best single run is {names[sweep.best.number]}, with {_number(sweep.best.objective)}.")
+    return found | {"notes": lead + notes}
 
 
 def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the settings of a sweep, or its runs where none differ in the seed only, the best first."""
+    """Return the settings of a sweep, averaged over seeds, best first. Without several seeds, return its runs."""
     values = {one.number: one.objective for one in sweep.outcomes}
     found = [(one.overrides, one.mean, one.std, one.runs) for one in sweep.averages()]
     if not found:
@@ -214,7 +234,7 @@ def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _title(overrides: Mapping[str, str]) -> str:
-    """`actor.optimizer.lr=0.1 gconfig.n_samples=8`, without the last ones of many."""
+    """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, cut off after a few."""
     given = [f"{key}={value}" for key, value in overrides.items()]
     more = f" and {len(given) - _MOST_SETTINGS} more" if len(given) > _MOST_SETTINGS else ""
     return " ".join(given[:_MOST_SETTINGS]) + more
@@ -225,12 +245,12 @@ def _lead(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     lead = abs(first["value"] - second["value"])
     if lead == 0:
         return f"Equal to {second['title']}."
-    told = f"Better than {second['title']} by {_number(lead)}"
+    better = f"Better than {second['title']} by {_number(lead)}"
     if not (spreads := [one["std"] for one in (first, second) if one["std"] is not None]):
-        return f"{told}. Without several seeds, the spread of a result is not known."
+        return f"{better}. Without several seeds, the spread of a result is not known."
     spread = max(spreads)
     more = "more" if lead > spread * (1 + 1e-9) else "not more"
-    return f"{told}, {more} than the standard deviation over seeds ({spread:.2g})."
+    return f"{better}, {more} than the standard deviation over seeds ({spread:.2g})."
 
 
 def _number(value: float | None) -> str:

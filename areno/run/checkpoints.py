@@ -1,8 +1,7 @@
-"""When a checkpoint or an evaluation is due: every so many steps, epochs or seconds.
+"""The checkpoints of a run, each complete or absent.
 
-Which checkpoints are the best and which of them stay: their values of saver.best_metric, by step.
-
-The checkpoints of a run, each whole or absent: their names, their links, and the folder that they share.
+`Saver` writes them, names and links them, and removes old ones. `Ranking` orders them by saver.best_metric.
+`HubUpload` uploads them to a model repository of the Hugging Face hub, in a thread.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -17,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.config.run import FrequencyConfig, SaverConfig
+from areno import heartbeat
+from areno.config.run import SaverConfig
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.files.durable import (
     REPLACED,
@@ -32,56 +34,35 @@ from areno.files.durable import (
     remove_empty,
     sync,
 )
-from areno.run.hub import HubUpload
-
-
-class Trigger:
-    """Says when something with a FrequencyConfig is due. Steps count from 1. clock: gives the time in seconds."""
-
-    def __init__(self, config: FrequencyConfig, clock: Callable[[], float] = time.monotonic):
-        self.config, self._clock = config, clock
-        self.epochs_ended = 0
-        self._last = clock()
-
-    def due(self, step: int, epoch_ended: bool = False) -> bool:
-        """Whether it is due after this step. Ask once per step. epoch_ended: the step was the last of an epoch."""
-        now, config = self._clock(), self.config
-        self.epochs_ended += epoch_ended
-        is_due = (
-            (config.freq_steps is not None and step % config.freq_steps == 0)
-            or (config.freq_epochs is not None and epoch_ended and self.epochs_ended % config.freq_epochs == 0)
-            or (config.freq_secs is not None and now - self._last >= config.freq_secs)
-        )
-        if is_due:
-            self._last = now
-        return is_due
-
-    def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs to keep the rhythm. The time between the two runs does not count."""
-        return {"epochs_ended": self.epochs_ended, "seconds_since_last": self._clock() - self._last}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a `state_dict`."""
-        self.epochs_ended = int(state["epochs_ended"])
-        self._last = self._clock() - state["seconds_since_last"]
-
+from areno.run.progress import Trigger
 
 logger = logging.getLogger("areno.saver")
 
+_KEY = "saver.path"
+_POLL_S = 0.05
+_UPLOAD_POLL_S = 1.0
+OWNER = ".owner"  # a file beside the checkpoints: the folder of the run that they belong to
+TOKEN = "HF_TOKEN"  # environment variable
+
 
 class Ranking:
-    """The value of the metric at each step that was saved; None where there is none, or it was not finite."""
+    """The values of saver.best_metric at the steps that were saved.
+
+    Attributes:
+        mode: "min" or "max", the direction of better values.
+        values: Step -> value; None if the step has none, or if it was not finite.
+    """
 
     def __init__(self, config: SaverConfig):
         self.config = config
         self.mode = config.best_mode or ("min" if (config.best_metric or "").endswith("loss") else "max")
         self.values: dict[int, float | None] = {}
         self._last: tuple[int, float | None] = (-1, None)  # the last step that had a value, saved or not
-        self._names: set[str] = set()  # of all scalars so far
-        self._told = False
+        self._names: set[str] = set()  # names of all scalars so far
+        self._warned = False
 
     def note(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Take the metric from scalars of a step. Whether a checkpoint got a value."""
+        """Read the metric from the scalars of a step. Returns whether a saved checkpoint got a value."""
         self._names |= scalars.keys()
         metric = self.config.best_metric
         if metric is None or metric not in scalars:
@@ -93,26 +74,26 @@ class Ranking:
         return step in self.values
 
     def add(self, step: int) -> None:
-        """A checkpoint of this step is being saved. Its value may be there already, or come later in the step."""
+        """Add the checkpoint of a step. Its value may have been noted already, or be noted later in the step."""
         self.warn_of_wrong_name()
         self.values[step] = self._last[1] if self._last[0] == step else None
 
     def warn_of_wrong_name(self) -> None:
-        """Say once that a checkpoint is there without the metric. To be called when its step is over."""
+        """Warn once if a checkpoint was saved and no step has recorded the metric. Call this after its step."""
         metric = self.config.best_metric
-        if metric is not None and self.values and metric not in self._names and not self._told:
-            self._told = True
+        if metric is not None and self.values and metric not in self._names and not self._warned:
+            self._warned = True
             hint = did_you_mean(metric, self._names, "; there are " + ", ".join(sorted(self._names)))
             logger.warning("saver.best_metric: no step has recorded %s, so no checkpoint is the best%s", metric, hint)
 
     def best(self, steps: Iterable[int]) -> list[int]:
-        """Those of `steps` that have a value, the best first; of equal ones the earliest."""
+        """Return the steps that have a value, best first. Equal values are in order of steps."""
         sign = -1 if self.mode == "max" else 1
         valued = [(sign * value, step) for step in steps if (value := self.values.get(step)) is not None]
         return [step for _, step in sorted(valued)]
 
     def kept(self, steps: Iterable[int]) -> set[int]:
-        """Those of the saved `steps` that stay. All of them as long as none has a value, though there is a metric."""
+        """Return the steps whose checkpoints stay. All stay if a metric is set and no step has a value yet."""
         known = sorted(step for step in steps if step in self.values)
         best = self.best(known)
         if self.config.keep is None or (self.config.best_metric is not None and not best):
@@ -120,39 +101,124 @@ class Ranking:
         return {*known[-self.config.keep :], *best[: self.config.keep_best]}
 
     def text(self, best: int | None) -> str:
-        """The content of metrics.json."""
-        record = {
-            "best_metric": self.config.best_metric,
-            "best_mode": self.mode,
-            "best_step": best,
-            "values": {str(step): value for step, value in sorted(self.values.items())},
-        }
+        """Return the content of metrics.json. best: the step of the best checkpoint, or None."""
+        values = {str(step): value for step, value in sorted(self.values.items())}
+        record = {"best_metric": self.config.best_metric, "best_mode": self.mode, "best_step": best, "values": values}
         return json.dumps(record, indent=2) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to rank as this one would have."""
+        """Return the values for a state."""
         return {"values": [[step, value] for step, value in self.values.items()], "last": list(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from the values of a state."""
         self.values = dict(state["values"])
         self._last = (state["last"][0], state["last"][1])
 
 
-_KEY = "saver.path"
-_POLL_S = 0.05
-OWNER = ".owner"  # a file beside the checkpoints: the folder of the run whose they are
+class HubUpload:
+    """Uploads checkpoints, one at a time. If several wait, only the newest is uploaded. A failed upload is a warning.
+
+    Args:
+        repo: The repository, owner/name.
+        private: Whether a new repository is private.
+
+    Raises:
+        ConfigError: `repo` is not the name of a repository, or the environment has no token.
+    """
+
+    def __init__(self, repo: str, private: bool):
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+
+        try:
+            validate_repo_id(repo)
+        except HFValidationError as error:
+            text = "is {!r}, which is no name of a repository; expected owner/name ({})"
+            raise ConfigError(Problem("saver.push_to_hub", text, repo, error)) from error
+        if not os.environ.get(TOKEN):
+            text = "is {!r}, but the environment has no {}; set it to a token that may write to the repository"
+            raise ConfigError(Problem("saver.push_to_hub", text, repo, TOKEN))
+        disable_progress_bars()
+        self.repo, self.private = repo, private
+        self._lock = threading.Lock()
+        self._waiting: Path | None = None
+        self._uploading: Path | None = None
+        self._thread: threading.Thread | None = None  # while there is something to upload
+
+    def push(self, folder: Path) -> None:
+        """Upload a checkpoint after the current upload."""
+        with self._lock:
+            if self._waiting is not None:
+                logger.warning("%s is not pushed to the hub: a newer checkpoint has overtaken it", self._waiting.name)
+            self._waiting = folder
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._upload_all, name="areno-hub", daemon=True)
+                self._thread.start()
+
+    @property
+    def needed(self) -> set[Path]:
+        """The checkpoints that are being uploaded or wait for it. They must not be removed."""
+        with self._lock:
+            return {folder for folder in (self._waiting, self._uploading) if folder is not None}
+
+    def wait(self) -> None:
+        """Block until all uploads have ended."""
+        thread = self._thread
+        if thread is not None:
+            logger.info("waiting for the upload to %s", self.repo)
+            while thread.is_alive():  # without a limit: the client ends a dead connection itself
+                thread.join(_UPLOAD_POLL_S)
+                heartbeat.beat()
+
+    def _upload_all(self) -> None:
+        while True:
+            with self._lock:
+                folder, self._waiting = self._waiting, None
+                self._uploading = folder
+                if folder is None:
+                    self._thread = None
+                    return
+            self._upload(folder)
+
+    def _upload(self, folder: Path) -> None:
+        token = os.environ.get(TOKEN, "")
+        try:
+            from huggingface_hub import HfApi
+
+            api = HfApi(token=token)
+            repo = api.create_repo(self.repo, private=self.private, exist_ok=True).repo_id
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                commit_message=f"areno: {folder.name}",
+                delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of an earlier model with other files
+            )
+            logger.info("checkpoint pushed: %s to %s", folder.name, repo)
+        except Exception as error:  # the client passes on any error of its transport
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if token:  # a server may have sent it back
+                reason = reason.replace(token, "***")
+            text = "%s could not be pushed to %s; the run continues (%s)"
+            logger.warning(text, folder.name, self.repo, reason)
 
 
 class _Dropped(Exception):
-    """Ends the work on a checkpoint that shall not stay."""
+    """Raised inside the context of an unfinished checkpoint to remove it."""
 
 
 class Saver:
-    """Writes the checkpoints of one run, and keeps those that the settings ask for.
+    """Writes the checkpoints of one run, and removes those that the settings do not keep.
 
-    default_dir: their folder if saver.path is not set. is_written: whether what a `write` of `save` began is on the
-    disk, where saver.mode is async; it raises CheckpointError if that cannot be.
+    Args:
+        config: Settings of checkpoints.
+        default_dir: Their folder if saver.path is not set.
+        is_written: Returns whether the files of the last `save` are complete, for saver.mode=async. It raises
+            CheckpointError if they cannot be written.
+
+    Attributes:
+        saved_step: Step of the newest complete checkpoint; None without one.
+        due: Returns whether to save after a step, see Trigger.due.
     """
 
     def __init__(self, config: SaverConfig, default_dir: str | Path, is_written: Callable[[], bool] = lambda: True):
@@ -160,24 +226,28 @@ class Saver:
         self.folder = Path(default_dir if config.path is None else config.path).expanduser()
         self._is_chosen = config.path is not None
         self.trigger = Trigger(config)
-        self.due = self.trigger.due  # whether to save after a step
-        self.saved_step: int | None = None  # of the newest checkpoint that is complete
-        self._step_under_way: int | None = None
-        self._under_way = ExitStack()  # leaving it names the folder of that step
-        self._owed: int | None = None  # a step whose checkpoint was under way when the state was taken
+        self.due = self.trigger.due
+        self.saved_step: int | None = None
+        self._unfinished_step: int | None = None
+        self._unfinished = ExitStack()  # leaving it gives the folder of that step its name
+        self._interrupted_step: int | None = None  # its checkpoint was unfinished when the loaded state was taken
         self.ranking = Ranking(config)
         self._hub = HubUpload(config.push_to_hub, config.hub_private) if config.push_to_hub is not None else None
         self._claim = ExitStack()
 
     def claim(self, run_dir: Path) -> None:
-        """Make the folder, and make it that of one run until `release`. What a crash of the run left is put in order.
+        """Make the folder, lock it for one run until `release`, and clean up after a crash of that run.
 
-        Raises CheckpointError if it cannot be written, and ConfigError if it belongs to another run: to one that still
-        goes on, or to one that has left checkpoints.
+        Args:
+            run_dir: Folder of the run.
+
+        Raises:
+            CheckpointError: The folder cannot be written.
+            ConfigError: The folder belongs to a run that is still running, or holds checkpoints of another run.
         """
         with as_checkpoint_error(self.folder, "be written", _KEY), ExitStack() as claim:
             claim.callback(remove_empty, make_folders(self.folder))
-            # A folder inside that of the run is its own, also where both were copied from another place.
+            # A folder inside the run's folder is its own, even if the owner file names the place it was copied from.
             is_inside = self.folder.absolute().is_relative_to(run_dir.absolute())
             if not is_inside and self._owner() != str(run_dir.absolute()):
                 self.refuse_checkpoints()
@@ -185,64 +255,72 @@ class Saver:
                 claim.enter_context(locked(self.folder / OWNER))
             except BlockingIOError:
                 if self._owner() == str(run_dir.absolute()):
-                    text = "the run in {} still goes on, in another process"
+                    text = "the run in {} is still running, in another process"
                     raise ConfigError(Problem("trial_name", text, run_dir.absolute())) from None
-                raise self._belongs("belongs to {}, which still goes on; choose another folder") from None
-            claim.callback(self._disown)
+                raise self._belongs("belongs to {}, which is still running; choose another folder") from None
+            claim.callback(self._remove_owner)
             (self.folder / OWNER).write_text(f"{run_dir.absolute()}\n", encoding="utf-8")
             for replaced in self.folder.glob(f"{REPLACED}step-*"):
                 final = self.folder / replaced.name.removeprefix(REPLACED)
                 if final.exists():
                     remove(replaced)
-                else:  # the crash came before the new one had its place
+                else:  # the crash came before the new checkpoint had its name
                     replaced.rename(final)
             for unfinished in self.folder.glob(f"{UNFINISHED}step-*"):
                 remove(unfinished)
             self._claim = claim.pop_all()
 
     def refuse_checkpoints(self) -> None:
-        """Raise ConfigError if the folder has checkpoints. A run that starts at its beginning cannot have any."""
+        """Raise ConfigError if the folder has checkpoints: a run at its beginning cannot have written them."""
         if self._has_checkpoints():
             raise self._belongs("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
-        """Leave the folder to other runs, unless there are checkpoints; without them nothing of the run stays in it.
-
-        A checkpoint under way is dropped.
-        """
+        """Unlock the folder and drop an unfinished checkpoint. Removes the folder if it has no checkpoints."""
         self._drop()
         self._claim.close()
 
     def save(self, write: Callable[[Path], object], step: int) -> Path:
-        """Let `write` fill a folder, and give it the name step-<n>. If it raises CheckpointError, nothing stays.
+        """Write the checkpoint of a step.
 
-        With saver.mode async or auto, `write` may return before the files are complete. The folder then gets its name
-        in a later `poll` or `finish`. One that is under way is waited for. Ctrl-C and SIGTERM come before the folder
-        has its name, or after `latest` and `saved_step` speak of it.
+        Waits for an unfinished checkpoint first. An interrupt is raised before the folder has its name, or after
+        `latest` and `saved_step` name it.
+
+        Args:
+            write: Fills the folder that it is given. With saver.mode async or auto, it may return before the files are
+                complete; a later `poll` or `finish` then gives the folder its name.
+            step: Number of the step.
+
+        Returns:
+            The folder of the checkpoint, step-<step>.
+
+        Raises:
+            CheckpointError: It cannot be written. No partial files remain.
         """
         self.finish()
         final = self._path(step)
         with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), ExitStack() as stack:
             write(stack.enter_context(atomic_folder(final, partial(self._saved, step))))
-            self._step_under_way, self._under_way = step, stack.pop_all()
+            self._unfinished_step, self._unfinished = step, stack.pop_all()
         self.ranking.add(step)
         if self.config.mode == "sync":
             self.finish()
-        elif self.config.mode == "auto":  # which may have written all of it
+        elif self.config.mode == "auto":  # the files may be complete already
             self.poll()
         return final
 
     def poll(self) -> bool:
-        """Name the checkpoint under way if all of it is written; whether there is none any more.
+        """Give an unfinished checkpoint its name if its files are complete. Returns whether none is unfinished.
 
-        CheckpointError where it could not be written; nothing of it stays.
+        Raises:
+            CheckpointError: It could not be written. No partial files remain.
         """
-        step, self._step_under_way = self._step_under_way, None
+        step, self._unfinished_step = self._unfinished_step, None
         if step is None:
             return True
-        with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), self._under_way as stack:
+        with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), self._unfinished as stack:
             if not self._is_written():
-                self._step_under_way, self._under_way = step, stack.pop_all()
+                self._unfinished_step, self._unfinished = step, stack.pop_all()
                 return False
         logger.info("checkpoint saved: %s", self._path(step))
         if self._hub is not None:
@@ -251,12 +329,12 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Return when no checkpoint is under way."""
+        """Block until no checkpoint is unfinished."""
         while not self.poll():
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """The end of the run: finish what is under way, uploads included."""
+        """Block until the checkpoints and uploads of a finished run are complete."""
         self.finish()
         self.ranking.warn_of_wrong_name()
         if self._hub is not None:
@@ -264,12 +342,12 @@ class Saver:
             self._tidy()
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is there or under way."""
-        return step in (self.saved_step, self._step_under_way)
+        """Return whether the checkpoint of a step is complete or being written."""
+        return step in (self.saved_step, self._unfinished_step)
 
-    def owes(self, step: int) -> bool:
-        """Whether a run that goes on behind `step` must save it again: it was lost while it was under way."""
-        return step == self._owed and not self.has(step)
+    def was_interrupted(self, step: int) -> bool:
+        """Return whether the last session ended while it wrote the checkpoint of this step. It must be saved again."""
+        return step == self._interrupted_step and not self.has(step)
 
     @property
     def needs_evaluation(self) -> bool:
@@ -277,31 +355,33 @@ class Saver:
         return self.config.best_metric is not None and self.config.best_metric.startswith("eval/")
 
     def note(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the metric that checkpoints are ranked by from the scalars of a step."""
+        """Rank checkpoints by the scalars of a step, and remove those that no longer stay."""
         if self.ranking.note(step, scalars):
             self._tidy()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to save and to remove when and what this one would have."""
+        """Return the counters and the ranking for a state."""
         return {
             "saved_step": self.saved_step,
-            "under_way": self._step_under_way,
+            "under_way": self._unfinished_step,
             "trigger": self.trigger.state_dict(),
             "ranking": self.ranking.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`. A checkpoint under way is dropped."""
+        """Continue from a state. An unfinished checkpoint is dropped."""
         self._drop()
-        self.saved_step, self._owed = state["saved_step"], state["under_way"]
-        if self._owed is not None and self._path(self._owed).exists():  # it was finished after the state was taken
-            self.saved_step = self._owed
+        self.saved_step, self._interrupted_step = state["saved_step"], state["under_way"]
+        if (
+            self._interrupted_step is not None and self._path(self._interrupted_step).exists()
+        ):  # it was finished after the state was taken
+            self.saved_step = self._interrupted_step
         self.trigger.load_state_dict(state["trigger"])
         self.ranking.load_state_dict(state["ranking"])
 
     def _drop(self) -> None:
-        self._step_under_way = None
-        with suppress(_Dropped), self._under_way:
+        self._unfinished_step = None
+        with suppress(_Dropped), self._unfinished:
             raise _Dropped
 
     def _path(self, step: int) -> Path:
@@ -312,9 +392,9 @@ class Saver:
         self._link("latest", step)
 
     def _tidy(self) -> None:
-        """Let `best` and metrics.json speak of the checkpoints that are there, and remove those that do not stay.
+        """Update `best` and metrics.json, and remove checkpoints that do not stay.
 
-        A checkpoint that the ranking does not know was saved behind the state from which the run goes on. It stays
+        A checkpoint that the ranking does not know was saved after the state from which the run resumes. It stays
         until the run has passed its step.
         """
         newest = self.saved_step
@@ -352,7 +432,7 @@ class Saver:
         run = f"the run in {owner}" if owner else "an earlier run"
         return ConfigError(Problem(_KEY if self._is_chosen else "", f"{{}} {how}", self.folder, run))
 
-    def _disown(self) -> None:
+    def _remove_owner(self) -> None:
         if not self._has_checkpoints():
             (self.folder / OWNER).unlink(missing_ok=True)
 

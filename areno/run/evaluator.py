@@ -1,4 +1,4 @@
-"""Evaluation of a run: its validation sets, when it is due, and whether the run still improves."""
+"""Evaluation of a run: measures its validation sets, and decides when to stop early."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ from areno.errors import ConfigError
 from areno.run.checkpoints import Trigger
 
 Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
-"""(name of a set, its rows) -> its metrics by name."""
+"""(name of a validation set, its batches) -> its metrics by name."""
 
 
 class Evaluator:
     """Measures the validation sets of a run, and remembers the best value of evaluator.metric.
 
-    loaders: the sets by name; a single set may have the name "". Without any, nothing is evaluated. Raises ConfigError
-    if evaluator.metric is not measured.
+    Args:
+        config: Settings of the run.
+        loaders: The sets by name. A single set may have the name "". Empty evaluates nothing.
+        measure: Measures one set.
+
+    Attributes:
+        due: Returns whether to evaluate after a step, see Trigger.due.
+        metric: The metric that early stopping watches.
+        evaluated_step: The step of the last evaluation; None before the first.
+        best: The best value of the metric so far.
+        best_step: The step of the best value.
+        n_without: Consecutive evaluations without an improvement.
+
+    Raises:
+        ConfigError: evaluator.metric is not among the measured metrics.
     """
 
     def __init__(self, config: ExperimentConfig, loaders: Mapping[str, BatchLoader[Any]], measure: Measure):
@@ -27,17 +40,22 @@ class Evaluator:
             raise ConfigError(problems)
         self.config, self._loaders, self._measure = config.evaluator, loaders, measure
         self.trigger = Trigger(config.evaluator)
-        self.due = self.trigger.due  # whether to evaluate after a step
+        self.due = self.trigger.due
         self.metric = config.evaluator.metric or next(iter(config.eval_metrics()), "")
         self.evaluated_step: int | None = None
         self.best: float | None = None
         self.best_step: int | None = None
-        self.n_without = 0  # evaluations in a row without an improvement
+        self.n_without = 0
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Measure every set. The metrics by name: <set>/<metric>, and <metric> for the mean over the sets.
+        """Measure every validation set.
 
-        The metrics of a single set without a name are as they are. {} where nothing is evaluated.
+        Args:
+            step: The current step.
+
+        Returns:
+            Metrics by name: <set>/<metric> of each set, and <metric> as the mean over the sets. A single set without a
+            name has only <metric>. Empty without validation sets.
         """
         if not self._loaders:
             return {}
@@ -57,16 +75,16 @@ class Evaluator:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the run should end, since evaluator.patience evaluations have brought no improvement."""
+        """Whether the last evaluator.patience evaluations brought no improvement, so that the run should end."""
         return self.config.patience is not None and self.n_without >= self.config.patience
 
     def describe(self) -> str:
-        """How long nothing has improved."""
+        """Return how many evaluations had no improvement, and the best value, in words."""
         best = "" if self.best is None else f" (best {self.best:.6g}, step {self.best_step})"
         return f"eval/{self.metric} has not improved in {self.n_without} evaluations{best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to evaluate and to end when this one would have."""
+        """Return the counters for a state."""
         return {
             "trigger": self.trigger.state_dict(),
             "evaluated_step": self.evaluated_step,
@@ -77,7 +95,7 @@ class Evaluator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`. What is known of a set that is new or gone is left out."""
+        """Continue from the counters of a state. Validation sets that were added or removed since are ignored."""
         self.trigger.load_state_dict(state["trigger"])
         self.evaluated_step, self.n_without = state["evaluated_step"], state["n_without"]
         self.best, self.best_step = state["best"], state["best_step"]
@@ -86,9 +104,14 @@ class Evaluator:
 
 
 def over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of each set as <set>/<metric>, after <metric>: the mean over the sets that have it.
+    """Combine the metrics of several validation sets.
 
-    Every set counts the same, whatever its size. num_sequences is a sum.
+    Args:
+        found: Set -> metric -> value.
+
+    Returns:
+        <metric>: the mean over the sets that have the metric. Sets of any size count the same; num_sequences is a sum.
+        <set>/<metric>: the value of one set.
     """
     scalars: dict[str, float] = {}
     for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):

@@ -1,79 +1,82 @@
-"""What differs between the settings that a run began with and those that it goes on with, and whether it may.
+"""Which run a command resumes, which settings may change, and what the command line prints about it.
 
-What an earlier session left in the folder of a run, and whether a run with these settings may go on there.
+Resuming lies in three files:
 
-How a run goes on where an earlier session of it stopped: finds the state, loads it, writes the next ones.
+resume.py    the folder of the run to resume, and the changed settings that are accepted
+recovery.py  what is recorded of a run, when it is written, and how a run continues from it
+states.py    the recorded states on disk
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal
 
-from areno import __version__
 from areno.config.experiments import ExperimentConfig
-from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost
+from areno.errors import ConfigError, Problem
 from areno.files.durable import locked
-from areno.run.checkpoints import Trigger
-from areno.run.states import State, StatefulEngine, States, StateWriter
-from areno.schema.build import with_current_names, with_defaults
+from areno.run.states import States
+from areno.schema.build import current_key, with_current_names, with_defaults
 from areno.schema.fields import Section
-from areno.schema.values import show
+from areno.schema.values import show, value_at
 from areno.tracking import run_folder
-from areno.tracking.run_folder import RunFiles, recipe_of, settings_of, versions
+from areno.tracking.reader import RunReader
+from areno.tracking.run_folder import NewFolder, overrides_of, recipe_of, settings_of, sweep_of
 
-Kind = Literal["harmless", "later", "never"]
+STATE = "state"
+"""Name of the folder of the states in the folder of a run."""
+
+Kind = Literal["harmless", "explicit", "never"]
+"""harmless: samples and updates stay the same, except for a learning rate that follows the length of the run.
+explicit: the run changes from here on, so the user must name it by --resume. never: the state would not fit."""
 
 _END = "where the run ends, and with lr_decay_steps=null the learning rate from here on"
 _SPEED = "speed and memory change; results up to the order of floating-point sums"
 _FROM_HERE = "from here on"
 _SAME = "nothing, if it is the same model or data in another place"
 
-# Of the longest of these that is the key or a section of it. harmless: the samples and updates stay what they would
-# have been, but for a learning rate that follows the length of the run. never: what the state holds does not fit. Other
-# settings change the run from here on.
-_KINDS: dict[str, tuple[Kind, str]] = {
-    **dict.fromkeys(("total_train_steps", "total_train_epochs", "total_train_n_seqs"), ("harmless", _END)),
-    "evaluator.patience": ("harmless", _END),
-    **dict.fromkeys(("saver", "evaluator", "recover", "stats_logger"), ("harmless", _FROM_HERE)),
-    **dict.fromkeys(("valid_dataset", "eval_gconfig"), ("harmless", _FROM_HERE)),
-    **dict.fromkeys(("rollout.dump_to_file", "rollout.dump_n_samples"), ("harmless", _FROM_HERE)),
-    **dict.fromkeys(("actor.max_skipped_steps", "reward.timeout_s"), ("harmless", _FROM_HERE)),
-    **dict.fromkeys(("experiment_name", "trial_name", "cluster"), ("harmless", "nothing: the run keeps its folder")),
-    **dict.fromkeys(
-        (
-            "engine", "scheduler", "cluster.n_nodes", "cluster.n_gpus_per_node",
-            "rollout.max_prefill_tokens", "rollout.mem_fraction", "rollout.max_kv_tokens",
-            "rollout.eager_decode", "rollout.max_concurrent_rollouts", "rollout.drop_rollout_state", "reward.workers",
-            "reward.offload", "ref.offload", "critic.offload", "actor.mb_spec", "critic.mb_spec",
-            "actor.gradient_checkpointing", "critic.gradient_checkpointing",
-        ),
-        ("harmless", _SPEED),
+# (kind, effect of a change) -> settings or whole sections. The longest entry that contains a setting counts. A setting
+# that is not listed is explicit.
+_LISTED: dict[tuple[Kind, str], str] = {
+    ("harmless", _END): "total_train_steps total_train_epochs total_train_n_seqs evaluator.patience",
+    ("harmless", _FROM_HERE): (
+        "saver evaluator recover stats_logger valid_dataset eval_gconfig rollout.dump_to_file rollout.dump_n_samples "
+        "actor.max_skipped_steps reward.timeout_s"
     ),
-    **dict.fromkeys(("actor.path", "actor.init_lora_from", "tokenizer_path"), ("harmless", _SAME)),
-    **dict.fromkeys(("train_dataset.path", "train_dataset.loader"), ("harmless", _SAME)),
-    **dict.fromkeys(
-        ("critic.path", "critic.init_from_scratch"), ("harmless", "nothing: the critic comes from the state")
+    ("harmless", "nothing: the run keeps its folder"): "experiment_name trial_name cluster",
+    ("harmless", _SPEED): (
+        "engine scheduler cluster.n_nodes cluster.n_gpus_per_node rollout.max_prefill_tokens rollout.mem_fraction "
+        "rollout.max_kv_tokens rollout.eager_decode rollout.max_concurrent_rollouts rollout.drop_rollout_state "
+        "reward.workers reward.offload ref.offload critic.offload actor.mb_spec critic.mb_spec "
+        "actor.gradient_checkpointing critic.gradient_checkpointing"
     ),
-    **dict.fromkeys(
-        (
-            "seed", "train_dataset", "actor.init_from_scratch", "engine.dummy_load", "actor.optimizer.type",
-            "critic.optimizer.type", "actor.use_lora", "actor.lora_rank", "actor.lora_alpha", "actor.target_modules",
-            "actor.use_rslora",
-        ),
-        ("never", ""),
+    ("harmless", _SAME): ("actor.path actor.init_lora_from tokenizer_path train_dataset.path train_dataset.loader"),
+    ("harmless", "nothing: the critic comes from the state"): "critic.path critic.init_from_scratch",
+    ("never", ""): (
+        "seed train_dataset actor.init_from_scratch engine.dummy_load actor.optimizer.type critic.optimizer.type "
+        "actor.use_lora actor.lora_rank actor.lora_alpha actor.target_modules actor.use_rslora"
     ),
-}  # fmt: skip
+}
+_KINDS = {key: found for found, keys in _LISTED.items() for key in keys.split()}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs. kind: see above. effect: what the change means for the run."""
+    """One setting that differs between two sessions of a run.
+
+    Attributes:
+        key: The setting.
+        before: Its value in the earlier session.
+        now: Its value in this session.
+        kind: Whether the change is accepted, see Kind.
+        effect: Effect of the change on the run, in words.
+    """
 
     key: str
     before: Any
@@ -83,12 +86,12 @@ class Change:
 
     @property
     def is_end(self) -> bool:
-        """Whether it is about how long the run goes on."""
+        """Whether the setting limits the length of the run."""
         return self.effect == _END
 
     @property
     def override(self) -> str:
-        """What a command line says to make the change."""
+        """The change as an override of the command line."""
         return f"{self.key}={'...' if isinstance(self.now, Mapping) else show(self.now)}"
 
     def __str__(self) -> str:
@@ -97,21 +100,28 @@ class Change:
 
 
 def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """The settings that differ, in the order of the fields. A setting that `before` has not had its default then."""
+    """Return the settings that differ, in the order of the fields.
+
+    Args:
+        cls: The configuration class.
+        before: Settings of the earlier session, under current or earlier names. A missing setting had its default.
+        now: Settings of this session.
+    """
     before = with_current_names(cls, before)
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
     return [Change(key, old, new, *_kind(key)) for key, old, new in pairs]
 
 
 def _kind(key: str) -> tuple[Kind, str]:
+    """Return kind and effect of a change of a setting."""
     section = key
     while section not in _KINDS and section:
         section = section.rpartition(".")[0]
-    return _KINDS.get(section, ("later", _FROM_HERE))
+    return _KINDS.get(section, ("explicit", _FROM_HERE))
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value); of a section that is null on one side, only its own key."""
+    """Yield (dotted key, old value, new value). A section that is null on one side counts as one setting."""
     for name in {**new, **old}:
         one, other = old.get(name), new.get(name)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -120,11 +130,13 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
             yield f"{prefix}{name}", one, other
 
 
-STATE = "state"
-
-
 class EarlierRun:
-    """The run in a folder that holds a config.yaml."""
+    """A run that an earlier session has left in a folder with a config.yaml.
+
+    Attributes:
+        folder: Folder of the run.
+        states: Its states.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -132,22 +144,22 @@ class EarlierRun:
 
     @classmethod
     def find(cls, folder: Path) -> EarlierRun | None:
-        """The run of this folder; None where there is none, or one that ended while its folder was made."""
+        """Return the run of a folder; None if there is none, or if it ended before its folder was complete."""
         return cls(folder) if run_folder.is_described(folder) else None
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its settings. Raises ArenoError if they cannot be read."""
+        """Its settings as nested dictionaries. Raises ArenoError if they cannot be read."""
         return settings_of(self.folder)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a state or the lack of results lets a run go on here."""
+    def can_resume(self) -> bool:
+        """Whether the run has states, or has left no results so that it can begin again."""
         return self.states.has_begun or not run_folder.has_results(self.folder)
 
     @property
     def is_running(self) -> bool:
-        """Whether a process is at work on it."""
+        """Whether another process runs it."""
         if not self.states.has_begun:
             return False
         try:
@@ -157,20 +169,31 @@ class EarlierRun:
             return True
 
     def refuse_running(self) -> None:
-        """Raise ConfigError if a process is at work on it."""
+        """Raise ConfigError if another process runs it."""
         if self.is_running:
-            raise ConfigError(Problem("trial_name", "the run in {} still goes on, in another process", self.folder))
+            raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if it is a run of another recipe."""
+        """Raise ConfigError if it is a run of another recipe.
+
+        Args:
+            recipe: The recipe that is to resume it.
+            key: The setting or flag that named the folder.
+        """
         meant = recipe_of(self.folder)
         if meant not in ("", recipe):
             raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
 
     def refuse_other(self, config: Section, recipe: str | None, explicit: bool = False) -> list[Change]:
-        """The settings that differ from those of the run. ConfigError if one of them may not.
+        """Return the settings that differ from those of the run.
 
-        explicit: the user has named the run and what to change, so a change may concern all that is to come.
+        Args:
+            config: Settings of the session that is to resume it.
+            recipe: The recipe of that session; None skips the check of it.
+            explicit: Whether the user has named the run by --resume, and with it the changes.
+
+        Raises:
+            ConfigError: The recipe is another one, or a change is not accepted.
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
@@ -180,225 +203,219 @@ class EarlierRun:
 
 
 def refuse(found: Sequence[Change], folder: Path, explicit: bool) -> None:
-    """Raise ConfigError for the changes that a run cannot go on with."""
+    """Raise ConfigError for changes that the run in `folder` cannot be resumed with. explicit: see refuse_other."""
     problems = []
     for change in found:
         if change.kind == "never":
-            text = "the run in {} cannot go on with another one ({}); start a new run under another trial_name"
+            text = "the run in {} cannot be resumed with another value ({}); start a new run under another trial_name"
             problems.append(Problem(change.key, text, folder, change))
-        elif change.kind == "later" and not explicit:
-            text = "differs from the run in {} ({}); choose another trial_name, or go on with it: --resume {} {}"
+        elif change.kind == "explicit" and not explicit:
+            text = "differs from the run in {} ({}); choose another trial_name, or resume it: --resume {} {}"
             problems.append(Problem(change.key, text, folder, change, folder, change.override))
     if problems:
         raise ConfigError(problems)
 
 
 def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
-    """The folder of a script's run: `run_dir`, or a new one under cluster.fileroot, or that of the trial to go on with.
+    """Return the folder of a run that a script starts.
 
-    Raises ConfigError where the trial is another run, or has ended without a state.
+    Args:
+        config: Settings of the run.
+        run_dir: The folder. None takes the folder of trial_name if that run can be resumed, or makes a new one under
+            cluster.fileroot.
+
+    Raises:
+        ConfigError: trial_name names another run, a running one, or one that has ended without a state.
     """
     if run_dir is not None:
         return Path(run_dir)
-    if config.trial_name is not None and config.recover.mode != "off":
-        folder = run_folder.folder_of(config, config.trial_name)
-        earlier = EarlierRun.find(folder)
-        if earlier is not None and earlier.goes_on:
-            earlier.refuse_running()
-            if earlier.refuse_other(config, None):
-                run_folder.describe_again(folder, config)
-            return folder
+    if config.trial_name is not None and (
+        earlier := run_to_resume(config, run_folder.folder_of(config, config.trial_name))
+    ):
+        earlier.refuse_running()
+        if earlier.refuse_other(config, None):
+            run_folder.describe_again(earlier.folder, config)
+        return earlier.folder
     return run_folder.for_script(config)
 
 
-logger = logging.getLogger("areno.recover")
-
-_POLL_EVERY_S = 0.5  # workers that decode are asked no more often, since each answer costs them a moment
-
-
-class RecoverableEngine(StatefulEngine, Protocol):
-    """What is asked of the engine; see areno.engine.engine."""
-
-    def load_state(self, folder: str | Path, with_moments: bool = True) -> None: ...
-
-    def restart(self) -> None: ...
+def run_to_resume(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
+    """Return the run in this folder that a run with these settings resumes; None if it begins a new run."""
+    earlier = EarlierRun.find(folder) if config.recover.mode != "off" else None
+    return earlier if earlier is not None and earlier.can_resume else None
 
 
-class Recovery(AbstractContextManager["Recovery"]):
-    """Of one run. engine: None for a run without states.
+def named_run(text: str, recipe: str) -> Path:
+    """Return the folder that --resume names.
 
-    inputs: fingerprints of what the run depends on, by the setting that names it. As a context manager it holds the
-    folder of the states, so that no other process goes on with the same run.
+    Args:
+        text: The folder as the user wrote it.
+        recipe: The recipe whose command was called.
+
+    Raises:
+        ConfigError: The folder holds no run of this recipe that can be resumed.
     """
+    folder = Path(os.path.abspath(os.path.expanduser(text)))
+    problem = ""
+    if not folder.is_dir():
+        problem = "there is no folder {}"
+    elif run_folder.is_sweep(folder):
+        problem = "{} holds a sweep: start it again with the same command and its trial_name, or name one of its runs"
+    elif not run_folder.is_described(folder):
+        problem = "{} is not the folder of a run: it has no config.yaml"
+        if run_folder.is_described(folder.parent.parent):
+            problem += f"; {folder.parent.parent} is one"
+    elif not EarlierRun(folder).can_resume:
+        problem = "{} has no state to resume from: it was started with recover.mode=off, or {} was removed"
+    if problem:
+        raise ConfigError(Problem("--resume", problem, folder, EarlierRun(folder).states.folder))
+    EarlierRun(folder).refuse_recipe(recipe, "--resume")
+    return folder
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        folder: Path,
-        engine: Callable[[], RecoverableEngine] | None,
-        inputs: Mapping[str, str],
-    ):
-        self.config, self.folder = config, folder
-        self._settings, self._versions = asdict(config), versions()
-        self.is_on = engine is not None and config.recover.mode != "off"
-        self._engine, self._inputs = engine, inputs
-        self.files = RunFiles(folder, config.stats_logger.tensorboard.path)
-        self.states = States(folder / STATE, config.recover.keep)
-        self.trigger = Trigger(config.recover)
-        self.goes_on = False  # whether an earlier session has begun this run
-        self._resources = ExitStack()
-        self._n_restarts = 0
-        self._polled_at = 0.0
-        self._waiting = False  # a state is due, but the one before was still under way
-        self._begun_at: dict[str, int] = {}  # the sizes of the run's files when this session began
-        if engine is not None:
-            told_s = config.engine.stall_timeout_s
-            self.writer = StateWriter(config.recover, self.states, engine, self.files.sync, told_s)
 
-    def __enter__(self) -> Recovery:
-        """Raises ConfigError where another process has this run, where its settings differ, or for a wrong mode."""
-        mode = self.config.recover.mode
-        if self._engine is None:
-            return self
-        if mode == "off":
-            if self.states.steps():
-                text = "is off, but {} holds the states of an earlier run; set it to auto to go on, or choose another"
-                raise ConfigError(Problem("recover.mode", text + " folder", self.states.folder))
-            return self
-        self._begun_at = self.files.sizes()
-        self.goes_on = self.states.has_begun
-        self.states.folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(locked(self.states.folder))
-            except BlockingIOError:
-                text = "the run in {} still goes on, in another process"
-                raise ConfigError(Problem("trial_name", text, self.folder)) from None
-            self.states.tidy()
-            state = self.states.newest() if self.goes_on else None
-            if state is not None:
-                self._check(state)
-            elif mode == "resume":
-                raise ConfigError(Problem("recover.mode", "is resume, but {} has no state", self.folder))
-            self._resources = stack.pop_all()
-        return self
+def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> bool:
+    """Return whether a command resumes the run or the sweep in a folder.
 
-    def __exit__(self, *exc: object) -> None:
-        self._resources.close()
+    Args:
+        config: Settings of the run, or of the first run of the sweep.
+        folder: Folder of the run or the sweep.
+        sweep: Overrides of the sweep; None for a single run.
 
-    def _check(self, state: State) -> None:
-        """Raise ConfigError unless the state is of this run, with its model and its data."""
-        found = changes(type(self.config), state.record["config"], self._settings)
-        earlier = EarlierRun.find(self.folder)
-        if earlier is not None:  # it has what the user asked for by --resume
-            earlier.refuse_other(self.config, None)
-        refuse(found, self.folder, explicit=earlier is not None)
-        given, now = state.record["inputs"], self._inputs
-        changed = {change.key for change in found if change.kind == "later"}
-        text = "is not what the run in {} began with ({} instead of {})"
-        hints = {"train_dataset": "; its rows must be the same, in the same order, at every start"}
-        problems = [
-            Problem(key, text + hints.get(key, ""), self.folder, now[key], given[key])
-            for key in now
-            if key in given and now[key] != given[key] and key not in changed
-        ]
-        if problems:
-            raise ConfigError(problems)
-        for change in found:
-            logger.info("changed: %s (%s)", change, change.effect)
-        before = state.record["versions"]
-        for name in (name for name in self._versions if before.get(name) != self._versions[name]):
-            logger.info("changed: version of %s: %s -> %s", name, before.get(name), self._versions[name])
+    Raises:
+        ConfigError: The folder holds a sweep with other overrides.
+    """
+    if sweep is None:
+        return run_to_resume(config, folder) is not None
+    if config.recover.mode == "off" or not run_folder.is_sweep(folder):
+        return False
+    before = sweep_of(folder)
+    if _unnamed(type(config), before) != _unnamed(type(config), sweep):
+        there = " ".join(line.lstrip("+") for line in before)
+        raise ConfigError(Problem("trial_name", "{} holds another sweep ({}); choose another name", folder, there))
+    return True
 
-    def load(self) -> dict[str, Any] | None:
-        """Load the newest state that is whole into the engine, and cut the run's files back to it; its record.
 
-        None where there is none: then the run begins, again if a session of it ended before it had one.
-        """
-        begun_at, self._begun_at = self._begun_at or self.files.sizes(), {}
-        while self.is_on and (state := self.states.newest() if self.goes_on else None) is not None:
-            assert self._engine is not None
-            try:
-                self._engine().load_state(state.engine, not self.config.recover.no_load_optim)
-            except CheckpointError as error:
-                self.states.set_aside(state.step, str(error))
-                continue
-            self.files.cut_back(state.step, state.record["files"], begun_at)
-            self.states.set_finished(None)
-            self.writer.written_step = state.step
-            return state.record["run"]
-        if self.is_on and self.goes_on:
-            logger.warning("the run in %s ended before it had a state; it begins again", self.folder)
-            self.files.cut_back(0, {}, begun_at)
+def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
+    """Return overrides under current names, without trial_name, which may be the start time of a sweep."""
+    pairs = [line.lstrip("+").partition("=") for line in sweep]
+    return [current_key(cls, key) + equals + value for key, equals, value in pairs if key != "trial_name"]
+
+
+def accept_changes(
+    earlier: EarlierRun, config: ExperimentConfig, recipe: str, overrides: list[str], explicit: bool
+) -> list[Change]:
+    """Write the new settings into the folder of a run that is resumed, and return what has changed.
+
+    Args:
+        earlier: The run.
+        config: Its new settings.
+        recipe: The recipe whose command was called.
+        overrides: The overrides of the command line.
+        explicit: Whether the user has named the run by --resume. The overrides are then changes of it.
+
+    Raises:
+        ConfigError: Another process runs it, its recipe is another one, or a change is not accepted.
+    """
+    earlier.refuse_running()
+    changed = earlier.refuse_other(config, recipe, explicit)
+    if changed:
+        before = overrides_of(earlier.folder) if explicit else []
+        run_folder.describe_again(earlier.folder, config, [*before, *overrides])
+    return changed
+
+
+def existing(folder: Path) -> NewFolder:
+    """Return the folder of a run or a sweep that is there, with all of its content marked as not new."""
+    return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
+
+
+# The rest is printed by the command line.
+
+
+def print_result(
+    earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str
+) -> float | None:
+    """Print the result of a run that has finished, and return it; None for a run that has steps left.
+
+    Args:
+        earlier: The run.
+        config: Its settings in this session.
+        changed: Settings that differ from the earlier session.
+        command: The command of its recipe.
+    """
+    finished = earlier.states.finished
+    if finished is None or any(change.is_end for change in changed):
         return None
+    step, result = finished["step"], finished["result"]
+    print(
+        f"{shown(earlier.folder)} is finished: its {step} steps are done, with the result {result:.6g}.\n"
+        f"To train on:    {resume_command(command, earlier.folder)} {_longer(finished, asdict(config))}\n"
+        "For a new run:  the same command with another trial_name"
+    )
+    return result
 
-    @property
-    def may_restart(self) -> bool:
-        """Whether the workers may be started again in this process."""
-        return self.is_on and self._n_restarts < self.config.recover.retries
 
-    def give_up(self, lost: WorkerLost) -> NoReturn:
-        """Raise the error of workers that are not started again, with the reason where it is recover.retries."""
-        if not self._n_restarts:
-            raise lost
-        text = "{}; the workers were started again {} before, and {} is {}, so the run ends"
-        times = "once" if self._n_restarts == 1 else f"{self._n_restarts} times"
-        raise WorkerLost(text, lost, times, Key("recover.retries"), self.config.recover.retries) from lost
+def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the override that doubles the setting that has ended a run."""
+    ended_by = finished["ended_by"]
+    limit: Any = value_at(settings, ended_by) or finished["step"]
+    return f"{ended_by}={2 * limit}"
 
-    def count(self, lost: WorkerLost) -> None:
-        """Say that the workers are started again, and that this was one of the times."""
-        self._n_restarts += 1
-        logger.warning("%s", lost)
-        logger.warning(
-            "starting the workers again (%d of recover.retries=%d)", self._n_restarts, self.config.recover.retries
-        )
 
-    def restart(self, lost: WorkerLost) -> None:
-        """Start the workers again, as they were loaded first. `load` is to follow."""
-        assert self._engine is not None
-        self._begun_at, self.goes_on = self.files.sizes(), True
-        self.count(lost)
-        self._engine().restart()
-        self.writer.poll(wait=True)  # of a state under way it is now known whether all ranks had written it
+def resume_command(command: str, folder: Path) -> str:
+    """Return the command that resumes a run."""
+    return f"{command} --resume {shlex.quote(shown(folder))}"
 
-    def record(self, run: Mapping[str, Any]) -> dict[str, Any]:
-        """What is kept beside the engine's state."""
-        return {
-            "areno": __version__,
-            "versions": self._versions,
-            "config": self._settings,
-            "inputs": dict(self._inputs),
-            "files": self.files.sizes(),
-            "run": run,
-        }
 
-    def write(self, step: int, record: Mapping[str, Any], due: bool) -> None:
-        """Begin to write a state where one is due, or was while the one before was still under way."""
-        if self.is_on and (due or self._waiting):
-            self._waiting = not self.writer.begin(step, record)
+def _sweep_command(folder: Path) -> str:
+    return f"the same command with trial_name={folder.name}"
 
-    def write_now(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Write a state and wait for it. Whether it is whole."""
-        return self.is_on and self.writer.write(step, record)
 
-    def wait(self) -> None:
-        """Return when no state is under way."""
-        if self.is_on:
-            self.writer.poll(wait=True)
+def print_resume_command(command: str, folder: Path) -> None:
+    """Print how to resume a run that has just ended early, if it has a state."""
+    if EarlierRun(folder).states.steps():
+        print(f"to resume it: {resume_command(command, folder)}", file=sys.stderr)
 
-    def poll(self) -> None:
-        """Bring a state that is under way closer to its end."""
-        now = time.monotonic()
-        if self.is_on and now - self._polled_at > _POLL_EVERY_S:
-            self._polled_at = now
-            self.writer.poll()
 
-    def finished(self, step: int, result: float, ended_by: str) -> None:
-        """Note the end of a run whose last state is whole. ended_by: the setting."""
-        if self.written_step == step:
-            self.states.set_finished(step, result, ended_by)
+def print_sweep_command(folder: Path) -> None:
+    """Print how to resume a sweep that ended early or has failed runs, if one of its runs has a state."""
+    if any(EarlierRun(path).states.are_unfinished for path in folder.iterdir()):
+        print(f"to resume it: {_sweep_command(folder)}", file=sys.stderr)
 
-    @property
-    def written_step(self) -> int | None:
-        """The step of the newest whole state."""
-        return self.writer.written_step if self.is_on else None
+
+def print_next_commands(command: str, folder: Path) -> None:
+    """Print, on a terminal, the commands that show, evaluate, serve and continue a finished run."""
+    finished = EarlierRun(folder).states.finished
+    if not sys.stderr.isatty():
+        return
+    quoted = shlex.quote(shown(folder))
+    needs = "" if find_spec("plotly") else "  (it needs pip install 'areno[report]')"
+    print(f"look at it:   areno report {quoted}{needs}", file=sys.stderr)
+    run = RunReader(folder)
+    if checkpoint := run.latest_checkpoint():
+        if "gconfig" in run.config:
+            more = "--n-samples 8" if run.config.get("valid_dataset") else "--data held_out.jsonl"
+            print(f"evaluate it:  areno evaluate {quoted} {more}", file=sys.stderr)
+        print(f"use it:       areno serve {shlex.quote(shown(checkpoint))}", file=sys.stderr)
+    if finished is not None:
+        print(f"train on:     {resume_command(command, folder)} {_longer(finished, run.config)}", file=sys.stderr)
+
+
+def print_unfinished(command: str, experiment: Path) -> None:
+    """Print how to resume the newest run or sweep of an experiment, if it is neither finished nor running."""
+    if not os.path.isdir(experiment):  # returns False for a name that is too long, where Path raises
+        return
+    folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
+    newest = max(folders, key=run_folder.begun_at, default=None)
+    if newest is None:
+        return
+    is_sweep = run_folder.is_sweep(newest)
+    runs = [EarlierRun(path) for path in (newest.iterdir() if is_sweep else [newest])]
+    if not any(run.is_running for run in runs) and any(run.states.are_unfinished for run in runs):
+        how = _sweep_command(newest) if is_sweep else resume_command(command, newest)
+        print(f"This is a new run. {shown(newest)} is not finished; to resume it: {how}")
+
+
+def shown(folder: Path) -> str:
+    """Return a folder as a short path: relative to the working directory if it lies inside."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

@@ -1,35 +1,42 @@
-"""One run: its step, its clock, its batches, its trackers, and when to save and to evaluate."""
+"""One run around a training loop: what happens before, between and after its steps.
+
+A `Run` has a `RunProgress` (steps, batches, history), `RunOutputs` (console, trackers, warnings), a `Recovery` (states,
+restarts), a `Saver` (checkpoints) and an `Evaluator`. It says in which order they act. A loop reads as
+
+    @fault_tolerant
+    def fit(self):
+        for batch in run.steps():
+            ...
+            run.end_step(stats)
+        run.finish({"loss": 1})
+        return run.progress.result("eval_loss", "loss")
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
-import os
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
-
-import numpy as np
+from typing import Any, Protocol, TypeVar
 
 from areno import heartbeat
 from areno.api.metrics import Stopwatch, step_scalars, step_times, with_prefix
-from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
-from areno.config.ratio import RatioConfig
+from areno.config.experiments import ExperimentConfig
 from areno.data.loader import BatchLoader
-from areno.errors import ArenoError, EngineError, Key, WorkerLost
+from areno.errors import WorkerLost
 from areno.files.interrupts import Stop
 from areno.plan.arguments import check_folder
 from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
-from areno.run.resume import RecoverableEngine, Recovery, folder_for
-from areno.tracking.console import RESUMED, log_done, log_epoch, log_start, log_stopped
-from areno.tracking.display.display import Display, chosen_console, settings_told
-from areno.tracking.divergence import Divergence
-from areno.tracking.recorder import open_trackers
-from areno.tracking.run_folder import overrides_of
+from areno.run.outputs import RunOutputs, RunTexts
+from areno.run.progress import RunProgress
+from areno.run.recovery import RecoverableEngine, Recovery
+from areno.run.resume import folder_for
+from areno.tracking.console import RESUMED, log_done, log_stopped
+from areno.tracking.display.display import chosen_console
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
 from areno.types import Batch
@@ -37,14 +44,45 @@ from areno.types import Batch
 logger = logging.getLogger("areno")
 
 
-class Run:
-    """Everything a run keeps beside its models. A loop takes its batches from here and reports its steps here.
+class RunModels(Protocol):
+    """The models of a run, for its checkpoints and states. They may be loaded after the run is opened."""
 
-    run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/, state/ and checkpoints/; None makes a new one
-    under cluster.fileroot, or takes that of the trial to go on with. loader: the training batches. save: fills the
-    folder of a checkpoint; is_saved: see Saver. evaluator: None where nothing is evaluated. headline: see
-    open_trackers. reward, unanswered: see Divergence. engine, inputs: see Recovery. facts: what the console
-    says at the start, by name; nothing without any. token_text: see open_trackers. trackers: those of a script.
+    def engine(self) -> RecoverableEngine:
+        """Return the engine that holds the models."""
+        ...
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write a checkpoint into a folder. With saver.mode=async, writing may continue after the call."""
+        ...
+
+    def checkpoint_written(self) -> bool:
+        """Return whether the last checkpoint is complete. Raises CheckpointError if it cannot be written."""
+        ...
+
+
+class Run:
+    """A run: its folder, and everything around the steps of a training loop.
+
+    Opening a run makes its folder, with logs/, tensorboard/, rollouts/, state/ and checkpoints/.
+
+    Args:
+        config: Settings of the run.
+        run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new one
+            under cluster.fileroot.
+        loader: The training batches.
+        models: Its models.
+        evaluator: Measures the validation sets. None evaluates nothing.
+        texts: Names and texts of its outputs.
+        trackers: Trackers that a script brings.
+        inputs: Setting -> fingerprint of the model or data that it names, for states.
+
+    Attributes:
+        progress: Steps, batches and history.
+        outputs: Console, trackers and warnings.
+        recovery: States and restarts.
+        saver: Checkpoints.
+        clock: Seconds of each phase of the current step.
+        stop: Ctrl-C and SIGTERM.
     """
 
     def __init__(
@@ -52,394 +90,270 @@ class Run:
         config: ExperimentConfig,
         run_dir: str | Path | None,
         loader: BatchLoader[Any],
+        models: RunModels,
         *,
-        save: Callable[[Path], object],
-        is_saved: Callable[[], bool] = lambda: True,
         evaluator: Evaluator | None = None,
-        headline: Sequence[str] = (),
-        reward: str = "",
-        unanswered: str = "",
-        engine: Callable[[], RecoverableEngine] | None = None,
+        texts: RunTexts | None = None,
         inputs: Mapping[str, str] = MappingProxyType({}),
-        facts: Mapping[str, str] = MappingProxyType({}),
-        token_text: Callable[[int], str] = str,
         trackers: Sequence[Tracker] = (),
     ):
         if run_dir is not None:
             check_folder("run_dir", run_dir)
-        self.config, self.loader, self._save = config, loader, save
+        self.config, self._models = config, models
         self.folder = folder_for(config, run_dir)
-        self.saver = Saver(config.saver, self.folder / "checkpoints", is_saved)
+        self.progress = RunProgress(config, loader)
+        self.saver = Saver(config.saver, self.folder / "checkpoints", models.checkpoint_written)
         with ExitStack() as stack:
             self.saver.claim(self.folder)
             stack.callback(self.saver.release)
-            console = chosen_console(config.stats_logger.console)
-            log = stack.enter_context(RunLog(self.folder / "logs" / "run.log", console=console))
-            self.recovery = stack.enter_context(Recovery(config, self.folder, engine, inputs))
-            log.write_earlier()  # Recovery has seen where this session begins in the file
-            steps, seconds = lambda: self.total_steps, lambda: self._seconds
-            self.display = Display(self.folder, log, steps, seconds) if console == "live" else None
-            self.trackers = open_trackers(config, self.folder, headline, steps, self.display, token_text, trackers)
-            stack.callback(self.trackers.finish)
+            log = RunLog(self.folder / "logs" / "run.log", console=chosen_console(config.stats_logger.console))
+            stack.enter_context(log)
+            self.recovery = stack.enter_context(Recovery(config, self.folder, models.engine, inputs))
+            log.write_earlier()  # Recovery has noted where this session begins in the file
+            self.outputs = RunOutputs(config, self.folder, log, self.progress, texts or RunTexts(), trackers)
+            stack.enter_context(self.outputs)
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
-        self.divergence = Divergence(reward, unanswered)
-        actor = config.actor
-        if isinstance(actor, RatioConfig):
-            remedy = "actor.prox_logp_method=recompute" if actor.recompute_logprob else "actor.recompute_logprob=true"
-            self.divergence.ratio = (actor.clip_against_rollout, actor.ratio_level, remedy)
-        self._scalars: dict[str, float] = {}  # of the step under way
-        self.stop = Stop() if self.display is None else Stop(self.display.tell)
-        self.clock = Stopwatch(self._before_phase)  # of the step under way
-        self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
-        self.step = 0  # the step under way; the first is 1
-        self._rows_taken = 0
-        self._batches_taken = 0
-        self._n_skipped = 0  # steps in a row without an update, since something was not finite
-        self._n_applied = 0  # steps with one
-        self._epoch: int | None = None  # under way
-        self._epoch_ended = self._ended = self._stopped_early = False
-        self._has_begun = False  # or gone on
-        self._todo: list[str] = []  # of "save" and "evaluate", what is due after this step and not done
-        self._last: dict[str, Any] = {}  # the record of the last point that the run can go on from
-        self._is_there = True  # the models are as they were at that point
-        self._seconds_before = 0.0  # of earlier sessions of this run
-        self._started = time.monotonic()
+        self.stop = Stop() if self.outputs.display is None else Stop(self.outputs.display.tell)
+        self.clock = Stopwatch(self._before_phase)
+        self._todo: list[str] = []  # "save" and "evaluate", if they are due after this step and not done
+        self._has_begun = self._has_ended = self._stopped_early = False
         self._first = self.state_dict()
-        self._announce(facts)
-
-    def _announce(self, facts: Mapping[str, str]) -> None:
-        if not facts:
-            return
-        metrics = os.path.relpath(self.recovery.files.events)
-        facts = {"run": os.path.relpath(self.folder), **facts, "steps": str(self.total_steps), "metrics": metrics}
-        facts |= settings_told(self.config, overrides_of(self.folder))
-        log_start(facts)
-        if self.display is not None:
-            self.display.start(facts)
+        self.outputs.announce(self.recovery.files)
 
     @property
-    def seed(self) -> int:
-        """The seed of what is random in the step under way."""
-        return self.config.seed * 1_000_003 + self.step
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under way; the first is 0."""
-        return self._epoch or 0
+    def step(self) -> int:
+        """The current step. The first is 1."""
+        return self.progress.step
 
     def steps(self) -> Iterator[Batch[Any]]:
-        """The batch of each step, until the run has had its epochs, steps or rows, or stops early.
+        """Yield the batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
-        Evaluates before the first step where evaluator.eval_before_train asks for it. Raises as go_on does.
+        Evaluates before the first step with evaluator.eval_before_train.
+
+        Raises:
+            ConfigError: The folder holds checkpoints of another run.
+            CheckpointError: The states of the run cannot be read.
         """
-        self.go_on()
-        if self.saver.owes(self.step):
+        self.begin()
+        if self.saver.was_interrupted(self.step):
             self._todo.insert(0, "save")
-        self._settle()
-        if self.display is not None:
-            self.display.begin(self.step)
-        self._batches = self._through_epochs()
-        total = self.config.total_train_steps
-        while (total is None or self.step < total) and not self.evaluator.is_exhausted:
-            self._epoch_ended = False
+        self._save_and_evaluate()
+        if self.outputs.display is not None:
+            self.outputs.display.begin(self.step)
+        self.progress.open_batches()
+        while not self.evaluator.is_exhausted:
             self.clock.reset()
-            batch = self.next_batch()
+            batch = self.progress.next_step()
             if batch is None:
                 break
-            self.step += 1
-            self._scalars = {}
+            self.outputs.begin_step()
             yield batch
-        if self.evaluator.is_exhausted and self.step < self.total_steps:
+        if self.evaluator.is_exhausted and self.step < self.progress.total_steps:
             self._stopped_early = True
             logger.info("early stopping: %s; see evaluator.patience", self.evaluator.describe())
-        if self._epoch is not None:
-            log_epoch(self._epoch, "end")
+        self.progress.log_epoch_end()
 
-    def next_batch(self) -> Batch[Any] | None:
-        """The next batch, also for a step that needs more than its own. None where the run has had them all."""
-        batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
-        if batch is not None:
-            self._batches_taken += 1
-            self._rows_taken += len(batch) * self._rows_per_item
-        return batch
-
-    @property
-    def _rows_left(self) -> int | None:
-        total = self.config.total_train_n_seqs
-        return None if total is None else total - self._rows_taken
-
-    @property
-    def _rows_per_item(self) -> int:
-        return self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
-
-    @property
-    def total_steps(self) -> int:
-        """The step at which the run ends, as far as its data is known: rows that are too long can make it fewer."""
-        left = self.loader.n_batches(self.config.total_train_epochs) - self._batches_taken
-        if self._rows_left is not None:
-            left = min(left, -(-self._rows_left // (self.loader.config.batch_size * self._rows_per_item)))
-        total, limit = self.step + max(left, 0), self.config.total_train_steps
-        return total if limit is None else min(total, limit)
-
-    def _through_epochs(self) -> Generator[Batch[Any], None, None]:
-        for batch in self.loader.epochs(self.config.total_train_epochs):
-            if self._epoch != batch.epoch:
-                if self._epoch is not None:
-                    log_epoch(self._epoch, "end")
-                self._epoch = batch.epoch
-                log_epoch(batch.epoch, "start")
-            self._epoch_ended = self._epoch_ended or batch.ends_epoch
-            yield batch
-
-    def log(self, scalars: Mapping[str, float]) -> None:
-        """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
-        self._scalars |= scalars
-        self.trackers.log(self.step, scalars)
-        self.saver.note(self.step, scalars)
-
-    def log_skipped(self, batch: Batch[Any]) -> None:
-        """Tell the trackers how many rows were too long."""
-        skipped, total = batch.skipped_long, batch.total_skipped_long
-        self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
-
-    def keep(self, **values: float) -> None:
-        """Remember the values of this step in `history`."""
-        for name, value in values.items():
-            self.history.setdefault(name, []).append(float(value))
-
-    def recent(self, name: str, n: int = 1) -> float:
-        """The mean of the last `n` values of `history[name]`."""
-        return float(np.mean(self.history[name][-n:]))
-
-    def result(self, evaluated: str, trained: str, n: int = 1) -> float:
-        """The last value of `evaluated` or, where nothing was evaluated, the mean of the last `n` of `trained`."""
-        return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
-
-    def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step; then write the state, save and evaluate where that is due.
-
-        Warns of what looks wrong. A KeyboardInterrupt that the run was asked for comes here, if not at the start of a
-        phase of the next step.
-        """
-        self.saver.poll()
-        self.clock.close_step()
-        self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
-        for text in self.divergence.look(self._scalars):
-            logger.warning("step %d: %s", self.step, text)
-        due = {"save": self.saver.due, "evaluate": self.evaluator.due, "state": self.recovery.trigger.due}
-        is_due = {name: ask(self.step, self._epoch_ended) for name, ask in due.items()}
-        is_due["evaluate"] = is_due["evaluate"] or (is_due["save"] and self.saver.needs_evaluation)
-        self._todo = [name for name in ("save", "evaluate") if is_due[name]]
-        self._settle(is_due["state"])
-
-    def _settle(self, state_is_due: bool = False) -> None:
-        """Save and evaluate as `_todo` says. The state comes first; a run that goes on from it does the rest again."""
-        self._remember()
-        self.recovery.write(self.step, self._last, state_is_due)
-        while self._todo:
-            self.stop.check()
-            if self._todo[0] == "save":
-                with heartbeat.working("checkpoint"):
-                    self.saver.save(self._save, self.step)
-            else:
-                self.evaluate()
-            self._todo.pop(0)
-            self._remember()
-        self.stop.check()
-
-    def _remember(self) -> None:
-        """The run can go on from here."""
-        self._last = self.recovery.record(self.state_dict())
-        self._is_there = True
-
-    def _before_phase(self, name: str) -> None:
-        self.pulse()
-        if name.startswith("train"):
-            self._is_there = False
-
-    def pulse(self) -> None:
-        """To be called now and then, where the engine does nothing: a state that is under way gets on.
-
-        Raises the KeyboardInterrupt that the run was asked for, unless models have been trained since the last step.
-        """
-        self.recovery.poll()
-        if self._is_there:
-            self.stop.check()
-
-    @contextmanager
-    def attended(self) -> Iterator[None]:
-        """Around the loop: an interrupt comes where nothing is lost, and whatever ends the loop leaves a state."""
-        with self.stop, heartbeat.working("the run"):
-            try:
-                yield
-            except BaseException:
-                self._leave_state()
-                raise
-
-    def _leave_state(self) -> None:
-        step = self._last["run"]["step"] if self._last else 0
-        if not self.recovery.is_on or not step:
-            return
-        try:
-            if self._is_there:
-                self.recovery.write_now(step, self._last)
-            else:
-                logger.warning("the models were being trained in step %d, so it is lost", self.step)
-                self.recovery.wait()
-        except ArenoError as error:  # such as that of a dead worker, which ended the run
-            logger.warning("the state of step %d could not be written: %s", step, error)
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether recover.retries allows that."""
-        return self.recovery.may_restart
-
-    def give_up(self, lost: WorkerLost) -> NoReturn:
-        """End with the error of lost workers, which says whether recover.retries is used up."""
-        self.recovery.give_up(lost)
-
-    def restart(self, lost: WorkerLost) -> None:
-        """Start the workers again; the next `steps` goes on from the last state, or begins again without one.
-
-        Raises as Engine.restart does, also a WorkerLost: then call it again.
-        """
-        self.recovery.restart(lost)
-        self.load_state_dict(self._first)
-        self._has_begun = False
-
-    def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
-        """Warn, once, of updates of the policy that were skipped since something was not finite.
-
-        applied: whether one of the step's updates was not. EngineError after actor.max_skipped_steps steps in a row
-        without one.
-        """
-        broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
-        self._n_applied += applied
-        self._n_skipped = 0 if applied or not broken else self._n_skipped + 1
-        if self._n_skipped == 1 and self.divergence.is_first("skipped"):
-            logger.warning(
-                "step %d: the update was skipped, since %s is not finite; the learning rate may be too high "
-                "(actor.optimizer.lr), or a reward or advantage too large; train/skipped_steps counts such updates",
-                self.step, " and ".join(broken),
-            )  # fmt: skip
-        if (most := self.config.actor.max_skipped_steps) is not None and self._n_skipped >= most:
-            self._refuse_to_go_on(f"{self._n_skipped} steps in a row")
-
-    def _refuse_to_go_on(self, steps: str) -> NoReturn:
-        raise EngineError(
-            "the updates of {} were not applied, since loss or gradient was not finite; lower {}, look at the rewards, "
-            "or raise {}", steps, Key("actor.optimizer.lr"), Key("actor.max_skipped_steps"),
-        )  # fmt: skip
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate now: log eval/* scalars, keep them as eval_*, return them by name. {} where nothing is evaluated."""
-        self.go_on()
-        with heartbeat.working("evaluation"):
-            scalars = self.evaluator.evaluate(self.step)
-        if scalars:
-            self.log(with_prefix("eval", scalars))
-            self.keep(**{f"eval_{name}": value for name, value in scalars.items()})
-        return scalars
-
-    def finish(self, told: Mapping[str, int]) -> None:
-        """The end of the run: save and evaluate unless that has just been done, and say how the numbers changed.
-
-        told: names in `history`, each with how many last steps its final value is the mean of. Values of evaluations
-        are told where there was more than one.
-        """
-        if self._n_skipped and not self._n_applied:
-            self._refuse_to_go_on("all steps")  # nothing was learned: no checkpoint says otherwise
-        self._todo = ["save"] if not self.saver.has(self.step) else []
-        self._todo += ["evaluate"] if self.evaluator.evaluated_step != self.step else []
-        self._settle()
-        self.saver.end()
-        self._remember()
-        changes = [
-            f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
-            for name, n in told.items()
-            if len(values := self.history.get(name, [])) > name.startswith("eval_")
-        ]
-        if self._stopped_early:
-            changes.append(f"stopped early: {self.evaluator.describe()}")
-        self.recovery.write_now(self.step, self._last)
-        log_done(self.step, self._seconds, ", ".join(changes), self.folder)
-        self._ended = True
-
-    def has_result(self, result: float) -> None:
-        """Note what the run has come to, where it has ended."""
-        if self._ended:
-            self.recovery.finished(self.step, result, self._ended_by)
-
-    @property
-    def _ended_by(self) -> str:
-        """The setting that would have to be larger for more steps."""
-        if self._stopped_early:
-            return "evaluator.patience"
-        if self.step == self.config.total_train_steps:
-            return "total_train_steps"
-        return "total_train_epochs" if self._rows_left is None or self._rows_left > 0 else "total_train_n_seqs"
-
-    @property
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._started
-
-    def close(self) -> None:
-        """Finish the trackers. A run that did not come to its end says what is left of it."""
-        if self.step and not self._ended:
-            log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
-        self._resources.close()
-
-    def go_on(self) -> None:
-        """Begin the run or, once, go on from the state that an earlier session of it has left.
-
-        Raises ConfigError if the folder has checkpoints of another run, CheckpointError if its states cannot be read.
-        """
+    def begin(self) -> None:
+        """Begin the run, or continue from its newest state. A second call does nothing. Raises as `steps` does."""
         if self._has_begun:
             return
         self._has_begun = True
         state = self.recovery.load()
         if state is not None:
             self.load_state_dict(state)
-            left = max(0, self.total_steps - self.step)
+            left = max(0, self.progress.total_steps - self.step)
             logger.info("%s %d; %d steps are left", RESUMED, self.step, left)
         elif not self.step and self.config.evaluator.eval_before_train:
             self._todo = ["evaluate"]
-        if self.recovery.goes_on:
-            self.trackers.resume(self.step)
+        if self.recovery.resumes:
+            self.outputs.trackers.resume(self.step)
         elif not self.step:
             self.saver.refuse_checkpoints()
 
+    def log(self, scalars: Mapping[str, float]) -> None:
+        """Log scalars of the current step, named <namespace>/<name>. saver.best_metric may be one of them."""
+        self.outputs.log(scalars)
+        self.saver.note(self.step, scalars)
+
+    def log_skipped(self, batch: Batch[Any]) -> None:
+        """Log how many rows of a batch, and of the run so far, were too long."""
+        skipped, total = batch.skipped_long, batch.total_skipped_long
+        self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
+
+    def end_step(self, stats: Mapping[str, float]) -> None:
+        """Log train/* and time/* of the step, then write the state, save and evaluate if they are due.
+
+        Warns if training goes wrong. An interrupt is raised here, or before a phase of the next step.
+
+        Args:
+            stats: The statistics of training.
+        """
+        self.saver.poll()
+        self.clock.close_step()
+        self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
+        self.outputs.warn_of_divergence()
+        step, epoch_ended = self.step, self.progress.epoch_ended
+        save = self.saver.due(step, epoch_ended)
+        evaluate = self.evaluator.due(step, epoch_ended)
+        state = self.recovery.trigger.due(step, epoch_ended)
+        self._todo = ["save"] if save else []
+        if evaluate or (save and self.saver.needs_evaluation):
+            self._todo.append("evaluate")
+        self._save_and_evaluate(state)
+
+    def _save_and_evaluate(self, state_is_due: bool = False) -> None:
+        """Write the state, then do `_todo`. A run that resumes from the state repeats the rest of `_todo`."""
+        self.recovery.remember(self.state_dict())
+        self.recovery.write(self.step, state_is_due)
+        while self._todo:
+            self.stop.check()
+            if self._todo[0] == "save":
+                with heartbeat.working("checkpoint"):
+                    self.saver.save(self._models.write_checkpoint, self.step)
+            else:
+                self.evaluate()
+            self._todo.pop(0)
+            self.recovery.remember(self.state_dict())
+        self.stop.check()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate now, log eval/* scalars, and keep them in the history as eval_*.
+
+        Returns:
+            The metrics by name. Empty if the run evaluates nothing.
+        """
+        self.begin()
+        with heartbeat.working("evaluation"):
+            scalars = self.evaluator.evaluate(self.step)
+        if scalars:
+            self.log(with_prefix("eval", scalars))
+            self.progress.keep(**{f"eval_{name}": value for name, value in scalars.items()})
+        return scalars
+
+    def finish(self, numbers: Mapping[str, int]) -> None:
+        """End the run: save and evaluate unless the last step has done so, and log how numbers have changed.
+
+        Args:
+            numbers: Names in the history -> how many of the last values are averaged.
+
+        Raises:
+            EngineError: All updates of the run were skipped.
+        """
+        self.outputs.check_learned()
+        self._todo = ["save"] if not self.saver.has(self.step) else []
+        self._todo += ["evaluate"] if self.evaluator.evaluated_step != self.step else []
+        self._save_and_evaluate()
+        self.saver.end()
+        self.recovery.remember(self.state_dict())
+        changes = self.progress.changes(numbers)
+        if self._stopped_early:
+            changes.append(f"stopped early: {self.evaluator.describe()}")
+        self.recovery.write_now(self.step)
+        log_done(self.step, self.progress.seconds, ", ".join(changes), self.folder)
+        self._has_ended = True
+
+    def has_result(self, result: float) -> None:
+        """Write down the result of a run that has finished."""
+        if self._has_ended:
+            ended_by = "evaluator.patience" if self._stopped_early else self.progress.ended_by
+            self.recovery.finished(self.step, result, ended_by)
+
+    def _before_phase(self, name: str) -> None:
+        self.pulse()
+        if name.startswith("train"):
+            self.recovery.models_recorded = False
+
+    def pulse(self) -> None:
+        """Advance a state that is being written. Call this now and then while the engine works.
+
+        Raises:
+            KeyboardInterrupt: The run was interrupted, and no model has been trained since the last step.
+        """
+        self.recovery.poll()
+        if self.recovery.models_recorded:
+            self.stop.check()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Delay interrupts to points where nothing is lost, and write a state if the loop ends with an error."""
+        with self.stop, heartbeat.working("the run"):
+            try:
+                yield
+            except BaseException:
+                self.recovery.write_at_interrupt(self.step)
+                raise
+
+    def restart(self, lost: WorkerLost) -> None:
+        """Start lost workers again. The next `steps` continues from the last state, or from the beginning.
+
+        Raises:
+            WorkerLost: Another worker was lost meanwhile.
+        """
+        self.recovery.restart(lost)
+        self.load_state_dict(self._first)
+        self._has_begun = False
+
+    def close(self) -> None:
+        """Finish the trackers and the log. A run that has not finished logs how far it came."""
+        if self.step and not self._has_ended:
+            log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
+        self._resources.close()
+
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, to be taken after `end_step`: plain numbers, without the weights."""
+        """Return the counters of the run for a state, as plain numbers. The weights are not part of it."""
         return {
-            "step": self.step,
-            "loader": self.loader.state_dict(),
-            "epoch": self._epoch,
+            **self.progress.state_dict(),
+            **self.outputs.state_dict(),
             "todo": list(self._todo),
-            "rows_taken": self._rows_taken,
-            "batches_taken": self._batches_taken,
-            "n_skipped": self._n_skipped,
-            "n_applied": self._n_applied,
             "saver": self.saver.state_dict(),
             "evaluator": self.evaluator.state_dict(),
-            "divergence": self.divergence.state_dict(),
             "recover": self.recovery.trigger.state_dict(),
-            "history": {name: list(values) for name, values in self.history.items()},
-            "seconds": self._seconds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the step at which `state_dict` was taken. To be called before `steps`."""
-        self.step = state["step"]
-        self.loader.load_state_dict(state["loader"])
-        self._epoch, self._todo = state["epoch"], list(state["todo"])
-        self._rows_taken = state["rows_taken"]
-        self._batches_taken = state["batches_taken"]
-        self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
+        """Continue after the step at which the state was taken. Call this before `steps`."""
+        self.progress.load_state_dict(state)
+        self.outputs.load_state_dict(state)
+        self._todo = list(state["todo"])
         self.saver.load_state_dict(state["saver"])
         self.evaluator.load_state_dict(state["evaluator"])
-        self.divergence.load_state_dict(state["divergence"])
         self.recovery.trigger.load_state_dict(state["recover"])
-        self.history = {name: list(values) for name, values in state["history"].items()}
-        self._seconds_before, self._started = state["seconds"], time.monotonic()
+
+
+class _HasRun(Protocol):
+    """A training loop with its run."""
+
+    @property
+    def run(self) -> Run: ...
+
+
+Loop = TypeVar("Loop", bound=_HasRun)
+
+
+def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
+    """Decorate the `fit` method of a loop so that the run survives lost workers and can be resumed after any end.
+
+    Lost workers are started again up to recover.retries times, and `fit` is called again. An interrupt or an error
+    leaves a state. The returned value of `fit` is recorded as the result of the run.
+    """
+
+    @functools.wraps(fit)
+    def guarded_fit(loop: Loop) -> float:
+        run = loop.run
+        with run.guarded():
+            lost: WorkerLost | None = None
+            while True:
+                try:
+                    if lost is not None:
+                        run.restart(lost)  # another worker may be lost meanwhile
+                    result = fit(loop)
+                    break
+                except WorkerLost as error:
+                    if not run.recovery.may_restart:
+                        run.recovery.give_up(error)
+                    lost = error
+        run.has_result(result)
+        return result
+
+    return guarded_fit

@@ -1,14 +1,12 @@
-"""Fingerprints of what a run began with, to tell whether a resumed run has the same model and the same data.
+"""The states of a run on disk: folders from which a run resumes, each complete or absent.
 
-The states of a run: folders to go on from, each whole or absent.
-
-<run>/state/step-000012/engine/        weights and optimizers with their checksums: see Engine.save_state
+<run>/state/step-000012/engine/        weights and optimizers with their checksums, written by Engine.save_state
                         run.json       the format, and the record of the driver
                         manifest.json  the sizes of these files and the checksum of run.json; it is written last
-<run>/state/latest                     the name of the last one that was written
-            finished.json              of a run that came to its end: its last step, its result, and what ended it
+<run>/state/latest                     the name of the newest state
+            finished.json              only of a finished run: its last step, its result, and which setting ended it
 
-Writes the states of a run in the background: begun at the end of a step, made whole while the next one goes on.
+The file also computes the fingerprints of models and data that a state records. recovery.py writes and loads states.
 """
 
 from __future__ import annotations
@@ -17,18 +15,20 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import threading
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from areno.config.run import RecoverConfig
-from areno.errors import ArenoError, CheckpointError
+from areno.errors import CheckpointError
 from areno.files.durable import REPLACED, UNFINISHED, atomic_remove, atomic_write_text, remove, sync, sync_tree
+
+logger = logging.getLogger("areno.recover")
+
+FORMAT = 2
+ENGINE, RECORD, MANIFEST = "engine", "run.json", "manifest.json"
+DAMAGED = "damaged-"
+_PREFIX = "step-"
 
 _SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 _ROWS = 64
@@ -36,7 +36,7 @@ _SAMPLE = 1 << 16  # bytes at the start, the middle and the end of a file
 
 
 def folder_fingerprint(folder: str | Path) -> str:
-    """Of a model or tokenizer folder: the names and sizes of its files, and samples of their bytes."""
+    """Return a hash of a model or tokenizer folder: names, sizes and samples of the bytes of its files."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix in _SUFFIXES and path.is_file():
@@ -50,26 +50,28 @@ def folder_fingerprint(folder: str | Path) -> str:
 
 
 def rows_fingerprint(rows: Any) -> str:
-    """Of a dataset, anything with a length and indexing: the number of its rows, and a sample of them."""
+    """Return the number of rows of a dataset and a hash of a sample of them.
+
+    Args:
+        rows: Any object with a length and indexing.
+    """
     count = len(rows)
     digest = hashlib.sha256(str(count).encode())
     for index in sorted({count * n // _ROWS for n in range(_ROWS)} | {count - 1}):
-        # Of what is not JSON only the type: its text may differ between processes, as that of a set does.
+        # Only the type of a value that is not JSON counts: the text of a set, for example, differs between processes.
         row = json.dumps(rows[index], default=lambda value: type(value).__name__, skipkeys=True)
         digest.update(row.encode(errors="surrogatepass"))
     return f"{count} rows, {digest.hexdigest()[:16]}"
 
 
-logger = logging.getLogger("areno.recover")
-
-FORMAT = 2
-ENGINE, RECORD, MANIFEST = "engine", "run.json", "manifest.json"
-DAMAGED = "damaged-"
-_PREFIX = "step-"
-
-
 class State(NamedTuple):
-    """One state that is whole. record: what the driver gave with it."""
+    """One complete state.
+
+    Attributes:
+        folder: Its folder.
+        step: The step after which it was taken.
+        record: The record of the driver, see Recovery.record.
+    """
 
     folder: Path
     step: int
@@ -77,28 +79,33 @@ class State(NamedTuple):
 
     @property
     def engine(self) -> Path:
-        """The part of the engine."""
+        """The folder of the engine's files."""
         return self.folder / ENGINE
 
 
 class States:
-    """The folder of a run's states, of which the newest `keep` stay."""
+    """The folder of a run's states.
+
+    Args:
+        folder: The folder, <run>/state.
+        keep: How many of the newest states are kept.
+    """
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
 
     @property
     def has_begun(self) -> bool:
-        """Whether a run that writes states has used the folder."""
+        """Whether a run with states has used the folder."""
         return self.folder.is_dir()
 
     def steps(self) -> list[int]:
-        """The steps that have a state, newest first."""
+        """Return the steps that have a state, newest first."""
         numbers = (path.name.removeprefix(_PREFIX) for path in self.folder.glob(f"{_PREFIX}*"))
         return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
     def tidy(self) -> None:
-        """Put in order what a crash left: an unfinished state goes, one that was being replaced gets its name back."""
+        """Clean up after a crash: remove unfinished states, and rename a state back that was being replaced."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             remove(replaced) if final.exists() else replaced.rename(final)
@@ -106,10 +113,13 @@ class States:
             remove(unfinished)
 
     def newest(self) -> State | None:
-        """The newest state that is whole as far as the driver can tell; None where none was ever written.
+        """Return the newest state that the driver finds complete, and set damaged ones aside.
 
-        A damaged one is set aside. CheckpointError if all are damaged, if those that were there are gone, or for a
-        state of another format.
+        Returns:
+            The state, or None if no state was ever written.
+
+        Raises:
+            CheckpointError: All states are damaged or gone, or the newest one has another format.
         """
         for step in self.steps():
             if damage := find_damage(self._of(step)):
@@ -123,8 +133,10 @@ class States:
         why = f"are damaged ({', '.join(damaged)})" if damaged else f"are gone; the last was {_text(last)}"
         raise CheckpointError(
             "the states of this run in {} {}. Put one back, or start a run with another trial_name, for example from "
-            "a checkpoint of this one (actor.path)", self.folder, why,
-        )  # fmt: skip
+            "a checkpoint of this one (actor.path)",
+            self.folder,
+            why,
+        )
 
     def _read(self, step: int) -> State:
         folder = self._of(step)
@@ -132,28 +144,40 @@ class States:
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             record = record if isinstance(record, dict) else {}
             raise CheckpointError(
-                "{} has format {}, of areno {}; this areno reads format {}. Go on with the version that wrote it, or "
+                "{} has format {}, of areno {}; this areno reads format {}. Resume with the version that wrote it, or "
                 "start a run from a checkpoint of this one (actor.path)",
-                folder, record.get("format"), record.get("areno"), FORMAT,
-            )  # fmt: skip
+                folder,
+                record.get("format"),
+                record.get("areno"),
+                FORMAT,
+            )
         return State(folder, step, record)
 
     def set_aside(self, step: int, damage: str) -> None:
-        """Give a damaged state another name, with a warning."""
+        """Rename a damaged state, with a warning.
+
+        Args:
+            step: Step of the state.
+            damage: What is damaged, in words.
+        """
         names = [f"{DAMAGED}{_PREFIX}{step:06d}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
         aside = next(path for name in names if not (path := self.folder / name).exists())
         logger.warning("the state of step %d is damaged: %s. It is kept as %s", step, damage, aside)
         self._of(step).rename(aside)
 
     def begin(self, step: int) -> Path:
-        """A new folder for the state of a step, to be filled and given to `finish`."""
+        """Return a new empty folder for the state of a step. The caller fills it and calls `finish`."""
         folder = self.folder / f"{UNFINISHED}{_PREFIX}{step:06d}-{os.getpid()}"
         remove(folder)
         (folder / ENGINE).mkdir(parents=True)
         return folder
 
     def begin_again(self, step: int) -> Path | None:
-        """Like `begin` for a step that has a state: the engine's part is linked from there. None if it cannot be."""
+        """Return a new folder for a step that already has a state, with hard links to the engine's files.
+
+        Returns:
+            The folder, or None if the file system has no hard links.
+        """
         source, folder = self._of(step) / ENGINE, self.begin(step)
         try:
             for path in (path for path in source.rglob("*") if path.is_file()):
@@ -166,9 +190,15 @@ class States:
         return folder
 
     def finish(self, folder: Path, step: int, record: Mapping[str, Any]) -> Path:
-        """Make a filled folder the state of its step, on the disk for good, and remove those that are too old.
+        """Sync a filled folder to the disk, make it the state of its step, and remove states that are too old.
 
-        What the engine wrote is there for good already.
+        Args:
+            folder: The folder that `begin` returned. The engine has synced its files.
+            step: Step of the state.
+            record: The record of the driver.
+
+        Returns:
+            The folder of the state.
         """
         text = json.dumps({"format": FORMAT, **record})
         (folder / RECORD).write_text(text, encoding="utf-8")
@@ -189,7 +219,7 @@ class States:
         return final
 
     def size(self) -> int:
-        """Bytes of the newest state; 0 without one."""
+        """Return the size of the newest state in bytes; 0 without a state."""
         newest = next(iter(self.steps()), None)
         files = [] if newest is None else self._of(newest).rglob("*")
         return sum(path.stat().st_size for path in files if path.is_file())
@@ -199,9 +229,9 @@ class States:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """{"step", "result", "ended_by": the setting that ended it} of a run that came to its end.
+        """The end of a finished run: {"step", "result", "ended_by": a setting}.
 
-        None for another run, and where the file is damaged.
+        None if the run has not finished, or if the file is damaged.
         """
         try:
             found = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
@@ -212,11 +242,17 @@ class States:
 
     @property
     def are_unfinished(self) -> bool:
-        """Whether there is one to go on from, of a run that has not come to its end."""
+        """Whether the run has a state and has not finished."""
         return bool(self.steps()) and self.finished is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
-        """Note the end of the run. step: None for a run that goes on after all."""
+        """Write down that the run has finished.
+
+        Args:
+            step: Its last step. None removes the note of a run that continues.
+            result: Its result.
+            ended_by: The setting that ended the run.
+        """
         if step is None:
             (self.folder / "finished.json").unlink(missing_ok=True)
         else:
@@ -225,7 +261,7 @@ class States:
 
 
 def find_damage(folder: Path) -> str:
-    """What is wrong with the files of a state, as far as the driver can tell; "" if nothing is."""
+    """Return what is damaged in a state, in words; "" if nothing is. The engine checks its own checksums later."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, size in manifest["sizes"].items():
@@ -245,147 +281,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return "damaged"
-
-
-class StatefulEngine(Protocol):
-    """What is asked of the engine; see areno.engine.engine."""
-
-    def save_state(self, folder: str | Path, with_moments: bool = True) -> None: ...
-
-    def state_written(self, wait: bool = False) -> bool: ...
-
-
-@dataclass
-class _Write:
-    """A state that is being written. thread: finishes its folder when the engine has written its part."""
-
-    step: int
-    folder: Path
-    record: Mapping[str, Any]
-    alarm: threading.Timer
-    thread: threading.Thread | None = None
-    error: Exception | None = None
-
-
-class StateWriter:
-    """Of one run. before: called, in another thread, before a state becomes whole. slow_s: when writing takes longer,
-    that is told; None: never.
-
-    A state that cannot be written is told in a warning, and the run goes on: what was written before stays.
-    """
-
-    def __init__(
-        self,
-        config: RecoverConfig,
-        states: States,
-        engine: Callable[[], StatefulEngine],
-        before: Callable[[], object],
-        slow_s: float | None = None,
-    ):
-        self.config, self.states, self._slow_s = config, states, slow_s
-        self._engine, self._before = engine, before
-        self._write: _Write | None = None
-        self.written_step: int | None = None  # of the newest whole state, where this run wrote or loaded it
-
-    def begin(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Begin to write the state as it is now. False if the one before is still under way."""
-        self.poll()
-        if self._write is not None:
-            return False
-        try:
-            folder = self.states.begin_again(step) if step == self.written_step else None
-            if folder is not None:
-                self._write = _Write(step, folder, record, self._alarm(step))
-                self._finish(self._write)
-                return True
-            self._check_room()
-            folder = self.states.begin(step)
-            self._write = _Write(step, folder, record, self._alarm(step))
-            self._engine().save_state(folder / ENGINE, not self.config.no_save_optim)
-        except (CheckpointError, OSError) as error:
-            self._failed(step, error)
-        except ArenoError:  # the engine cannot go on, and nothing will ever be whole
-            self.drop()
-            raise
-        return True
-
-    def poll(self, wait: bool = False) -> None:
-        """Bring what is under way to its end as far as that can be without waiting, or entirely."""
-        write = self._write
-        if write is None:
-            return
-        try:
-            if write.thread is None:
-                if not self._engine().state_written(wait):
-                    return
-                self._finish(write)
-            assert write.thread is not None
-            if wait:
-                write.thread.join()
-            if write.thread.is_alive():
-                return
-            if write.error is not None:
-                raise write.error
-        except (CheckpointError, OSError) as error:
-            self._failed(write.step, error)
-        except ArenoError:
-            self.drop()
-            raise
-        else:
-            write.alarm.cancel()
-            self._write, self.written_step = None, write.step
-
-    def _alarm(self, step: int) -> threading.Timer:
-        """A disk that does not answer is no error, and only a thread waits for it: nobody else would notice."""
-
-        def tell() -> None:
-            logger.warning(
-                "the state of step %d has been under way for %.0f s: the disk of %s is slow, or does not answer. There "
-                "is no newer state until it is written", step, self._slow_s, self.states.folder,
-            )  # fmt: skip
-
-        timer = threading.Timer(self._slow_s or 0.0, tell)
-        timer.daemon = True
-        if self._slow_s is not None:
-            timer.start()
-        return timer
-
-    def _finish(self, write: _Write) -> None:
-        def finish() -> None:
-            try:
-                self._before()
-                self.states.finish(write.folder, write.step, write.record)
-            except Exception as error:
-                write.error = error
-
-        write.thread = threading.Thread(target=finish, daemon=True, name="areno-state")
-        write.thread.start()
-
-    def write(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Write the state as it is now, and wait until it is whole. Whether it is."""
-        self.poll(wait=True)
-        self.begin(step, record)
-        self.poll(wait=True)
-        return self.written_step == step
-
-    def drop(self) -> None:
-        """Forget what is under way, and remove it unless it has just become whole."""
-        write, self._write = self._write, None
-        if write is not None:
-            write.alarm.cancel()
-            if write.thread is not None:
-                write.thread.join()
-            remove(write.folder)
-
-    def _check_room(self) -> None:
-        """A full disk is seen before it is full, so that what else the run writes has its room."""
-        needed, free = self.states.size(), shutil.disk_usage(self.states.folder).free
-        if free < needed:
-            text = "{} has {:.3g} GiB free, and it needs {:.3g}"
-            raise CheckpointError(text, self.states.folder, free / 2**30, needed / 2**30)
-
-    def _failed(self, step: int, error: Exception) -> None:
-        with suppress(OSError):
-            self.drop()
-        last = "there is no other" if self.written_step is None else f"that of step {self.written_step} stays"
-        logger.warning("the state of step %d could not be written: %s. The run goes on; %s", step, error, last)

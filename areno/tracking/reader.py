@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from areno.errors import ArenoError
 from areno.files.paths import list_folder, read_if_exists
 from areno.schema.values import show, value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
-from areno.tracking.run_folder import is_described, is_sweep, overrides_of, settings_of, versions_of
+from areno.tracking.run_folder import begun_at, is_described, is_sweep, overrides_of, settings_of, versions_of
 
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
@@ -295,8 +296,9 @@ def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str
         yield record
 
 
+Names = Mapping[str, tuple[str, Callable[..., float] | None]]
 # Scalar -> its title, and the function that chooses its best value; None if no value is better than another.
-NAMES: dict[str, tuple[str, Callable[..., float] | None]] = {
+NAMES: Names = {
     "eval/accuracy": ("evaluation: accuracy", max),
     "eval/rewards_mean": ("evaluation: reward", max),
     "eval/loss": ("evaluation: loss", min),
@@ -327,14 +329,15 @@ class Headline(NamedTuple):
     step: int | None
 
 
-def headlines(metrics: Mapping[str, Series]) -> dict[str, Headline]:
-    """Return the first, best and last value of the scalars in NAMES that a run has.
+def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, Headline]:
+    """Return the first, best and last value of the named scalars that a run has.
 
     Args:
         metrics: The scalars of the run.
+        names: The scalars to look for.
     """
     found: dict[str, Headline] = {}
-    for name, (title, choose) in NAMES.items():
+    for name, (title, choose) in names.items():
         series = metrics.get(name, Series([], []))
         finite = [(value, step) for step, value in zip(*series, strict=True) if math.isfinite(value)]
         if finite:
@@ -361,6 +364,14 @@ def seconds(run: RunReader) -> float | None:
     times = [record["time"] for record in run.records() if "time" in record]
     steps = run.metrics().get("time/step", Series([], []))[1]
     return times[-1] - times[0] + (steps[0] if steps else 0.0) if len(times) > 1 else None
+
+
+def began(run: RunReader) -> str:
+    """Return when a run began, as local date and time; "-" if nothing says it."""
+    times = [record["time"] for record in run.records() if "time" in record]
+    if not times and not is_described(run.path):
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0] if times else begun_at(run.path)))
 
 
 def duration(taken: float | None) -> str:

@@ -32,6 +32,7 @@ from areno.schema.fields import Section
 SETTINGS, OVERRIDES, VERSIONS = "config.yaml", "overrides.yaml", "versions.json"
 SWEEP = "multirun.yaml"  # written by Hydra
 RECIPE = "# Recipes: "  # the first line of config.yaml begins like the files of conf/
+SCRIPT = "# Script: "  # then the file of the user that defines the algorithm
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -68,6 +69,12 @@ def recipe_of(folder: Path) -> str:
     """Return the recipe that config.yaml names; "" for the run of a script."""
     first, _, _ = read_start(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
     return first.removeprefix(RECIPE).strip() if first.startswith(RECIPE) else ""
+
+
+def script_of(folder: Path) -> str:
+    """Return the user's file that defines the algorithm of a run; "" for an installed algorithm."""
+    lines = read_start(folder / SETTINGS).decode("utf-8", "surrogateescape").splitlines()[:2]
+    return next((line.removeprefix(SCRIPT).strip() for line in lines if line.startswith(SCRIPT)), "")
 
 
 def _yaml(path: Path) -> Any:
@@ -140,7 +147,9 @@ class NewFolder:
         assert found is not None
         return NewFolder(run_dir, frozenset(p for p in found.before if p in self.before or run_dir in p.parents))
 
-    def describe(self, config: Section, overrides: list[str], recipe: str = "") -> None:
+    def describe(
+        self, config: Section, overrides: list[str], recipe: str = "", script: str | Path | None = None
+    ) -> None:
         """Write config.yaml, overrides.yaml and versions.json.
 
         `--config-dir=<path> --config-name=config` starts the same run again, under another trial_name.
@@ -148,7 +157,8 @@ class NewFolder:
         Args:
             config: The settings of the run.
             overrides: The settings of its command line.
-            recipe: The name of its recipe; "" for a script.
+            recipe: The name of the algorithm; "" for a script.
+            script: The user's file that defines the algorithm. None for an installed one.
 
         Raises:
             ConfigError: The folder cannot be written, or another run has started in it.
@@ -157,7 +167,7 @@ class NewFolder:
             with locked(self.path):
                 if is_described(self.path):  # `make` has seen that it was not
                     raise BlockingIOError
-                for name, content in _description(config, overrides, recipe).items():
+                for name, content in _description(config, overrides, recipe, script).items():
                     atomic_write_text(self.path / name, content)
         except BlockingIOError as error:
             raise ConfigError(Problem("trial_name", "another run has just started in {}", self.path)) from error
@@ -271,7 +281,7 @@ def describe_again(folder: Path, config: Section, overrides: list[str] | None = 
         ConfigError: A file cannot be written.
     """
     try:
-        for name, content in _description(config, overrides or [], recipe_of(folder)).items():
+        for name, content in _description(config, overrides or [], recipe_of(folder), script_of(folder)).items():
             if overrides is not None or name != OVERRIDES:
                 atomic_write_text(folder / name, content)
     except OSError as error:
@@ -282,10 +292,10 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror))
 
 
-def _description(config: Section, overrides: list[str], recipe: str) -> dict[str, str]:
+def _description(config: Section, overrides: list[str], recipe: str, script: str | Path | None) -> dict[str, str]:
     """Return the content of each file that describes a run, by name."""
     config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
-    header = f"{RECIPE}{recipe}\n" if recipe else ""
+    header = (f"{RECIPE}{recipe}\n" if recipe else "") + (f"{SCRIPT}{script}\n" if script else "")
     # Quoted, so that each is read back as text.
     overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
     contents = (json.dumps(versions(), indent=2) + "\n", overrides_yaml, header + config_yaml)

@@ -1,7 +1,4 @@
-"""What a script makes of the trajectories that its agents return: records for rewards, rows with advantages.
-
-The rollout of agents: they sample through the endpoint of a session, in their own processes.
-"""
+"""The rollout of agents, which sample through the endpoint of a session, and the training rows of trajectories."""
 
 from __future__ import annotations
 
@@ -46,9 +43,14 @@ from areno.types import (
 
 
 def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
-    """What a reward function is given for each trajectory that an agent has returned.
+    """Return the record that a reward function gets for each trajectory.
 
-    Raises DataError for what is no trajectory of a session of the trainer.
+    Args:
+        trainer: The trainer whose session the agents used.
+        trajectories: Trajectories that agents have returned.
+
+    Raises:
+        DataError: A trajectory is malformed, or does not come from a session of the trainer.
     """
     read = _read(trainer, trajectories, None)
     return [reward_record(item, trajectory, trainer.get_tokenizer()) for item, trajectory in read]
@@ -62,12 +64,21 @@ def trajectory_rows(
     *,
     loss_mask_policy: LossMaskPolicy | None = None,
 ) -> list[TrainSequence]:
-    """The rows of all trajectories, for `trainer.train`. To be called outside of a session.
+    """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
 
-    advantages, rewards: one for each trajectory; without rewards these are 0. A trajectory has several rows where a
-    turn did not go on from the tokens of the one before. loss_mask_policy: None is that of the last session. Trained
-    tokens that the policy did not sample, or not with the settings of training, get its log-probabilities. Raises
-    DataError as reward_records does.
+    A trajectory has several rows if a turn does not continue the tokens of the previous turn. Trained tokens that the
+    policy did not sample at the temperature of training are scored again for their log-probabilities.
+
+    Args:
+        trainer: The trainer whose session the agents used.
+        trajectories: Trajectories that agents have returned.
+        advantages: Advantage of each trajectory.
+        rewards: Reward of each trajectory. None sets 0.
+        loss_mask_policy: Which tokens are trained. None takes the policy of the last session.
+
+    Raises:
+        DataError: A trajectory is malformed, or does not come from a session of the trainer; or the numbers of
+            trajectories, advantages and rewards differ.
     """
     read = _read(trainer, trajectories, loss_mask_policy)
     given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
@@ -136,32 +147,35 @@ def sample_with_agents(
     take: Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object],
     at_once: int | None = None,
 ) -> None:
-    """A sample of every item and number, with its record for the reward. Without one, the sample has failed.
+    """Run the agents of all prompts. Raises ArenoError if all agents fail.
 
-    take: is given each sample, under its place, when its agent has ended. at_once: items whose agents run at the same
-    time; None: all. Raises ArenoError where all of them have failed.
+    Args:
+        setup: The run.
+        agents: The agent processes.
+        items: The prompts.
+        gconfig: Sampling settings. Each prompt gets gconfig.n_samples agents.
+        seed: Seed of the draws.
+        on_progress: Called while agents run.
+        first_group: Number of the first prompt's group.
+        take: Called when an agent ends, with place in the rollout -> its sample and record, None for a failed one.
+        at_once: Prompts whose agents run at the same time. None runs all.
     """
-    trainer, config = setup.trainer, setup.config
+    trainer, config, polled = setup.trainer, setup.config, 0.0
     batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
-    params = sampling_params(gconfig)
     most = config.rollout.max_concurrent_rollouts or config.rows_per_step
-    logger.info(
-        "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d",
-        len(items), gconfig.n_samples, len(batch), most, extra=IN_FULL,
-    )  # fmt: skip
+    text = "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d"
+    logger.info(text, len(items), gconfig.n_samples, len(batch), most, extra=IN_FULL)
     policy = LossMaskPolicy(tool_results=config.agent.train_tool_results)
-
-    polled = 0.0
 
     def watch(n_done: int) -> None:
         nonlocal polled
-        if time.monotonic() - polled > _POLL_S:  # not at each outcome: it waits for its turn with the workers
+        if time.monotonic() - polled > _POLL_S:  # not for each outcome, since a poll waits for the workers
             trainer.engine.poll(0.0)  # raises where a worker is lost; agents would only see requests that fail
             polled = time.monotonic()
         on_progress([], trainer.engine.rollout_stats())
 
     with trainer.rollout_session(
-        sampling_params=params, loss_mask_policy=policy, timeout_s=config.agent.timeout_s, seed=seed
+        sampling_params=sampling_params(gconfig), loss_mask_policy=policy, timeout_s=config.agent.timeout_s, seed=seed
     ) as session:
         context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, config.agent.timeout_s)
         info = trainer.engine.info
@@ -185,10 +199,14 @@ def sample_with_agents(
 
 
 def _sample(
-    setup: PolicySetup, item: PromptItem, agent_item: AgentItem, outcome: AgentOutcome, rows: RowBuilder,
+    setup: PolicySetup,
+    item: PromptItem,
+    agent_item: AgentItem,
+    outcome: AgentOutcome,
+    rows: RowBuilder,
     group: int,
-) -> tuple[ScoredSample, RewardRecord | None]:  # fmt: skip
-    """A sample, and the record for its reward unless its agent failed."""
+) -> tuple[ScoredSample, RewardRecord | None]:
+    """Return the sample of an agent, and the record for its reward; None as the record if the agent failed."""
 
     def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
@@ -211,7 +229,7 @@ def _sample(
         finish_reason="length" if trajectory.turns[-1]["finish_reason"] == "length" else "stop",
         resp_versions=versions.tolist(),
     )
-    # What the model read is the agent's own prompt.
+    # The prompt of the sample is the one that the agent sent to the model.
     asked = replace(item, tokens=record.prompt_tokens, text=setup.tokenizer.decode(record.prompt_tokens))
     text = record.completion if setup.config.gconfig.skip_special_tokens else record.rendered_completion
     waiting = RewardOutcome(0.0)
@@ -222,13 +240,17 @@ def _sample(
 
 
 def _report(samples: Sequence[ScoredSample]) -> None:
-    """Log what was built and what failed. Raises ArenoError where nothing is left."""
+    """Log the numbers of samples and failures. Raises ArenoError if all samples failed."""
     done = [sample.trajectory for sample in samples if sample.trajectory is not None]
     logger.info(
         "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",
-        len(done), sum(len(row) for one in done for row in one.rows), sum(len(one.messages) for one in done),
-        sum(len(one.tool_calls) for one in done), sum(len(one.tool_results) for one in done), extra=IN_FULL,
-    )  # fmt: skip
+        len(done),
+        sum(len(row) for one in done for row in one.rows),
+        sum(len(one.messages) for one in done),
+        sum(len(one.tool_calls) for one in done),
+        sum(len(one.tool_results) for one in done),
+        extra=IN_FULL,
+    )
     failed = [sample for sample in samples if not sample.is_done]
     for sample in [sample for sample in failed if sample.outcome.status != "agent_filtered"][:_LOGGED_FAILURES]:
         outcome = sample.outcome

@@ -1,7 +1,4 @@
-"""What the trackers of a run hear of a rollout.
-
-From prompts to scored samples: the rollout of a step, with dynamic sampling, and evaluation.
-"""
+"""From prompts to scored samples: the rollout of a step with dynamic sampling, its metrics, and evaluation."""
 
 from __future__ import annotations
 
@@ -32,11 +29,17 @@ from areno.types import (
 
 
 def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
-    """Give rollout/* to the trackers; `rows` are those of `rollout.kept`, with their advantages."""
+    """Log the rollout/* metrics of a step.
+
+    Args:
+        setup: The run.
+        rollout: The samples of the step.
+        rows: The training rows of `rollout.kept`, with advantages.
+    """
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
     by_sample = joined(rows, rollout.sizes)
-    # Not the mean() of trained(), which takes longer than to add up so few numbers. Others than trained tokens have 0.
+    # The advantages of tokens that are not trained are 0. To add them up takes less time than trained() and mean().
     advantages_B[rollout.keep] = [
         np.add.reduce(np.asarray(row.advantages)) / max(1, n_trained(row)) for row in by_sample
     ]
@@ -46,13 +49,13 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     run.log({**metrics, **group_metrics(samples), **rollout.scalars})
-    run.keep(reward_mean=metrics["rollout/rewards_mean"])
+    run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
 
 
 def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """rollout/frac_groups_zero_std: the share of groups whose rewards are all equal, so that no sample is better.
+    """Return rollout/frac_groups_zero_std, the share of groups whose rewards are all equal.
 
-    Only groups of two or more rewards count; {} if there are none.
+    Such a group has no advantages. Groups of one reward do not count; without other groups the result is empty.
     """
     equal = [min(group) == max(group) for group in rewards_by_group(samples).values() if len(group) > 1]
     return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
@@ -60,9 +63,14 @@ def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 @contextmanager
 def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> Iterator[None]:
-    """Give the samples to the trackers after the update of their rows, also after one that fails.
+    """Log the samples when the block ends, even if the update inside it fails.
 
-    The update leaves the log-probabilities of the policy before it in the rows.
+    The update stores the log-probabilities of the policy before the update in the rows, and they are logged too.
+
+    Args:
+        setup: The run.
+        rollout: The samples of the step.
+        rows: The training rows of `rollout.kept`.
     """
     try:
         yield
@@ -79,7 +87,7 @@ def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeque
         sample.advantages = np.asarray(row.advantages)[start:]
         if row.old_logprobs is not None:
             sample.train_logprobs = np.asarray(row.old_logprobs)[start:]
-    setup.run.trackers.samples(setup.run.step, rollout.samples)
+    setup.run.outputs.trackers.samples(setup.run.step, rollout.samples)
 
 
 logger = logging.getLogger("areno")
@@ -87,10 +95,14 @@ logger = logging.getLogger("areno")
 
 @dataclass
 class Rollout:
-    """What a step sampled. Groups are numbered within the step, a group for each time that a prompt was sampled.
+    """The samples of one step. A group has the samples of one prompt; groups are numbered within the step.
 
-    keep: which samples to train on, (B,) bool; they have a reward. skipped_long, total_skipped_long: see Batch.
-    scalars: rollout/* numbers of the choice that dynamic sampling made.
+    Attributes:
+        samples: All samples, (B,).
+        keep: (B,) bool, whether to train on the sample. Kept samples have a reward.
+        skipped_long: Rows of the step that were too long, see Batch.
+        total_skipped_long: Rows of the run that were too long so far.
+        scalars: rollout/* scalars of dynamic sampling.
     """
 
     samples: list[ScoredSample]
@@ -106,25 +118,33 @@ class Rollout:
 
     @property
     def sizes(self) -> list[int]:
-        """How many rows each of `kept` has."""
+        """The number of training rows of each kept sample."""
         return rows_per_sample(self.kept)
 
     @property
     def groups(self) -> list[int]:
-        """The group of each of `kept`."""
+        """The group of each kept sample."""
         return [sample.group for sample in self.kept]
 
 
 def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
-    """Sample and score the prompts of a step, and others in place of groups that rollout.dynamic_sampling drops."""
+    """Sample and score the prompts of a step. With rollout.dynamic_sampling, further prompts replace dropped groups.
+
+    Args:
+        setup: The run.
+        batch: The prompts of the step.
+
+    Returns:
+        The samples, and which of them to train on.
+    """
     config, run = setup.config, setup.run
-    samples = sample_and_score(setup, batch.items, config.gconfig, run.seed)
+    samples = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed)
     skipped_long, total_skipped_long, scalars = batch.skipped_long, batch.total_skipped_long, {}
     keep = np.ones(len(samples), dtype=bool)
     if config.rollout.dynamic_sampling:
         rounds, size, most = 1, len(batch), 1 if config.dynamic_bs else config.rollout.max_sampling_rounds
-        while n_groups(samples, has_signal(samples)) < size and rounds < most and (more := run.next_batch()):
-            seed = run.seed + (rounds << 40)
+        while n_groups(samples, has_signal(samples)) < size and rounds < most and (more := run.progress.next_batch()):
+            seed = run.progress.seed + (rounds << 40)
             group = samples[-1].group + 1
             samples += sample_and_score(setup, more.items, config.gconfig, seed, first_group=group)
             skipped_long, total_skipped_long = skipped_long + more.skipped_long, more.total_skipped_long
@@ -140,19 +160,19 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
 
 
 def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
-    """How many groups there are, or how many have a sample in `among`, (B,) bool."""
+    """Return the number of groups, or of those with a sample in `among`, (B,) bool."""
     groups = np.array([sample.group for sample in samples])
     return len(np.unique(groups if among is None else groups[among]))
 
 
 def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
-    """(B,) bool: the rewards of the sample's group are not all equal (DAPO, arXiv 2503.14476 eq. 11)."""
+    """Return whether the rewards of each sample's group differ, (B,) bool (DAPO, arXiv 2503.14476 eq. 11)."""
     rewards = rewards_by_group(samples)
     return np.array([len(set(rewards.get(sample.group, ()))) > 1 for sample in samples])
 
 
 def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
-    """(B,) bool: `among` without what is not of its first `n` groups."""
+    """Return `among` restricted to its first `n` groups, (B,) bool."""
     groups = np.array([sample.group for sample in samples])
     return among & np.isin(groups, np.unique(groups[among])[:n])
 
@@ -166,11 +186,21 @@ def sample_and_score(
     first_group: int = 0,
     at_once: int | None = None,
 ) -> list[ScoredSample]:
-    """`gconfig.n_samples` completions of every prompt, with their rewards. Groups are numbered from first_group on.
+    """Sample `gconfig.n_samples` completions of every prompt, and score them.
 
-    at_once: see Trainer.rollout_token_batch.
+    Args:
+        setup: The run.
+        items: The prompts.
+        gconfig: Sampling settings.
+        seed: Seed of the draws.
+        title: Name of the progress bar, "rollout" or "eval".
+        first_group: Number of the first prompt's group.
+        at_once: Prompts that are sampled at the same time. None samples all.
+
+    Returns:
+        The samples with their rewards, in the order of the prompts.
     """
-    trainer, clock, history = setup.trainer, setup.run.clock, setup.run.history
+    trainer, clock, history = setup.trainer, setup.run.clock, setup.run.progress.history
     with Scorer(setup, items, gconfig, first_group) as scorer:
         with clock.phase("rollout"):
             log_stage(f"{title}_start")
@@ -194,18 +224,24 @@ def sample_and_score(
                         prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
                     )
             log_stage(f"{title}_end")
-        with clock.phase("reward"):  # those that are not there yet
+        with clock.phase("reward"):  # waits for the rewards that are still being computed
             return scorer.finish()
 
 
 def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptItem]) -> dict[str, float]:
-    """Sample and score a whole validation set; its metrics by name. The answers go to the trackers.
+    """Sample and score a whole validation set, and log its answers.
 
-    batch_size prompts are sampled at a time: as soon as one is done, the next one follows.
+    Args:
+        setup: The run.
+        name: Name of the set.
+        loader: Its prompts. batch_size of them are sampled at the same time; the next starts when one is complete.
+
+    Returns:
+        Its metrics by name.
     """
     gconfig = setup.config.eval_gconfig or setup.config.gconfig
     items = [item for batch in loader.batches() for item in batch.items]
     at_once = loader.config.batch_size
     samples = sample_and_score(setup, items, gconfig, setup.config.seed, "eval", at_once=at_once)
-    setup.run.trackers.eval_samples(setup.run.step, samples, name)
+    setup.run.outputs.trackers.eval_samples(setup.run.step, samples, name)
     return evaluation_metrics(samples, gconfig.n_samples)

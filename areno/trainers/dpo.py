@@ -1,4 +1,4 @@
-"""The loop of preference training: score every pair under the reference once, then train on the pairs."""
+"""The training loop of DPO: score every pair under the reference model once, then train on the pairs."""
 
 from __future__ import annotations
 
@@ -11,44 +11,50 @@ from dataclasses import replace
 import numpy as np
 
 from areno.config.experiments import PreferenceExperimentConfig
-from areno.run.setup import attended
+from areno.data.loader import BatchLoader
+from areno.run.run import fault_tolerant
 from areno.tracking.console import Progress, log_stage
 from areno.trainers.loop import RowLoop
 from areno.trainers.rows import token_rows
 from areno.trainers.update import measure_loss, update
-from areno.types import Batch, PairItem, TrainSequence
+from areno.types import PairItem, TrainSequence
 
 logger = logging.getLogger("areno")
 
-# Row number -> log-probabilities of all tokens of its two rows, chosen and rejected, float32.
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Number of a pair -> log-probabilities of all tokens of its chosen and its rejected row, (n_tokens,) float32 each."""
 
 
 class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
-    """Trains a model on pairs of answers, of which one was preferred. Use as a context manager, or call close()."""
+    """Trains a model on pairs of a chosen and a rejected answer. Use it as a context manager, or call close()."""
 
     needs, kind = PreferenceExperimentConfig, "dpo"
     headline = ("train/loss", "train/accuracy", "train/margin")
     _has_reference = False
 
-    @attended
+    @fault_tolerant
     def fit(self) -> float:
-        """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
+        """Train until the end of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
+        """
         run = self.run
         self.score_reference()
         for batch in run.steps():
             rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
             stats = update(self.setup, rows, rows_per_unit=2)
-            run.keep(accuracy=stats["accuracy"], margin=stats["margin"])
+            run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
             run.log_skipped(batch)
             run.end_step(stats)
         run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
-        return run.result("eval_accuracy", "accuracy", 5)
+        return run.progress.result("eval_accuracy", "accuracy", 5)
 
     def score_reference(self) -> None:
-        """Reference log-probabilities of every pair that the run will use. To be called before the first update.
+        """Compute the reference log-probabilities of every pair that the run uses. A second call does nothing.
 
-        Without a path of its own, the reference is the actor as it is now, so no second model is ever loaded.
+        Call this before the first update: without ref.path, the reference is the actor as it is now, so that no second
+        model is loaded.
         """
         if self._has_reference:
             return
@@ -71,7 +77,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         self._has_reference = True
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
-        """The pairs that this run trains on, each once, by the batch. The loader stands afterwards where it stood."""
+        """Yield the pairs that this run trains on, each once, in batches. The position of the loader is restored."""
         config, loader = self.setup.config, self.setup.loader
         limits = [config.total_train_steps]
         if config.total_train_n_seqs is not None:
@@ -81,9 +87,9 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         for batch in itertools.islice(loader.batches(), n_batches):
             seen.update(item.index for item in batch.items)
             yield batch.items
-        goes_on = loader.epoch != before["epoch"] and config.total_train_epochs > 1
+        more_epochs = loader.epoch != before["epoch"] and config.total_train_epochs > 1
         loader.load_state_dict(before)
-        if goes_on:  # another epoch, in another order, leaves out other rows at its end
+        if more_epochs:  # each epoch has its own order, and drops other rows at its end
             left = (item for item in loader.items() if item.index not in seen)
             yield from _batched(left, config.train_dataset.batch_size)
 
@@ -97,20 +103,25 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
                 progress.update(len(out), n_tokens)
 
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
-        """Each pair with the log-probabilities of all tokens of its chosen and its rejected row."""
+        """Return each pair with the log-probabilities of all tokens of its chosen and its rejected row."""
         rows = [row for item in items for row in (item.chosen, item.rejected)]
         scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
-    def measure(self, name: str, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
-        """loss, accuracy and margin over all pairs of the validation set `name`, as in training (see dpo_loss_fn).
+    def measure(self, name: str, loader: BatchLoader[PairItem]) -> dict[str, float]:
+        """Measure all pairs of a validation set.
 
-        Also ranking_accuracy: the share of pairs whose chosen answer is the more likely one by itself, without a look
-        at the reference.
+        Args:
+            name: Name of the set.
+            loader: Its pairs.
+
+        Returns:
+            loss, accuracy and margin as in training, see dpo_loss_fn. ranking_accuracy: the share of pairs whose
+            chosen answer is more likely under the actor alone, without the reference.
         """
         rows: list[TrainSequence] = []
         logprobs: list[list[float]] = []
-        for batch in batches:
+        for batch in loader.batches():
             for item, *scored in self._logprobs("actor", batch.items):
                 rows += _with_scores(item, self.valid_ref_scores[name][item.index])
                 logprobs += scored
@@ -122,9 +133,13 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         return kept | {"ranking_accuracy": float(ranked.mean())}
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        """Measure valid_dataset and log the metrics as eval/*.
+
+        Returns:
+            The metrics by name. Empty without valid_dataset.
+        """
         if self.setup.valid_loaders:
-            self.score_reference()  # by the actor as it is loaded, before a run that goes on takes over its state
+            self.score_reference()  # with the loaded actor, before a resumed run loads its state into the actor
         return super().evaluate()
 
 
@@ -134,6 +149,6 @@ def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:
-    """The two rows to train on, chosen and rejected."""
+    """Return the two training rows of a pair, chosen and rejected, with the scores of the reference."""
     pair = zip((item.chosen, item.rejected), scores, strict=True)
     return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

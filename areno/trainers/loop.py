@@ -1,38 +1,56 @@
-"""What a training loop is beside its algorithm: how it is made of a configuration, measured and closed."""
+"""The base classes of the training loops: how a loop is opened from a configuration, measured and closed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from areno.config.experiments import ExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.data.loader import BatchLoader
 from areno.data.row_schema import RowKind
 from areno.run.setup import Config, RewardFns, Setup
 from areno.tracking.tracker import Tracker
 from areno.trainers.collect import evaluate_policy
 from areno.trainers.rows import AdvantageFn
-from areno.types import Batch
 
 Self = TypeVar("Self", bound="Loop[Any]")  # typing has it from Python 3.11 on
 PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)
 
 
 class Loop(Generic[Config]):
-    """Every loop.
+    """A training loop with its models, data and run. Use it as a context manager, or call close().
 
-    needs: the configuration that it reads. headline: see open_trackers.
+    Attributes:
+        needs: The configuration class that it reads.
+        kind: The kind of its rows.
+        headline: Scalars of the line that each step prints.
+        also_saved: Roles that a checkpoint has a folder of, beside the files of the actor.
+        trains: False for an evaluation, which has no training rows and no optimizer.
+        setup: Models, data and rewards.
+        run: Steps, logs, checkpoints and states.
     """
 
     needs: ClassVar[type[ExperimentConfig]]
-    headline: ClassVar[tuple[str, ...]]
+    kind: ClassVar[RowKind]
+    headline: ClassVar[tuple[str, ...]] = ()
+    also_saved: ClassVar[tuple[str, ...]] = ()
+    trains: ClassVar[bool] = True
 
-    def __init__(self, setup: Setup[Config]):
-        self.setup = setup
-        self.run = setup.run
+    def __init__(self, config: Config, **given: Any):
+        self.setup: Setup[Config] = Setup(self, config, **given)
+        self.run = self.setup.run
+
+    def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
+        """Return the metrics of the validation set `name`."""
+        raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        """Measure valid_dataset and log the metrics as eval/*.
+
+        Returns:
+            The metrics by name. Empty without valid_dataset.
+        """
         return self.run.evaluate()
 
     def close(self) -> None:
@@ -47,9 +65,15 @@ class Loop(Generic[Config]):
 
 
 class RowLoop(Loop[Config]):
-    """A loop that trains on rows as they are."""
+    """A loop that trains on the rows of a dataset.
 
-    kind: ClassVar[RowKind]
+    Args:
+        config: Settings of the run.
+        run_dir: Folder of logs and checkpoints. None makes a new one under cluster.fileroot.
+        train_dataset: Training rows of a script (a list of dictionaries, or any object with a length and indexing), in
+            place of the configured path.
+        valid_dataset: Validation rows, likewise.
+    """
 
     def __init__(
         self,
@@ -60,33 +84,24 @@ class RowLoop(Loop[Config]):
         valid_dataset: Any = None,
         trackers: Sequence[Tracker] = (),
     ):
-        """Checks what can be checked and loads the model.
-
-        run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
-        train_dataset, valid_dataset: rows of a script (a list of dictionaries, or anything with a length and indexing),
-        in place of the configured paths.
-        trackers: trackers of the script, which get all scalars and samples of the run.
-        """
-        super().__init__(
-            Setup(
-                config, type(self).__name__, self.needs, self.kind, self.headline,
-                lambda _, name, loader: self.measure(name, loader.batches()),
-                run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset, trackers=trackers,
-            )
-        )  # fmt: skip
-
-    def measure(self, name: str, batches: Iterator[Batch[Any]]) -> dict[str, float]:
-        """Metrics over all rows of the validation set `name`."""
-        raise NotImplementedError
+        rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
+        super().__init__(config, run_dir=run_dir, trackers=trackers, **rows)
 
 
 class RewardLoop(Loop[PolicyConfig]):
-    """A loop that samples, and trains on what the samples earned.
+    """A loop that samples completions and trains on their rewards.
 
-    also_saved: roles that a checkpoint has a folder of, beside the actor's files.
+    Args:
+        config: Settings of the run.
+        loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns. None takes config.loss_fn().
+        run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
+        advantage_fn: Computes advantages, see AdvantageFn. None takes config.advantages().
+        train_dataset: Training rows of a script, in place of the configured path.
+        valid_dataset: Validation rows, likewise.
+        reward_fn: A reward function or a list of them, in place of reward.fn.
     """
 
-    also_saved: ClassVar[tuple[str, ...]] = ()
+    kind = "prompt"
 
     def __init__(
         self,
@@ -100,22 +115,34 @@ class RewardLoop(Loop[PolicyConfig]):
         reward_fn: RewardFns | None = None,
         trackers: Sequence[Tracker] = (),
     ):
-        """Checks what can be checked, starts the reward processes and loads the models.
-
-        loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
-        run_dir: where logs, rollouts and checkpoints go; None is a new folder under cluster.fileroot.
-        advantage_fn: see AdvantageFn; None is the one that config describes.
-        train_dataset, valid_dataset: rows of a script, in place of the configured paths.
-        reward_fn: a function or a list of them, in place of reward.fn.
-        trackers: trackers of the script, which get all scalars and samples of the run.
-        """
         super().__init__(
-            Setup(
-                config, type(self).__name__, self.needs, "prompt", self.headline, evaluate_policy,
-                loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
-                reward_fn=reward_fn, trackers=trackers, also_saved=self.also_saved,
-            )
-        )  # fmt: skip
+            config,
+            loss_fn=loss_fn,
+            run_dir=run_dir,
+            train_dataset=train_dataset,
+            valid_dataset=valid_dataset,
+            reward_fn=reward_fn,
+            trackers=trackers,
+        )
         self.advantages = config.advantages
         if advantage_fn is not None:
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
+
+    def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
+        """Sample and score the validation set `name`, and return its metrics."""
+        return evaluate_policy(self.setup, name, loader)
+
+
+class PolicyEvaluation(RewardLoop[PolicyExperimentConfig]):
+    """Evaluates a policy without training: `areno evaluate`. Call `evaluate`."""
+
+    needs = PolicyExperimentConfig
+    trains = False
+
+    def __init__(self, config: PolicyExperimentConfig, run_dir: str | Path):
+        super().__init__(config, _no_loss, run_dir)
+
+
+def _no_loss(*_: Any) -> Any:
+    """Stand for the loss of an evaluation, whose algorithm may define its loss outside of the configuration."""
+    raise AssertionError("an evaluation does not train")

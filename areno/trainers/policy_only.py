@@ -1,9 +1,9 @@
-"""The loop of GSPO, GRPO and their relatives."""
+"""The training loop of GSPO, GRPO and related algorithms: sample, score, compute advantages, train, log."""
 
 from __future__ import annotations
 
 from areno.config.experiments import PolicyExperimentConfig
-from areno.run.setup import attended
+from areno.run.run import fault_tolerant
 from areno.trainers.collect import collect, log_rollout, samples_logged
 from areno.trainers.loop import RewardLoop
 from areno.trainers.rows import joined, set_advantages
@@ -11,14 +11,18 @@ from areno.trainers.update import correct, rows_of, update_policy
 
 
 class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
-    """Trains a policy from rewards, without a critic. Use as a context manager, or call close()."""
+    """Trains a policy from rewards, without a critic. Use it as a context manager, or call close()."""
 
     needs = PolicyExperimentConfig
     headline = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")
 
-    @attended
+    @fault_tolerant
     def fit(self) -> float:
-        """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
+        """Train until the end of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
+        """
         setup, run = self.setup, self.run
         for batch in run.steps():
             rollout = collect(setup, batch)  # sample a group for each prompt, and score it
@@ -32,4 +36,4 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
                 stats |= update_policy(setup, rows)
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
-        return run.result("eval_accuracy", "reward_mean", 5)
+        return run.progress.result("eval_accuracy", "reward_mean", 5)

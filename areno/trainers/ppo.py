@@ -1,4 +1,4 @@
-"""The loop of PPO: as policy_only.py, with a critic that values every token and is trained beside the policy."""
+"""The training loop of PPO. It is the loop of policy_only.py with a critic that estimates a value for every token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from areno.config.experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
-from areno.run.setup import attended
+from areno.run.run import fault_tolerant
 from areno.tracking.console import log_stage
 from areno.trainers.collect import collect, log_rollout, samples_logged
 from areno.trainers.loop import RewardLoop
@@ -21,17 +21,21 @@ logger = logging.getLogger("areno")
 
 
 class PPOTrainer(RewardLoop[CriticExperimentConfig]):
-    """Trains a policy and its critic. Use as a context manager, or call close()."""
+    """Trains a policy and its critic. Use it as a context manager, or call close()."""
 
     needs = CriticExperimentConfig
     headline = PolicyOnlyTrainer.headline
     also_saved = ("critic",)  # it can be loaded again as critic.path
 
-    @attended
+    @fault_tolerant
     def fit(self) -> float:
-        """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
+        """Train until the end of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
+        """
         setup, run, config = self.setup, self.run, self.setup.config
-        warmup, total = config.critic.warmup_steps, run.total_steps
+        warmup, total = config.critic.warmup_steps, run.progress.total_steps
         if total <= warmup:
             text = "critic.warmup_steps=%d takes all %d steps of this run, so its checkpoint is the untrained policy; "
             text += "lower it, or train for more steps (total_train_steps, total_train_epochs, total_train_n_seqs)"
@@ -41,7 +45,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("values"):
                 for row, values in zip(rows, setup.trainer.score_values("critic", token_rows(rows)), strict=True):
-                    row.values = values  # the critic's, of the state before each token
+                    row.values = values  # estimated before each token
             with run.clock.phase("advantage"):
                 advantages, returns = self.advantages(joined(rows, rollout.sizes), rollout.groups)
                 set_advantages(rows, rollout.sizes, advantages)
@@ -55,10 +59,18 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                     stats |= update_policy(setup, rows)
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
-        return run.result("eval_accuracy", "reward_mean", 5)
+        return run.progress.result("eval_accuracy", "reward_mean", 5)
 
     def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
-        """Optimizer steps of the critic; its numbers as critic_*, and how much of the returns it had explained."""
+        """Take the optimizer steps of the critic.
+
+        Args:
+            rows: Training rows with values and returns.
+
+        Returns:
+            Its statistics as critic_*, and explained_variance: the share of the variance of the returns that the
+            values explained before the update.
+        """
         critic, run = self.setup.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))
         with run.clock.phase("train_critic"):
@@ -70,7 +82,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                 value_loss_coef=critic.value_loss_coef,
                 mb_spec=critic.mb_spec,
                 n_minibatches=critic.ppo_n_minibatches,
-                seed=run.seed,
+                seed=run.progress.seed,
             )
             log_stage("train_end", role="critic")
         numbers = {f"critic_{name}": value for name, value in stats.items()}

@@ -1,4 +1,4 @@
-"""The rewards of samples, and the records that reward functions get of them."""
+"""Scores the samples of a rollout: by reward functions, by the agents themselves, and by a reward model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ from areno.trainers.rows import token_arrays
 from areno.types import GenerationOutput, PromptItem, RewardOutcome, ScoredSample
 
 _NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"
-_NOT_SCORED = RewardOutcome(0.0)  # yet
-_AT_ONCE = 64  # completions: the first ones are being scored while others become samples
+_NOT_SCORED = RewardOutcome(0.0)
+_AT_ONCE = 64  # completions that are decoded together; they are scored while the next ones are decoded
 
 
 class Scorer(AbstractContextManager["Scorer"]):
-    """Makes samples of what a rollout draws, and has them scored while others are still being drawn.
+    """Turns the outputs of a rollout into samples, and scores them while other samples are still being drawn.
 
-    first_group: the number of the first prompt's group; those of the other prompts follow.
+    Args:
+        setup: The run.
+        items: The prompts of the rollout.
+        gconfig: Sampling settings.
+        first_group: Number of the first prompt's group. The other prompts follow.
     """
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
         self._setup, self._items, self._gconfig, self._first_group = setup, items, gconfig, first_group
-        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by the sample's place in the rollout
-        self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # with their tokens, by the number of the item
+        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by place in the rollout
+        self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
-        """Completions that are done. Their requests are numbered as the prompts are."""
+        """Add completed outputs and start to score them. The id of a request is the index of its prompt."""
         for start in range(0, len(outputs), _AT_ONCE):
             self._take(outputs[start : start + _AT_ONCE])
 
     def _take(self, outputs: Sequence[GenerationOutput]) -> None:
         tokenizer, sequences = self._setup.tokenizer, [sequence_of(output) for output in outputs]
-        # Lists that end here: to keep those of all samples takes the garbage collector long.
+        # These lists live only in this call: millions of small integers would slow down the garbage collector.
         token_rows = [np.asarray(vars(sequence)["resp_tokens"]).tolist() for sequence in sequences]
         texts = rendered = decode_all(tokenizer, token_rows, skip_special_tokens=False)
         if self._gconfig.skip_special_tokens:
@@ -51,33 +55,42 @@ class Scorer(AbstractContextManager["Scorer"]):
             prompt, tokens = self._prompt(output.request_id)
             arrays = token_arrays(tokens, sequence)
             sample = ScoredSample(
-                item=prompt.item, sequence=sequence, completion=text, outcome=_NOT_SCORED,
-                group=self._first_group + output.request_id, arrays=arrays,
-            )  # fmt: skip
+                item=prompt.item,
+                sequence=sequence,
+                completion=text,
+                outcome=_NOT_SCORED,
+                group=self._first_group + output.request_id,
+                arrays=arrays,
+            )
             place = output.request_id * self._gconfig.n_samples + output.sample
             found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
         self.add(found)
 
     def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
-        """What the samples of a prompt share."""
+        """Return the record and the tokens of a prompt, which its samples share."""
         if number not in self._prompts:
             item = self._items[number]
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
         return self._prompts[number]
 
     def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
-        """Samples by their places in the rollout, each with its record. Without one, a sample has failed."""
+        """Add samples and start to score them.
+
+        Args:
+            found: Place in the rollout -> the sample and its record for the reward. A failed sample has no record.
+        """
         self._found.update(found)
         records = {place: record for place, (_, record) in found.items() if record is not None}
         for record in records.values():
-            record.step, record.epoch = self._setup.run.step, self._setup.run.epoch
+            record.step, record.epoch = self._setup.run.step, self._setup.run.progress.epoch
         if self._scoring is not None:
             self._scoring.add(records)
 
     def finish(self) -> list[ScoredSample]:
-        """The samples in order, with the rewards of the function, of the agent, of the reward model, or their sum.
+        """Wait for the rewards, and return the samples in the order of the rollout.
 
-        A sample without a record keeps its outcome.
+        The reward is the sum of the function's, the agent's own and the reward model's, as far as they are configured.
+        A failed sample keeps its outcome.
         """
         setup, found = self._setup, dict(sorted(self._found.items()))
         asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
@@ -91,7 +104,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         if any(own) or (outcomes is None and setup.config.reward.path is None):
             outcomes = add_own(records, outcomes, own)
         if setup.config.reward.path is not None:
-            # Equal ones once: rounding differs with the place in a batch, and a group of them has no better answer.
+            # Equal rows are scored once. Rounding depends on the place in a batch, and equal answers must not differ.
             rows = [tuple(_whole(sample)) for sample, _ in asked.values()]
             distinct = list(dict.fromkeys(rows))
             scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))
@@ -107,7 +120,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
 
 def _whole(sample: ScoredSample) -> list[int]:
-    """The tokens that a reward model judges: of an agent, the last row."""
+    """Return the tokens that a reward model scores: prompt and completion, or the last row of an agent."""
     if sample.trajectory is not None:
         return sample.trajectory.rows[-1].tokens
     return sample.item.tokens + sample.sequence.resp_tokens
@@ -118,9 +131,15 @@ def add_own(
     outcomes: Sequence[RewardOutcome] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
 ) -> list[RewardOutcome]:
-    """The outcomes of a function with the rewards that agents gave themselves added. None: there is no function.
+    """Add the rewards that agents gave themselves.
 
-    Without a function, a sample whose agent gave no reward is a reward error.
+    Args:
+        records: Records of the samples, for warnings.
+        outcomes: Outcomes of the reward function; None without a function.
+        own: (reward, parts) of each agent; None if the agent gave no reward.
+
+    Returns:
+        The outcomes. Without a function, a sample whose agent gave no reward is a reward error.
     """
     if outcomes is None:
         nothing = RewardOutcome(None, "error", _NO_REWARD)
@@ -139,9 +158,15 @@ def add_own(
 def add_scores(
     records: Sequence[Record], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
 ) -> list[RewardOutcome]:
-    """The outcomes of a function with the scores of a reward model added. None: there is no function.
+    """Add the scores of a reward model.
 
-    A sum that is no reward is a reward error of its sample.
+    Args:
+        records: Records of the samples, for warnings.
+        outcomes: Outcomes of the reward function and the agents; None without them.
+        scores: Score of each sample.
+
+    Returns:
+        The outcomes. A sum that is not finite is a reward error of its sample.
     """
     out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
     scored = [index for index, outcome in enumerate(out) if outcome.value is not None]

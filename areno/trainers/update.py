@@ -186,7 +186,7 @@ def update(
         setup: The parts of the run.
         rows: The rows to train on.
         n_minibatches: Number of optimizer steps that the rows are split into.
-        temperature: Temperature of the log-probabilities, that of the rollout.
+        sampling: Sampling settings of the rollout, whose temperature the log-probabilities have. None: the defaults.
         rows_per_unit: The number of adjacent rows that stay in one micro-batch.
         old_logprobs: The source of the denominator of importance ratios, see `areno.Trainer.train`.
 
@@ -203,12 +203,12 @@ def update(
             mb_spec=actor.mb_spec,
             n_minibatches=n_minibatches,
             sampling=sampling or SamplingConfig(),
-            seed=run.seed,
+            seed=run.progress.seed,
             rows_per_unit=rows_per_unit,
             old_logprobs=old_logprobs,
         )
         log_stage("train_end")
-    run.watch_update(stats, applied=setup.trainer.engine.weights_version > version)
+    run.outputs.watch_update(stats, applied=setup.trainer.engine.weights_version > version)
     n_tokens = sum(map(len, token_rows(rows)))
     return {**stats, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
 from areno.api.algorithms import algorithm_names, own_algorithms
+from areno.cli.__main__ import main
 from areno.config.experiments import PolicyExperimentConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
@@ -265,6 +267,26 @@ def test_a_file_runs_as_a_recipe_does(script: Path) -> None:
     for row in steps:
         assert row["train/loss"] == pytest.approx(3 * row["train/punched"], rel=1e-5)
     assert (run_dir / "checkpoints/latest/model.safetensors").is_file()
+
+
+def test_a_run_of_a_file_is_evaluated_and_replayed(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = script.parent / "outputs/quickstart/t"
+    settings = [*SMALL, "trial_name=t", "saver.freq_steps=1", "rollout.dump_to_file=true"]
+    done = start(script, *settings)
+    assert done.returncode == 0, done.stderr
+    rows = script.parent / "rows.jsonl"
+    rows.write_text('{"prompt": "1+9=", "solutions": "10"}\n')
+    assert main(["evaluate", str(run_dir), "--data", str(rows), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
+    assert main(["replay", str(run_dir), "--step", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] is not None
+    script.rename(script.with_name("moved.py"))
+    monkeypatch.setattr(algorithms, "_registered", {})
+    for command in (["evaluate", str(run_dir), "--data", str(rows)], ["replay", str(run_dir), "--step", "2"]):
+        assert main(command) == 2
+        assert f"the algorithm mine of {run_dir}: there is no file {script}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

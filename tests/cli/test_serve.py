@@ -65,7 +65,7 @@ def test_a_folder_is_served_until_a_signal_and_answers_under_way_are_finished(se
     ending = ThreadPoolExecutor(1).submit(served.end)
     assert list(stream)[-1].choices[0].finish_reason == "length"
     assert ending.result() == 0
-    assert "closing: 1 samples under way" in "".join(served.lines)
+    assert "closing: 1 samples in progress" in "".join(served.lines)
 
 
 @pytest.mark.parametrize("served", [("--max-running", "1", "--max-waiting", "1", "--shutdown-s", "0.5")], indirect=True)

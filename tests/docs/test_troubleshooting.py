@@ -13,15 +13,14 @@ from tests.helpers.messages import ROOT, Message, arguments, errors, returned, w
 
 ARENO = ROOT / "areno"
 ELSEWHERE = {
-    "areno/run/resume.py": lambda: ends_of_workers(),
+    "areno/run/recovery.py": lambda: ends_of_workers(),
     "areno/trainers/agents.py": lambda: [
         Message(status.place, f"{status.text}: …")
         for status in arguments(ARENO / "trainers/agents.py", "failed")
         if not status.is_only_a_hole
     ],
-    "areno/run/run.py": lambda: returned(ARENO / "tracking/divergence.py"),
+    "areno/run/outputs.py": lambda: returned(ARENO / "tracking/divergence.py"),
     "areno/run/setup.py": lambda: returned(ARENO / "plan/schedule.py"),
-    "areno/run/hub.py": lambda: arguments(ARENO / "run/hub.py", "_warn"),
     "areno/engine/processes/watchdog.py": lambda: arguments(ARENO / "engine/processes/watchdog.py", "_tell"),
     "areno/tracking/console.py": lambda: [Message("areno/tracking/console.py", f"{STOPPED}…")],
 }
@@ -30,8 +29,8 @@ ELSEWHERE = {
 RUN_TIME = [
     *("agents/pool.py", "agents/process.py", "engine/decoder/decoder.py", "engine/memory.py", "engine/processes"),
     *("engine/state", "engine/worker.py", "files/durable.py", "rewards", "run/checkpoints.py", "run/evaluator.py"),
-    *("run/hub.py", "run/run.py", "run/setup.py", "run/states.py", "tracking/samples.py", "tracking/scalar_files.py"),
-    *("trainers", "user_processes"),
+    *("run/outputs.py", "run/recovery.py", "run/run.py", "run/setup.py", "run/states.py", "tracking/samples.py"),
+    *("tracking/scalar_files.py", "trainers", "user_processes"),
 ]
 """Where errors are raised that can end a run. Those elsewhere are about settings, data, models, calls of a script."""
 OF_SCRIPTS = [

@@ -231,8 +231,10 @@ def test_the_table_says_it_all() -> None:
     assert ref.split() == ["ref", "(in", "host", "memory)", "7.63", "0.00", "0.00", "0.00", "7.63"]
     assert work.startswith("KV cache: 0.07 for 1,000 tokens; activations of a micro-batch of 8,192 tokens: ")
     assert left == "45.8 of 80.0 are taken, which leaves 29.4 for these"
+    small = replace(ACTOR, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
+    assert of(small).short(80 * GIB).startswith("memory of each device: less than 0.01 of 80.0 GiB for ")
     short = of(ACTOR, REF).short(80 * GIB)
-    assert short == "memory: 152.6 of 80.0 GiB on each device are for actor, ref"
+    assert short == "memory of each device: 152.6 of 80.0 GiB for actor, ref"
 
 
 def test_the_table_tells_what_layers_with_windows_keep() -> None:
@@ -279,14 +281,14 @@ def test_a_role_that_finds_no_room_is_refused_and_the_rest_stays(tmp_path: Path)
     with Engine(spec(folder), "inline") as engine:
         worker: Any = engine._workers.worker  # type: ignore[union-attr]
         short, _ = engine.memory_table()
-        assert short.endswith("GiB on each device are for actor")
+        assert short.endswith("GiB for actor")
         worker.roles._device_bytes = int(worker.roles.footprint.least / (1 - RESERVE)) + 2
         with pytest.raises(EngineError, match="actor and critic cannot fit"):
             engine.ensure_roles({"critic": critic(folder)})
-        assert engine.memory_table()[0].endswith("are for actor")
+        assert engine.memory_table()[0].endswith("GiB for actor")
         worker.roles._device_bytes = GIB
         engine.ensure_roles({"critic": critic(folder)})
-        assert engine.memory_table()[0].endswith("GiB on each device are for actor, critic")
+        assert engine.memory_table()[0].endswith("GiB for actor, critic")
 
 
 def test_it_needs_no_torch() -> None:

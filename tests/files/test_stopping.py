@@ -16,7 +16,7 @@ from areno.files import interrupts
 from areno.files.interrupts import Stop, Terminated, terminate
 from areno.rewards.pool import Scoring
 from areno.run.checkpoints import Saver
-from areno.run.run import Run
+from areno.run.progress import RunProgress
 from tests import kill_runs
 from tests.helpers.resumed import folder_of, go, log, states, whole
 
@@ -74,7 +74,7 @@ def test_a_signal_leaves_a_state_of_the_last_step(
         assert go(recipe, *RARELY, *settings) == CODES[number]
     assert states() == [f"step-{step:06d}"]
     said = capfd.readouterr().err
-    assert f"to go on with it: python -m areno.recipes.{recipe} --resume outputs/" in said
+    assert f"to resume it: python -m areno.recipes.{recipe} --resume outputs/" in said
     assert f"the run can go on after step {step}: --resume {folder_of(recipe)}" in log()
     assert go(recipe, *RARELY, *settings) == 0
     expected = whole(recipe, tmp_path_factory, *settings)
@@ -87,7 +87,7 @@ def test_before_the_first_step(work, tmp_path, capfd):
         Call(patch, Engine, "logprobs", 2)  # of the reference
         assert go("dpo", *RARELY) == 143
     assert states() == []
-    assert "to go on with it" not in capfd.readouterr().err
+    assert "to resume it" not in capfd.readouterr().err
     assert go("dpo", "total_train_steps=1") == 0
 
 
@@ -113,15 +113,15 @@ def test_an_update_that_takes_too_long(work, tmp_path):
 
 def test_an_error_leaves_a_state_too(work, tmp_path, tmp_path_factory):
     kill_runs.write_rows("sft", tmp_path)
-    next_batch = Run.next_batch
+    next_batch = RunProgress.next_batch
 
-    def fail(run):
-        if run.step == 3:
+    def fail(progress):
+        if progress.step == 3:
             raise ArenoError("what nobody foresaw")
-        return next_batch(run)
+        return next_batch(progress)
 
     with work.context() as patch:
-        patch.setattr(Run, "next_batch", fail)
+        patch.setattr(RunProgress, "next_batch", fail)
         assert go("sft", *RARELY) == 1
     assert states() == ["step-000003"]
     assert go("sft", *RARELY) == 0

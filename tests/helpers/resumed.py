@@ -15,6 +15,7 @@ import pytest
 
 from areno.engine.engine import Engine
 from areno.launch import command
+from areno.run.recovery import Recovery
 from areno.run.run import Run
 from tests import kill_runs
 
@@ -82,7 +83,7 @@ def killed_at(place: Any, name: str, when: Callable[..., bool] = lambda *args, *
         return method(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_leave_state", lambda self: None)
+        patch.setattr(Recovery, "write_at_interrupt", lambda self, step: None)
         patch.setattr(place, name, kill)
         with pytest.raises(Killed):
             yield

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
+from areno.config.run import RecoverConfig
 from areno.data.loader import BatchLoader
 from areno.recipes.sft import SFTConfig
 from areno.run.evaluator import Evaluator
+from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.types import TrainSequence
 
@@ -36,10 +38,9 @@ def start(
     facts: Any = MappingProxyType({}),
     **settings,
 ) -> Run:
-    config = SFTConfig(
-        experiment_name="e",
-        **{"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings},
-    )
+    given = {"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings}
+    config = SFTConfig(experiment_name="e", recover=RecoverConfig(mode="off"), **given)
+    models: Any = SimpleNamespace(engine=None, write_checkpoint=save, checkpoint_written=is_saved)
     rows = loader(n_rows, **(data or {}))
     evaluator = None if evaluate is None else Evaluator(config, {"": loader(1)}, lambda name, of_set: evaluate())
-    return Run(config, folder, rows, save=save, is_saved=is_saved, evaluator=evaluator, facts=facts)
+    return Run(config, folder, rows, models, evaluator=evaluator, texts=RunTexts(facts=facts))

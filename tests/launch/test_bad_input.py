@@ -130,7 +130,8 @@ def test_fewer_rows_than_copies_of_the_model(recipe, task, overrides, message):
 def test_a_name_that_is_taken(capsys):
     assert run("trial_name=one", "total_train_steps=1") == 0
     before = files()
-    for more, text in {"seed=7": "cannot go on with another one", "recover.mode=off": "holds an earlier run"}.items():
+    refused = {"seed=7": "cannot be resumed with another value", "recover.mode=off": "holds an earlier run"}
+    for more, text in refused.items():
         assert run("trial_name=one", "total_train_steps=1", more) == 2
         assert text in capsys.readouterr().err
         assert files() == before

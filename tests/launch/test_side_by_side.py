@@ -234,7 +234,7 @@ def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) ->
     began.send_signal(signal.SIGINT)
     said, _ = began.communicate(timeout=60)
     assert began.returncode == 130, said
-    assert said.count("to go on with it: the same command with trial_name=s") == 1
+    assert said.count("to resume it: the same command with trial_name=s") == 1
     done = subprocess.run(command("two", 2), stdout=subprocess.PIPE, timeout=200, **given)
     assert done.returncode == 1, done.stdout
     n_gone_on = done.stdout.count("going on after step")

@@ -10,6 +10,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from areno.report.curves import charts, is_count, thinned, unit_of
 from areno.report.page import contents, pack, packed_samples, write_report
 from areno.report.tables import compare_tables, duration, runs_table
 from areno.report.verdict import differing, short_names
+from areno.tracking.display.display import end_table
 from areno.tracking.reader import RunReader, Series, headlines
 from tests.helpers.made_up_runs import make_run, sample
 
@@ -159,6 +161,41 @@ def test_tables(tmp_path):
     assert duration(3723.4) == "1:02:03"
     with pytest.raises(ArenoError, match="there is no run below"):
         runs_table(tmp_path / "a" / "logs")
+
+
+def test_equal_numbers_are_one_row_of_the_table_at_the_end(tmp_path):
+    logs = make_run(tmp_path, "a", 0, 1) / "logs"
+    lines = [
+        {"step": step, "time": float(step), "eval/accuracy": value, "eval/rewards_mean": value, "eval/loss": 1 - value}
+        for step, value in ((1, 0.25), (2, 0.5))
+    ]
+    (logs / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = told(end_table(RunReader(tmp_path / "a"), "a"))
+    assert "evaluation: accuracy" in shown
+    assert "evaluation: loss" in shown
+    assert "reward" not in shown
+
+
+@pytest.mark.parametrize(
+    ("scalars", "best"),
+    [
+        ({"train/loss": [3.0, 1.0, 2.0]}, "loss 1 at step 2"),
+        ({"train/loss": [3.0, 1.0, 2.0], "train/accuracy": [0.1, 0.2, 0.9]}, "accuracy 0.9 at step 3"),
+        ({"train/loss": [3.0, 1.0, 2.0], "eval/loss": [5.0, 6.0, 7.0]}, "evaluation: loss 5 at step 1"),
+    ],
+)
+def test_the_list_has_dates_and_the_best_number_of_sft_and_dpo(tmp_path, scalars, best):
+    logs = tmp_path / "a" / "logs"
+    logs.mkdir(parents=True)
+    began = time.mktime((2026, 3, 4, 5, 6, 0, 0, 0, -1))
+    lines = [
+        {"step": step, "time": began + step} | {name: values[step - 1] for name, values in scalars.items()}
+        for step in (1, 2, 3)
+    ]
+    (logs / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    listed = told(runs_table(tmp_path))
+    assert best in listed
+    assert "2026-03-04 05:06" in listed
 
 
 def test_runs_with_equal_settings_are_compared_by_their_versions(tmp_path):

@@ -23,7 +23,7 @@ from areno.engine.engine import Engine
 from areno.errors import CheckpointError
 from areno.loss_fns.sft import sft_loss_fn
 from areno.run.checkpoints import Saver
-from areno.run.setup import Setup
+from areno.run.setup import SavedModels
 from areno.types import TrainSequence
 from tests.helpers.policy_runs import classifier, play
 from tests.helpers.started_runs import start
@@ -82,12 +82,12 @@ def test_auto_is_async_on_cuda_and_sync_on_a_cpu(tmp_path: Path) -> None:
     disk.written = True
     made.save(lambda folder: None, 2)
     assert names(tmp_path) == [".owner", "latest", "step-000001", "step-000002"], "as all of it is there already"
-    setup, calls = cast("Any", object.__new__(Setup)), []
-    setup.config, setup._also_saved = SimpleNamespace(saver=SaverConfig(mode="auto")), ()
+    models, calls = SavedModels(cast("Any", SimpleNamespace(saver=SaverConfig(mode="auto"))), ()), []
     for device in ("cpu", "cuda:0"):
         engine = SimpleNamespace(spec=SimpleNamespace(devices=[device]))
-        setup.trainer = SimpleNamespace(engine=engine, write_checkpoint=lambda folder, **how: calls.append(how))
-        setup._write_checkpoint(tmp_path)
+        write = {"write_checkpoint": lambda folder, **how: calls.append(how)}
+        models.trainer = cast("Any", SimpleNamespace(engine=engine, **write))
+        models.write_checkpoint(tmp_path)
     assert [how["background"] for how in calls] == [False, True]
 
 

@@ -189,7 +189,7 @@ def test_a_run_that_stops_early_says_so_and_saves(tmp_path):
     train(run)
     run.close()
     assert run.step == 6
-    assert run.history["eval_loss"] == [3.0, 2.0, 2.5, 2.0]
+    assert run.progress.history["eval_loss"] == [3.0, 2.0, 2.5, 2.0]
     log = (tmp_path / "logs/run.log").read_text()
     described = "eval/loss has not improved in 2 evaluations (best 2, step 2)"
     assert f"early stopping: {described}; see evaluator.patience" in log
@@ -217,7 +217,7 @@ def test_a_resumed_run_stops_where_the_whole_one_did(tmp_path, stop_at):
     train(after)
     after.close()
     assert after.step == 6
-    assert after.history["eval_loss"] == [3.0, 2.0, 2.5, 2.0]
+    assert after.progress.history["eval_loss"] == [3.0, 2.0, 2.5, 2.0]
     assert "stopped early" in (tmp_path / "logs/run.log").read_text()
 
 
@@ -233,7 +233,7 @@ def test_more_patience_lets_a_run_go_on(tmp_path):
     train(after)
     after.close()
     assert after.step == 14
-    assert after.history["eval_loss"][-5:] == [2.0, 1.0, 1.0, 1.0, 1.0]
+    assert after.progress.history["eval_loss"][-5:] == [2.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_the_order_of_a_shuffled_set_goes_on_with_a_resumed_run():

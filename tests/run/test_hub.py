@@ -19,8 +19,7 @@ import pytest
 
 from areno.config.run import SaverConfig
 from areno.errors import ConfigError
-from areno.run.checkpoints import Saver
-from areno.run.hub import HubUpload
+from areno.run.checkpoints import HubUpload, Saver
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -187,7 +186,7 @@ def test_a_refused_upload_is_told_without_the_token(tmp_path: Path, hub: Hub, ca
     with caplog.at_level(logging.DEBUG):
         made.save(write_model, 1)
         made.end()
-    assert "step-000001 could not be pushed to me/model; the run goes on (" in caplog.text
+    assert "step-000001 could not be pushed to me/model; the run continues (" in caplog.text
     assert "the token *** may not write" in caplog.text
     assert TOKEN not in caplog.text
     hub.refused = ""

@@ -17,10 +17,10 @@ from areno.engine import engine as engine_module
 from areno.engine.engine import Engine
 from areno.errors import ConfigError, WorkerLost
 from areno.launch.compose import load
-from areno.launch.resume import tell_next
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.run.checkpoints import Saver
+from areno.run.resume import print_next_commands
 from areno.run.run import Run
 from areno.tracking.reader import RunReader
 from tests import kill_runs
@@ -128,7 +128,7 @@ def test_what_lets_a_finished_run_go_on(recipe, short, longer, folder, capsys, m
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(sys.stderr, "isatty", lambda: True)
-        tell_next("command", folder_of(recipe))
+        print_next_commands("command", folder_of(recipe))
     assert (
         f"train on:     command --resume outputs/{folder_of(recipe).parent.name}/t {longer}\n"
         in capsys.readouterr().err
@@ -202,11 +202,11 @@ def test_changes_are_listed_and_stay(capsys, stopped_after):
     [
         (
             "actor.optimizer.lr=1e-4",
-            "actor.optimizer.lr: differs from the run in {} .*go on with it: --resume {} a",
+            "actor.optimizer.lr: differs from the run in {} .*resume it: --resume {} a",
         ),
-        ("seed=2", r"seed: the run in {} cannot go on with another one \(seed 1 -> 2\); start a new run"),
-        ("train_dataset.batch_size=4", "train_dataset.batch_size: the run in {} cannot go on with another one"),
-        ("actor.optimizer.type=adam_8bit", "actor.optimizer.type: the run in {} cannot go on with another one"),
+        ("seed=2", r"seed: the run in {} cannot be resumed with another value \(seed 1 -> 2\); start a new run"),
+        ("train_dataset.batch_size=4", "train_dataset.batch_size: the run in {} cannot be resumed with another value"),
+        ("actor.optimizer.type=adam_8bit", "actor.optimizer.type: the run in {} cannot be resumed with another value"),
     ],
 )
 def test_another_run_of_that_name(setting, message, capsys, stopped_after):
@@ -236,7 +236,7 @@ def test_modes(how, capsys, stopped_after):
         assert go("sft", setting) == 2
         assert "trial_name: " in capsys.readouterr().err
         assert go("sft", resume=folder_of("sft")) == 2
-        assert "has no state to go on from: it was started with recover.mode=off, or " in capsys.readouterr().err
+        assert "has no state to resume from: it was started with recover.mode=off, or " in capsys.readouterr().err
     else:
         assert code == 2
         assert "recover.mode: is resume, but" in capsys.readouterr().err
@@ -262,7 +262,7 @@ def test_a_run_without_a_name_is_new_and_tells_of_the_last_one(capsys, stopped_a
     stopped_after(2)
     capsys.readouterr()
     assert go("sft", "trial_name=null", "total_train_steps=1") == 0
-    told = "outputs/quickstart_base/t is not finished; to go on with it: python -m areno.recipes.sft --resume outputs/"
+    told = "outputs/quickstart_base/t is not finished; to resume it: python -m areno.recipes.sft --resume outputs/"
     assert told in capsys.readouterr().out
     assert go("sft", "trial_name=null", "recover.mode=resume") == 2
     assert "trial_name is null, so a new run would begin" in capsys.readouterr().err
@@ -291,7 +291,7 @@ def test_another_content_under_the_same_name(change, folder, capsys):
     key = {"rows": "train_dataset", "model": "actor.path"}[change]
     said = capsys.readouterr().err
     assert f"{key}: is not what the run in {folder_of('sft')} began with" in said
-    assert "to go on with it" not in said
+    assert "to resume it" not in said
     assert states() == ["step-000002", "step-000003"]
     if change == "model":
         assert go("sft", "actor.path=moved", resume=folder_of("sft")) == 0
@@ -336,8 +336,8 @@ def test_an_evaluation_of_a_script_is_of_the_state(folder):
         first.fit()
     with DPOTrainer(config) as second:
         measured = second.evaluate()
-    assert measured["accuracy"] == first.run.history["eval_accuracy"][-1]
-    assert measured["loss"] == first.run.history["eval_loss"][-1]
+    assert measured["accuracy"] == first.run.progress.history["eval_accuracy"][-1]
+    assert measured["loss"] == first.run.progress.history["eval_loss"][-1]
 
 
 def test_a_sweep_goes_on(capsys, tmp_path_factory):
@@ -381,7 +381,7 @@ def test_a_sweep_without_a_name_goes_on_under_that_of_its_folder(capsys, folder)
     [name] = [path.name for path in Path("outputs/quickstart_base").iterdir()]
     capsys.readouterr()
     assert go("sft", "trial_name=null", "total_train_steps=1") == 0
-    told = f"outputs/quickstart_base/{name} is not finished; to go on with it: the same command with trial_name={name}"
+    told = f"outputs/quickstart_base/{name} is not finished; to resume it: the same command with trial_name={name}"
     assert told in capsys.readouterr().out
     assert go("sft", *sweep, f"trial_name={name}") == 0
     said = capsys.readouterr()

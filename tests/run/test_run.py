@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areno.config.models import ModelConfig
+from areno.config.models import ModelConfig, OptimizerConfig
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig, TensorBoardConfig
 from areno.errors import ConfigError, EngineError
 from areno.run.run import Run
@@ -30,6 +30,20 @@ def test_the_folder_of_the_metrics_is_told_at_the_start(path, tmp_path, monkeypa
     assert line.startswith(f"run: run; model: m; steps: 20; metrics: {path or 'run/tensorboard'}")
 
 
+def test_the_line_at_the_start_is_short(tmp_path, caplog):
+    """However many settings differ from their defaults; config.yaml has all of them."""
+    optimizer = OptimizerConfig(
+        lr=1e-3, lr_scheduler_type="linear", min_lr_ratio=0.5, weight_decay=0.5, gradient_clipping=2.0, beta1=0.5
+    )
+    actor = ModelConfig(path="model", use_lora=True, lora_rank=3, lora_alpha=5, use_rslora=True, optimizer=optimizer)
+    with caplog.at_level(logging.INFO, "areno"):
+        start(tmp_path / "run", facts={"model": "m"}, actor=actor).close()
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("run: ")]
+    assert "settings: " in line
+    assert line.endswith(" ... (all: config.yaml)")
+    assert len(line) < 500
+
+
 @pytest.mark.parametrize(
     ("settings", "n_steps"),
     [
@@ -41,8 +55,10 @@ def test_the_folder_of_the_metrics_is_told_at_the_start(path, tmp_path, monkeypa
 )
 def test_a_run_has_its_epochs_steps_or_rows(settings, n_steps, tmp_path):
     run = start(tmp_path, **settings)
-    assert run.total_steps == n_steps
-    assert [(run.step, run.total_steps) for _ in run.steps()] == [(step + 1, n_steps) for step in range(n_steps)]
+    assert run.progress.total_steps == n_steps
+    assert [(run.step, run.progress.total_steps) for _ in run.steps()] == [
+        (step + 1, n_steps) for step in range(n_steps)
+    ]
     run.close()
 
 
@@ -57,16 +73,22 @@ def test_a_run_has_its_epochs_steps_or_rows(settings, n_steps, tmp_path):
 )
 def test_the_number_of_steps_follows_what_is_known_of_the_data(tmp_path, data, totals):
     run = start(tmp_path, 5, data=data, total_train_epochs=2, total_train_steps=100)
-    encode = run.loader.encode
+    encode = run.progress.loader.encode
     if data["batch_size"] == 1:
-        run.loader.encode = lambda row, index: TrainSequence(tokens=[0] * 9) if index == 3 else encode(row, index)  # type: ignore[assignment]
-    assert [run.total_steps for _ in run.steps()] == totals
+        run.progress.loader.encode = lambda row, index: (
+            TrainSequence(tokens=[0] * 9) if index == 3 else encode(row, index)
+        )  # type: ignore[assignment]
+    assert [run.progress.total_steps for _ in run.steps()] == totals
     run.close()
 
 
 def test_steps_that_take_several_batches_are_fewer(tmp_path):
     run = start(tmp_path, 6, total_train_epochs=1, total_train_steps=100)
-    assert [(run.next_batch() is not None, run.total_steps) for _ in run.steps()] == [(True, 5), (True, 4), (True, 3)]
+    assert [(run.progress.next_batch() is not None, run.progress.total_steps) for _ in run.steps()] == [
+        (True, 5),
+        (True, 4),
+        (True, 3),
+    ]
     run.close()
 
 
@@ -144,7 +166,7 @@ def test_the_log_of_a_run_has_what_was_told_before_it(tmp_path):
 def test_a_run_that_ends_says_so_once(tmp_path):
     run = start(tmp_path, total_train_epochs=1)
     for _ in run.steps():
-        run.keep(loss=3.0 - run.step)
+        run.progress.keep(loss=3.0 - run.step)
         run.end_step({})
     run.finish({"loss": 1, "eval_loss": 1})
     run.close()
@@ -158,10 +180,10 @@ def test_a_run_that_ends_says_so_once(tmp_path):
 def test_what_is_told_at_the_end_is_the_mean_of_the_last_steps(tmp_path):
     run = start(tmp_path)
     for value in (0.0, 1.0, 2.0, 6.0):
-        run.keep(reward_mean=value)
-    assert run.recent("reward_mean") == 6.0
-    assert run.recent("reward_mean", 3) == 3.0
-    assert run.recent("reward_mean", 9) == 2.25
+        run.progress.keep(reward_mean=value)
+    assert run.progress.recent("reward_mean") == 6.0
+    assert run.progress.recent("reward_mean", 3) == 3.0
+    assert run.progress.recent("reward_mean", 9) == 2.25
     run.close()
 
 
@@ -179,7 +201,7 @@ def test_evaluations_come_when_they_are_due_and_once_at_the_end(tmp_path):
     run.finish({"eval_accuracy": 1})
     run.close()
     assert seen == [0, 2, 4, 5]
-    assert run.history["eval_accuracy"] == [0.0, 2.0, 4.0, 5.0]
+    assert run.progress.history["eval_accuracy"] == [0.0, 2.0, 4.0, 5.0]
     assert "eval_accuracy 0.000 -> 5.000" in (tmp_path / "logs" / "run.log").read_text()
 
 
@@ -198,8 +220,8 @@ def test_a_resumed_run_is_the_run_that_would_have_been(tmp_path, stop_at, shuffl
     def train(run: Run, until: int = 99) -> list[tuple[int, int, list[int]]]:
         seen = []
         for batch in run.steps():
-            seen.append((run.step, run.seed, [item.tokens[0] for item in batch.items]))
-            run.keep(loss=float(run.step))
+            seen.append((run.step, run.progress.seed, [item.tokens[0] for item in batch.items]))
+            run.progress.keep(loss=float(run.step))
             run.end_step({})
             if run.step == until:
                 break
@@ -228,7 +250,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(tmp_path, stop_at, shuffl
     assert seen == expected
     assert [step for step, *_ in seen] == list(range(1, 9))
     assert evaluated["parts"] == evaluated["whole"] == [0, 6]
-    assert parts[1].history == whole[0].history
+    assert parts[1].progress.history == whole[0].progress.history
     saved = [sorted(p.name for p in (tmp_path / name / "checkpoints").glob("step-*")) for name in ("whole", "parts")]
     assert saved[0] == saved[1] == ["step-000003", "step-000006"]
     for run in (whole[0], parts[1]):
@@ -243,10 +265,10 @@ def test_skipped_updates_are_told_and_end_the_run(tmp_path, caplog):
     steps = run.steps()
     for stats, applied in [(GOOD, True), (BAD, False), (BAD, True), (BAD, False), (BAD, False)]:
         next(steps)
-        run.watch_update(stats, applied)
+        run.outputs.watch_update(stats, applied)
     next(steps)
     with pytest.raises(EngineError, match=r"3 steps in a row were not applied.*optimizer\.lr.*max_skipped_steps"):
-        run.watch_update(BAD, False)
+        run.outputs.watch_update(BAD, False)
     warned = [record.message for record in caplog.records if "the update was skipped" in record.message]
     assert [text.split(":")[0] for text in warned] == ["step 2"], "later ones are counted in train/skipped_steps"
     run.close()
@@ -255,7 +277,7 @@ def test_skipped_updates_are_told_and_end_the_run(tmp_path, caplog):
 def test_a_run_without_any_update_leaves_no_model(tmp_path):
     run = start(tmp_path, total_train_epochs=1)
     for _ in run.steps():
-        run.watch_update(BAD, False)
+        run.outputs.watch_update(BAD, False)
         run.end_step(BAD)
     with pytest.raises(EngineError, match="all steps were not applied"):
         run.finish({})
@@ -266,7 +288,7 @@ def test_a_run_without_any_update_leaves_no_model(tmp_path):
 def test_steps_without_a_token_to_train_on_are_no_skipped_updates(tmp_path):
     run = start(tmp_path, total_train_epochs=1)
     for _ in run.steps():
-        run.watch_update(GOOD, False)
+        run.outputs.watch_update(GOOD, False)
         run.end_step(GOOD)
     run.finish({})
     run.close()

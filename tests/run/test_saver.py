@@ -16,7 +16,8 @@ import pytest
 from areno.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
 from areno.errors import CheckpointError, ConfigError, EngineError, Key
 from areno.files.durable import atomic_write_folder
-from areno.run.checkpoints import Saver, Trigger
+from areno.run.checkpoints import Saver
+from areno.run.progress import Trigger
 from tests.helpers.processes import started
 
 
@@ -213,7 +214,7 @@ def claimed(folder: Path, run: str) -> Saver:
 
 def test_a_folder_belongs_to_the_run_that_has_checkpoints_there(tmp_path):
     one = claimed(tmp_path / "a/b", "one")
-    with pytest.raises(ConfigError, match=r"saver\.path: .*a/b belongs to the run in .*/one, which still goes on"):
+    with pytest.raises(ConfigError, match=r"saver\.path: .*a/b belongs to the run in .*/one, which is still running"):
         claimed(tmp_path / "a/b", "two")
     one.save(write_model, 1)
     one.release()
@@ -316,10 +317,10 @@ saver.save(write, 7)
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=root) as process:
         assert process.stdout.readline() == "writing\n"
         other = Saver(SaverConfig(path=str(tmp_path)), "default")
-        expected = r"saver\.path: .* belongs to the run in .*/one, which still goes on; choose"
+        expected = r"saver\.path: .* belongs to the run in .*/one, which is still running; choose"
         with pytest.raises(ConfigError, match=expected):
             other.claim(Path("other"))
-        with pytest.raises(ConfigError, match=r"trial_name: the run in .*/one still goes on, in another process"):
+        with pytest.raises(ConfigError, match=r"trial_name: the run in .*/one is still running, in another process"):
             other.claim(root / "one")
         with pytest.raises(CheckpointError, match="another process is writing there"):
             other.save(write_model, 7)

@@ -14,7 +14,8 @@ from areno.config.run import RecoverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.files.durable import locked
-from areno.run.states import States, StateWriter
+from areno.run.recovery import StateWriter
+from areno.run.states import States
 from tests import kill_runs
 from tests.helpers.resumed import folder_of, go, log, states, stopped_sft, whole
 from tests.helpers.waiting import until
@@ -100,7 +101,7 @@ def test_two_at_once(work, capsys):
     with locked(work):
         assert go("sft", *OFTEN) == 2
         assert go("sft", resume=work.parent) == 2
-    text = f"error: trial_name: the run in {work.parent} still goes on, in another process\n"
+    text = f"error: trial_name: the run in {work.parent} is still running, in another process\n"
     assert capsys.readouterr().err == 2 * text
 
 
@@ -137,7 +138,7 @@ def test_a_full_disk_costs_states_and_nothing_else(tmp_path, tmp_path_factory, m
     assert len(told) == 3
     for step, line in zip((3, 4, 5), told, strict=True):
         assert line.startswith(f"warning: the state of step {step} could not be written: ")
-        assert line.endswith("File too large. The run goes on; that of step 2 stays")
+        assert line.endswith("File too large. The run continues; that of step 2 stays")
     assert seen == 3 * [["step-000001", "step-000002"]]
     assert states()[-1] == "step-000007"
     expected = whole("sft", tmp_path_factory)
@@ -217,9 +218,8 @@ def test_a_state_that_cannot_be_whole_is_not_there(writer, error, caplog):
             states.poll()
     else:
         states.poll()
-        assert (
-            "the state of step 2 could not be written: disk full. The run goes on; that of step 1 stays" in caplog.text
-        )
+        warning = "the state of step 2 could not be written: disk full. The run continues; that of step 1 stays"
+        assert warning in caplog.text
     engine.error = None
     states.poll(wait=True)
     assert names(folder) == ["latest", "step-000001"]
@@ -244,7 +244,7 @@ def test_a_disk_that_does_not_answer_is_told(tmp_path, caplog):
     )
     assert slow.begin(1, {})
     until(lambda: bool(caplog.text))
-    assert "the state of step 1 has been under way for 0 s: the disk of" in caplog.text
+    assert "the state of step 1 has been in progress for 0 s: the disk of" in caplog.text
     slow.poll(wait=True)
     caplog.clear()
     assert quick.begin(2, {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -287,7 +289,8 @@ def test_the_first_token_of_a_row_counts_in_no_mean(tmp_path):
     row = areno.TrainSequence(tokens=[5, 6, 1], prompt_mask=[False] * 3)
     with areno.SFTTrainer(sft_config(tmp_path, MicroBatchSpec()), train_dataset=DEMONSTRATIONS) as trainer:
         [logprobs] = trainer.setup.trainer.score_logprobs("actor", [row.tokens], 1.0)
-        measured = trainer.measure("valid", iter([Batch(items=[row])]))["loss"]
+        rows: Any = SimpleNamespace(batches=lambda: [Batch(items=[row])])
+        measured = trainer.measure("valid", rows)["loss"]
         trained = trainer.setup.trainer.train([row], sft_loss_fn, temperature=1.0)["loss"]
     assert measured == pytest.approx(-sum(logprobs[1:]) / 2, abs=1e-6)
     assert trained == pytest.approx(measured, abs=1e-5)

@@ -194,7 +194,7 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
 
 
 def end_table(run: RunReader, title: str) -> Table:
-    """Return a table of the most important scalars of a run.
+    """Return a table of the headline numbers. Equal series, such as accuracy and a reward of 0 or 1, are one row.
 
     Args:
         run: The run.
@@ -204,7 +204,12 @@ def end_table(run: RunReader, title: str) -> Table:
     table.add_column("")
     for heading in ("first", "best", "last"):
         table.add_column(heading, justify="right")
-    for line in headlines(run.metrics()).values():
+    metrics, shown = run.metrics(), set[tuple[float, ...]]()
+    for name, line in headlines(metrics).items():
+        values = tuple(metrics[name].values)
+        if line.best is not None and values in shown:
+            continue
+        shown.add(values)
         best = "" if line.best is None else f"{line.best:.4g} (step {line.step})"
         table.add_row(line.title, f"{line.first:.4g}", best, f"{line.last:.4g}")
     return table

@@ -201,8 +201,9 @@ def test_a_node_that_is_lost_while_models_load_counts_for_the_retries(
 
     monkeypatch.setattr(Trainer, "from_plan", from_plan)
     config = SimpleNamespace(scheduler=SchedulerConfig(type=scheduler))
-    run = MagicMock(may_restart=bool(retries))
-    run.give_up.side_effect = WorkerLost("given up")
+    run = MagicMock()
+    run.recovery.may_restart = bool(retries)
+    run.recovery.give_up.side_effect = WorkerLost("given up")
     with ExitStack() as stack:
         with pytest.raises(WorkerLost) if tries == 1 else nullcontext():
             trainer = Setup._load(cast(Any, SimpleNamespace(config=config, run=run)), stack, cast(Any, None), {})

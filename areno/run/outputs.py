@@ -1,0 +1,188 @@
+"""What a run reports: its console, its log file, its trackers and its warnings.
+
+A run gives the scalars of each step to `RunOutputs.log`. Checkpoints are in checkpoints.py, states in
+recovery.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from areno.config.experiments import ExperimentConfig
+from areno.config.ratio import RatioConfig
+from areno.errors import EngineError, Key
+from areno.run.progress import RunProgress
+from areno.tracking.console import log_start
+from areno.tracking.display.display import Display, chosen_console, settings_told
+from areno.tracking.divergence import Divergence
+from areno.tracking.recorder import open_trackers
+from areno.tracking.run_folder import RunFiles, overrides_of
+from areno.tracking.run_log import RunLog
+from areno.tracking.tracker import Tracker
+
+logger = logging.getLogger("areno")
+
+_MOST_CHARS = 160  # of the settings in the line at the start
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTexts:
+    """The names and texts that the outputs of a run use.
+
+    Attributes:
+        headline: Scalars of the line that each step prints.
+        reward: The functions and models that give the reward, for warnings. "" without rewards.
+        unanswered: The rows without solutions, in words, for warnings. "" if rows have solutions.
+        facts: Name -> fact, printed at the start of the run. Empty prints nothing.
+        token_text: Token id -> its text, for recorded samples.
+    """
+
+    headline: Sequence[str] = ()
+    reward: str = ""
+    unanswered: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    token_text: Callable[[int], str] = str
+
+
+class RunOutputs(AbstractContextManager["RunOutputs"]):
+    """The trackers, the live display and the warnings of a run. Leaving the context finishes the trackers.
+
+    Args:
+        config: Settings of the run.
+        folder: Folder of the run.
+        log: The open log of the run.
+        progress: Progress of the run: its step, number of steps and seconds.
+        texts: Names and texts of this run.
+        trackers: Trackers that a script brings.
+
+    Attributes:
+        trackers: Get the scalars and the samples of each step.
+        display: The live display; None without one.
+        scalars: Name -> value of the current step.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        folder: Path,
+        log: RunLog,
+        progress: RunProgress,
+        texts: RunTexts,
+        trackers: Sequence[Tracker] = (),
+    ):
+        self.config, self.folder, self._progress, self._texts = config, folder, progress, texts
+        is_live = chosen_console(config.stats_logger.console) == "live"
+        self.display = Display(folder, log, self._total_steps, self._seconds) if is_live else None
+        self.trackers = open_trackers(
+            config, folder, texts.headline, self._total_steps, self.display, texts.token_text, trackers
+        )
+        self.scalars: dict[str, float] = {}
+        self._divergence = Divergence(texts.reward, texts.unanswered)
+        actor = config.actor
+        if isinstance(actor, RatioConfig):
+            remedy = "actor.prox_logp_method=recompute" if actor.recompute_logprob else "actor.recompute_logprob=true"
+            self._divergence.ratio = (actor.clip_against_rollout, actor.ratio_level, remedy)
+        self._n_skipped = 0  # consecutive steps whose update was skipped because of a value that is not finite
+        self._n_applied = 0  # steps whose update was applied
+
+    def __exit__(self, *exc: object) -> None:
+        self.trackers.finish()
+
+    def _total_steps(self) -> int:
+        return self._progress.total_steps
+
+    def _seconds(self) -> float:
+        return self._progress.seconds
+
+    def announce(self, files: RunFiles) -> None:
+        """Print the facts of the run at its start."""
+        if not self._texts.facts:
+            return
+        facts = {"run": os.path.relpath(self.folder), **self._texts.facts}
+        facts |= {"steps": str(self._progress.total_steps), "metrics": os.path.relpath(files.events)}
+        settings = settings_told(self.config, overrides_of(self.folder))
+        log_start(facts | {name: _shortened(of) for name, of in settings.items()})
+        if self.display is not None:
+            self.display.start(facts | settings)
+
+    def begin_step(self) -> None:
+        """Forget the scalars of the previous step."""
+        self.scalars = {}
+
+    def log(self, scalars: Mapping[str, float]) -> None:
+        """Give scalars of the current step to the trackers.
+
+        Args:
+            scalars: <namespace>/<name> -> value, such as "train/loss".
+        """
+        self.scalars |= scalars
+        self.trackers.log(self._progress.step, scalars)
+
+    def warn_of_divergence(self) -> None:
+        """Warn if the scalars of the current step show that training goes wrong."""
+        for text in self._divergence.look(self.scalars):
+            logger.warning("step %d: %s", self._progress.step, text)
+
+    def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
+        """Warn, once, of updates that were skipped because a value was not finite.
+
+        Args:
+            stats: Statistics of the step, with "loss" and "grad_norm".
+            applied: Whether at least one update of the step was applied.
+
+        Raises:
+            EngineError: The updates of actor.max_skipped_steps consecutive steps were skipped.
+        """
+        broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
+        self._n_applied += applied
+        self._n_skipped = 0 if applied or not broken else self._n_skipped + 1
+        if self._n_skipped == 1 and self._divergence.is_first("skipped"):
+            logger.warning(
+                "step %d: the update was skipped, since %s is not finite; the learning rate may be too high "
+                "(actor.optimizer.lr), or a reward or advantage too large; train/skipped_steps counts such updates",
+                self._progress.step,
+                " and ".join(broken),
+            )
+        if (most := self.config.actor.max_skipped_steps) is not None and self._n_skipped >= most:
+            _raise_skipped(f"{self._n_skipped} steps in a row")
+
+    def check_learned(self) -> None:
+        """Raise EngineError if the updates of all steps of the run were skipped."""
+        if self._n_skipped and not self._n_applied:
+            _raise_skipped("all steps")  # a checkpoint would look as if the run had learned something
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters of warnings for a state."""
+        return {
+            "n_skipped": self._n_skipped,
+            "n_applied": self._n_applied,
+            "divergence": self._divergence.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the counters of a state."""
+        self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
+        self._divergence.load_state_dict(state["divergence"])
+
+
+def _shortened(settings: str) -> str:
+    """Return the beginning of a long list of settings. config.yaml has all of them."""
+    return textwrap.shorten(settings, _MOST_CHARS, placeholder=" ... (all: config.yaml)")
+
+
+def _raise_skipped(steps: str) -> NoReturn:
+    raise EngineError(
+        "the updates of {} were not applied, since loss or gradient was not finite; lower {}, look at the rewards, "
+        "or raise {}",
+        steps,
+        Key("actor.optimizer.lr"),
+        Key("actor.max_skipped_steps"),
+    )

@@ -1,0 +1,210 @@
+"""How far a run has come, and when to save, to evaluate and to write a state.
+
+`RunProgress` hands out the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
+steps an action is due. Both are saved in a state and loaded by a resumed run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.run import FrequencyConfig
+from areno.data.loader import BatchLoader
+from areno.tracking.console import log_epoch
+from areno.types import Batch
+
+
+class Trigger:
+    """Decides when an action with a FrequencyConfig is due.
+
+    Args:
+        config: The intervals, in steps, epochs and seconds.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, config: FrequencyConfig, clock: Callable[[], float] = time.monotonic):
+        self.config, self._clock = config, clock
+        self.epochs_ended = 0
+        self._last = clock()
+
+    def due(self, step: int, epoch_ended: bool = False) -> bool:
+        """Return whether the action is due after a step. Call this once per step.
+
+        Args:
+            step: Number of the step, from 1.
+            epoch_ended: Whether the step was the last of an epoch.
+        """
+        now, config = self._clock(), self.config
+        self.epochs_ended += epoch_ended
+        is_due = (
+            (config.freq_steps is not None and step % config.freq_steps == 0)
+            or (config.freq_epochs is not None and epoch_ended and self.epochs_ended % config.freq_epochs == 0)
+            or (config.freq_secs is not None and now - self._last >= config.freq_secs)
+        )
+        if is_due:
+            self._last = now
+        return is_due
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the counters for a state. The time between two sessions of a run does not count."""
+        return {"epochs_ended": self.epochs_ended, "seconds_since_last": self._clock() - self._last}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from the counters of a state."""
+        self.epochs_ended = int(state["epochs_ended"])
+        self._last = self._clock() - state["seconds_since_last"]
+
+
+class RunProgress:
+    """The step, epoch, rows and seconds of a run, its batches, and the history of a few numbers.
+
+    Args:
+        config: Settings of the run: its length in steps, epochs or rows, and its seed.
+        loader: The training batches.
+
+    Attributes:
+        step: The current step. The first is 1; 0 before it.
+        epoch_ended: Whether the current step has taken the last batch of an epoch.
+        history: Name -> one value per step or evaluation, oldest first. `keep` adds to it.
+    """
+
+    def __init__(self, config: ExperimentConfig, loader: BatchLoader[Any]):
+        self.config, self.loader = config, loader
+        self.step = 0
+        self.epoch_ended = False
+        self.history: dict[str, list[float]] = {}
+        self._epoch: int | None = None  # None before the first batch
+        self._rows_taken = 0
+        self._batches_taken = 0
+        self._batches: Iterator[Batch[Any]] = iter(())
+        self._seconds_before = 0.0  # of earlier sessions of this run
+        self._started = time.monotonic()
+
+    @property
+    def seed(self) -> int:
+        """The seed of the current step."""
+        return self.config.seed * 1_000_003 + self.step
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch. The first is 0."""
+        return self._epoch or 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run has taken, earlier sessions included."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @property
+    def total_steps(self) -> int:
+        """The step at which the run ends, as far as its data is known: rows that are too long can lower it."""
+        left = self.loader.n_batches(self.config.total_train_epochs) - self._batches_taken
+        if self._rows_left is not None:
+            left = min(left, -(-self._rows_left // (self.loader.config.batch_size * self._rows_per_item)))
+        total, limit = self.step + max(left, 0), self.config.total_train_steps
+        return total if limit is None else min(total, limit)
+
+    @property
+    def ended_by(self) -> str:
+        """The setting that must be larger for the run to make more steps."""
+        if self.step == self.config.total_train_steps:
+            return "total_train_steps"
+        return "total_train_epochs" if self._rows_left is None or self._rows_left > 0 else "total_train_n_seqs"
+
+    @property
+    def _rows_left(self) -> int | None:
+        total = self.config.total_train_n_seqs
+        return None if total is None else total - self._rows_taken
+
+    @property
+    def _rows_per_item(self) -> int:
+        return self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
+
+    def open_batches(self) -> None:
+        """Start to read batches, from the position of the loader."""
+        self._batches = self._through_epochs()
+
+    def next_step(self) -> Batch[Any] | None:
+        """Begin the next step and return its batch; None after the last step."""
+        limit = self.config.total_train_steps
+        if limit is not None and self.step >= limit:
+            return None
+        self.epoch_ended = False
+        batch = self.next_batch()
+        if batch is not None:
+            self.step += 1
+        return batch
+
+    def next_batch(self) -> Batch[Any] | None:
+        """Return the next batch; None if no rows are left. A step may take more than one."""
+        batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
+        if batch is not None:
+            self._batches_taken += 1
+            self._rows_taken += len(batch) * self._rows_per_item
+        return batch
+
+    def _through_epochs(self) -> Generator[Batch[Any], None, None]:
+        """Yield the batches of all epochs, and log where epochs begin and end."""
+        for batch in self.loader.epochs(self.config.total_train_epochs):
+            if self._epoch != batch.epoch:
+                self.log_epoch_end()
+                self._epoch = batch.epoch
+                log_epoch(batch.epoch, "start")
+            self.epoch_ended = self.epoch_ended or batch.ends_epoch
+            yield batch
+
+    def log_epoch_end(self) -> None:
+        """Log that the current epoch ends, if one has begun."""
+        if self._epoch is not None:
+            log_epoch(self._epoch, "end")
+
+    def keep(self, **values: float) -> None:
+        """Append the values of the current step to `history`."""
+        for name, value in values.items():
+            self.history.setdefault(name, []).append(float(value))
+
+    def recent(self, name: str, n: int = 1) -> float:
+        """Return the mean of the last `n` values of `history[name]`."""
+        return float(np.mean(self.history[name][-n:]))
+
+    def result(self, evaluated: str, trained: str, n: int = 1) -> float:
+        """Return the last value of `evaluated` or, without evaluation, the mean of the last `n` of `trained`."""
+        return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
+
+    def changes(self, names: Mapping[str, int]) -> list[str]:
+        """Describe how numbers of `history` have changed, such as "loss 2.000 -> 1.000".
+
+        Args:
+            names: Name -> how many last values are averaged. An evaluation (eval_*) needs at least two values.
+        """
+        return [
+            f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
+            for name, n in names.items()
+            if len(values := self.history.get(name, [])) > name.startswith("eval_")
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters for a state, as plain numbers."""
+        return {
+            "step": self.step,
+            "loader": self.loader.state_dict(),
+            "epoch": self._epoch,
+            "rows_taken": self._rows_taken,
+            "batches_taken": self._batches_taken,
+            "history": {name: list(values) for name, values in self.history.items()},
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the step at which the state was taken. Call this before `open_batches`."""
+        self.step, self._epoch = state["step"], state["epoch"]
+        self.loader.load_state_dict(state["loader"])
+        self._rows_taken = state["rows_taken"]
+        self._batches_taken = state["batches_taken"]
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self._seconds_before, self._started = state["seconds"], time.monotonic()

@@ -1,0 +1,428 @@
+"""Writes the states of a run, and continues the run from the newest one.
+
+A state is recorded after every step (`Recovery.remember`). It is written when recover.freq_* asks for it, at the end of
+the run, and when the run is interrupted. `StateWriter` writes in the background: it begins at the end of a step and
+completes while the next step runs. resume.py decides beforehand which run is resumed and which settings may change.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from areno import __version__
+from areno.config.experiments import ExperimentConfig
+from areno.config.run import RecoverConfig
+from areno.errors import ArenoError, CheckpointError, ConfigError, Key, Problem, WorkerLost
+from areno.files.durable import locked, remove
+from areno.run.progress import Trigger
+from areno.run.resume import STATE, EarlierRun, changes, refuse
+from areno.run.states import ENGINE, State, States
+from areno.tracking.run_folder import RunFiles, versions
+
+logger = logging.getLogger("areno.recover")
+
+_POLL_EVERY_S = 0.5  # each question costs workers that decode a moment
+
+
+class RecoverableEngine(Protocol):
+    """The methods of the engine that states need; see areno.engine.engine."""
+
+    def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
+        """Begin to write weights and optimizers."""
+        ...
+
+    def state_written(self, wait: bool = False) -> bool:
+        """Return whether all ranks have written their files."""
+        ...
+
+    def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
+        """Load weights and optimizers."""
+        ...
+
+    def restart(self) -> None:
+        """Start the workers again."""
+        ...
+
+
+@dataclass
+class _Write:
+    """A state that is being written. thread: completes its folder when the engine has written its files."""
+
+    step: int
+    folder: Path
+    record: Mapping[str, Any]
+    alarm: threading.Timer
+    thread: threading.Thread | None = None
+    error: Exception | None = None
+
+
+class StateWriter:
+    """Writes states of one run in the background, one at a time.
+
+    A state that cannot be written causes a warning. The run continues, and earlier states stay.
+
+    Args:
+        config: Settings of states.
+        states: The folder of the states.
+        engine: Returns the engine. It is called when a state is written, since a run is opened before its engine.
+        before: Called in another thread before a state becomes complete, to sync the other files of the run.
+        slow_s: Seconds after which an unfinished state causes a warning. None never warns.
+
+    Attributes:
+        written_step: Step of the newest complete state that this process wrote or loaded.
+    """
+
+    def __init__(
+        self,
+        config: RecoverConfig,
+        states: States,
+        engine: Callable[[], RecoverableEngine],
+        before: Callable[[], object],
+        slow_s: float | None = None,
+    ):
+        self.config, self.states, self._slow_s = config, states, slow_s
+        self._engine, self._before = engine, before
+        self._write: _Write | None = None
+        self.written_step: int | None = None
+
+    def begin(self, step: int, record: Mapping[str, Any]) -> bool:
+        """Begin to write the current state.
+
+        Args:
+            step: The step after which the state is taken.
+            record: The record of the driver.
+
+        Returns:
+            False if the previous state is still being written. Nothing is begun then.
+        """
+        self.poll()
+        if self._write is not None:
+            return False
+        try:
+            folder = self.states.begin_again(step) if step == self.written_step else None
+            if folder is not None:
+                self._write = _Write(step, folder, record, self._alarm(step))
+                self._finish(self._write)
+                return True
+            self._check_room()
+            folder = self.states.begin(step)
+            self._write = _Write(step, folder, record, self._alarm(step))
+            self._engine().save_state(folder / ENGINE, not self.config.no_save_optim)
+        except (CheckpointError, OSError) as error:
+            self._failed(step, error)
+        except ArenoError:  # the engine has failed, so no state can become complete
+            self.drop()
+            raise
+        return True
+
+    def poll(self, wait: bool = False) -> None:
+        """Advance the state that is being written.
+
+        Args:
+            wait: Whether to block until it is complete.
+        """
+        write = self._write
+        if write is None:
+            return
+        try:
+            if write.thread is None:
+                if not self._engine().state_written(wait):
+                    return
+                self._finish(write)
+            assert write.thread is not None
+            if wait:
+                write.thread.join()
+            if write.thread.is_alive():
+                return
+            if write.error is not None:
+                raise write.error
+        except (CheckpointError, OSError) as error:
+            self._failed(write.step, error)
+        except ArenoError:
+            self.drop()
+            raise
+        else:
+            write.alarm.cancel()
+            self._write, self.written_step = None, write.step
+
+    def _alarm(self, step: int) -> threading.Timer:
+        """Start a timer that warns of a disk that does not answer: only a thread waits for the disk."""
+
+        def warn() -> None:
+            logger.warning(
+                "the state of step %d has been in progress for %.0f s: the disk of %s is slow, or does not answer. "
+                "There is no newer state until it is written",
+                step,
+                self._slow_s,
+                self.states.folder,
+            )
+
+        timer = threading.Timer(self._slow_s or 0.0, warn)
+        timer.daemon = True
+        if self._slow_s is not None:
+            timer.start()
+        return timer
+
+    def _finish(self, write: _Write) -> None:
+        """Complete the folder of a state in a thread."""
+
+        def finish() -> None:
+            try:
+                self._before()
+                self.states.finish(write.folder, write.step, write.record)
+            except Exception as error:
+                write.error = error
+
+        write.thread = threading.Thread(target=finish, daemon=True, name="areno-state")
+        write.thread.start()
+
+    def write(self, step: int, record: Mapping[str, Any]) -> bool:
+        """Write the current state and wait for it. Returns whether it is complete."""
+        self.poll(wait=True)
+        self.begin(step, record)
+        self.poll(wait=True)
+        return self.written_step == step
+
+    def drop(self) -> None:
+        """Stop to write the current state, and remove its files unless it has just become complete."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.alarm.cancel()
+            if write.thread is not None:
+                write.thread.join()
+            remove(write.folder)
+
+    def _check_room(self) -> None:
+        """Raise CheckpointError if a state would fill the disk, so that the other files of the run still fit."""
+        needed, free = self.states.size(), shutil.disk_usage(self.states.folder).free
+        if free < needed:
+            text = "{} has {:.3g} GiB free, and it needs {:.3g}"
+            raise CheckpointError(text, self.states.folder, free / 2**30, needed / 2**30)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        with suppress(OSError):
+            self.drop()
+        last = "there is no other" if self.written_step is None else f"that of step {self.written_step} stays"
+        logger.warning("the state of step %d could not be written: %s. The run continues; %s", step, error, last)
+
+
+class Recovery(AbstractContextManager["Recovery"]):
+    """Records, writes and loads the states of one run, and restarts lost workers.
+
+    Inside the context no other process can resume the same run. Entering it raises ConfigError if another process
+    runs it, if its settings, model or data differ, or if recover.mode does not fit the folder.
+
+    Args:
+        config: Settings of the run.
+        folder: Folder of the run.
+        engine: Returns the engine. It is called when a state is written or loaded.
+        inputs: Setting -> fingerprint of the model or data that it names. A resumed run must have the same.
+
+    Attributes:
+        files: The log, the metrics and the samples of the run, which are cut back to the state.
+        resumes: Whether an earlier session has begun this run.
+        trigger: Decides when a state is due.
+        models_recorded: Whether the models are still as they were when `remember` recorded the last state.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        folder: Path,
+        engine: Callable[[], RecoverableEngine],
+        inputs: Mapping[str, str],
+    ):
+        self.config, self.folder = config, folder
+        self._settings, self._versions = asdict(config), versions()
+        self.is_on = config.recover.mode != "off"
+        self._engine, self._inputs = engine, inputs
+        self.files = RunFiles(folder, config.stats_logger.tensorboard.path)
+        self.states = States(folder / STATE, config.recover.keep)
+        self.trigger = Trigger(config.recover)
+        self.writer = StateWriter(
+            config.recover, self.states, engine, self.files.sync, slow_s=config.engine.stall_timeout_s
+        )
+        self.resumes = False
+        self.models_recorded = True
+        self._last: dict[str, Any] = {}  # the record of the last point from which the run can resume
+        self._resources = ExitStack()
+        self._n_restarts = 0
+        self._polled_at = 0.0
+        self._waiting = False  # a state is due, but the previous one was still being written
+        self._begun_at: dict[str, int] = {}  # file -> its size when this session began
+
+    def __enter__(self) -> Recovery:
+        if not self.is_on:
+            if self.states.steps():
+                text = "is off, but {} holds the states of an earlier run; set it to auto to resume, or choose another"
+                raise ConfigError(Problem("recover.mode", text + " folder", self.states.folder))
+            return self
+        self._begun_at = self.files.sizes()
+        self.resumes = self.states.has_begun
+        self.states.folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.states.folder))
+            except BlockingIOError:
+                text = "the run in {} is still running, in another process"
+                raise ConfigError(Problem("trial_name", text, self.folder)) from None
+            self.states.tidy()
+            state = self.states.newest() if self.resumes else None
+            if state is not None:
+                self._check(state)
+            elif self.config.recover.mode == "resume":
+                raise ConfigError(Problem("recover.mode", "is resume, but {} has no state", self.folder))
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._resources.close()
+
+    def _check(self, state: State) -> None:
+        """Raise ConfigError unless the settings, the model and the data are those of the state."""
+        found = changes(type(self.config), state.record["config"], self._settings)
+        earlier = EarlierRun.find(self.folder)
+        if earlier is not None:  # it has the changes that the user asked for by --resume
+            earlier.refuse_other(self.config, None)
+        refuse(found, self.folder, explicit=earlier is not None)
+        given, now = state.record["inputs"], self._inputs
+        changed = {change.key for change in found if change.kind == "later"}
+        text = "is not what the run in {} began with ({} instead of {})"
+        hints = {"train_dataset": "; its rows must be the same, in the same order, at every start"}
+        problems = [
+            Problem(key, text + hints.get(key, ""), self.folder, now[key], given[key])
+            for key in now
+            if key in given and now[key] != given[key] and key not in changed
+        ]
+        if problems:
+            raise ConfigError(problems)
+        for change in found:
+            logger.info("changed: %s (%s)", change, change.effect)
+        before = state.record["versions"]
+        for name in (name for name in self._versions if before.get(name) != self._versions[name]):
+            logger.info("changed: version of %s: %s -> %s", name, before.get(name), self._versions[name])
+
+    def load(self) -> dict[str, Any] | None:
+        """Load the newest complete state into the engine, and cut the files of the run back to it.
+
+        Returns:
+            The record of the run. None without a state: the run begins, or begins again.
+        """
+        begun_at, self._begun_at = self._begun_at or self.files.sizes(), {}
+        while self.is_on and (state := self.states.newest() if self.resumes else None) is not None:
+            try:
+                self._engine().load_state(state.engine, not self.config.recover.no_load_optim)
+            except CheckpointError as error:
+                self.states.set_aside(state.step, str(error))
+                continue
+            self.files.cut_back(state.step, state.record["files"], begun_at)
+            self.states.set_finished(None)
+            self.writer.written_step = state.step
+            return state.record["run"]
+        if self.is_on and self.resumes:
+            logger.warning("the run in %s ended before it had a state; it begins again", self.folder)
+            self.files.cut_back(0, {}, begun_at)
+        return None
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether recover.retries allows another restart of the workers."""
+        return self.is_on and self._n_restarts < self.config.recover.retries
+
+    def give_up(self, lost: WorkerLost) -> NoReturn:
+        """Raise the error of lost workers. After restarts, it names recover.retries."""
+        if not self._n_restarts:
+            raise lost
+        text = "{}; the workers were started again {} before, and {} is {}, so the run ends"
+        times = "once" if self._n_restarts == 1 else f"{self._n_restarts} times"
+        raise WorkerLost(text, lost, times, Key("recover.retries"), self.config.recover.retries) from lost
+
+    def count(self, lost: WorkerLost) -> None:
+        """Log that the workers are started again, and count the restart."""
+        self._n_restarts += 1
+        logger.warning("%s", lost)
+        logger.warning(
+            "starting the workers again (%d of recover.retries=%d)", self._n_restarts, self.config.recover.retries
+        )
+
+    def restart(self, lost: WorkerLost) -> None:
+        """Start the workers again, as they were loaded first. The caller calls `load` next."""
+        self._begun_at, self.resumes = self.files.sizes(), True
+        self.count(lost)
+        self._engine().restart()
+        self.writer.poll(wait=True)  # by now it is known whether all ranks had written a state in progress
+
+    def remember(self, run: Mapping[str, Any]) -> None:
+        """Record the current point of the run, from which it can resume.
+
+        Args:
+            run: The state dict of the run: its counters, without weights.
+        """
+        self._last = {
+            "areno": __version__,
+            "versions": self._versions,
+            "config": self._settings,
+            "inputs": dict(self._inputs),
+            "files": self.files.sizes(),
+            "run": run,
+        }
+        self.models_recorded = True
+
+    def write(self, step: int, due: bool) -> None:
+        """Begin to write the recorded state if it is due, or was due while the previous one was being written."""
+        if self.is_on and (due or self._waiting):
+            self._waiting = not self.writer.begin(step, self._last)
+
+    def write_now(self, step: int) -> None:
+        """Write the recorded state and wait for it."""
+        if self.is_on:
+            self.writer.write(step, self._last)
+
+    def write_at_interrupt(self, step: int) -> None:
+        """Write the recorded state of a run that ends early, unless its models have changed since.
+
+        Args:
+            step: The step that the run is in, for the warning about a lost step.
+        """
+        last = self._last["run"]["step"] if self._last else 0
+        if not self.is_on or not last:
+            return
+        try:
+            if self.models_recorded:
+                self.writer.write(last, self._last)
+            else:
+                logger.warning("the models were being trained in step %d, so it is lost", step)
+                self.writer.poll(wait=True)
+        except ArenoError as error:  # such as the error of a dead worker, which ended the run
+            logger.warning("the state of step %d could not be written: %s", last, error)
+
+    def poll(self) -> None:
+        """Advance a state that is being written."""
+        now = time.monotonic()
+        if self.is_on and now - self._polled_at > _POLL_EVERY_S:
+            self._polled_at = now
+            self.writer.poll()
+
+    def finished(self, step: int, result: float, ended_by: str) -> None:
+        """Write down that the run has finished, if its last state is complete.
+
+        Args:
+            step: Its last step.
+            result: Its result.
+            ended_by: The setting that ended the run.
+        """
+        if self.written_step == step:
+            self.states.set_finished(step, result, ended_by)
+
+    @property
+    def written_step(self) -> int | None:
+        """Step of the newest complete state; None without states."""
+        return self.writer.written_step if self.is_on else None
