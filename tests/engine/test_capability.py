@@ -115,8 +115,9 @@ def test_flash_that_cannot_run_is_warned_of(
     info = SimpleNamespace(
         cost=SimpleNamespace(experts=None), tp_sums="", n_params=1, dtype="float32", attn_backend=attention
     )
-    settings = SimpleNamespace(lora=None, attn_backend=requested, addresses=["cuda:0"])
-    engine: Any = SimpleNamespace(info=info, spec=settings, memory_table=lambda: ("", ""))
+    sections = {"actor": SimpleNamespace(lora=None), "engine": SimpleNamespace(attn_backend=requested)}
+    spec = SimpleNamespace(**sections, addresses=["cuda:0"])
+    engine: Any = SimpleNamespace(info=info, spec=spec, memory_table=lambda: ("", ""))
     with caplog.at_level(logging.WARNING):
         tell_model(engine)
     told = "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
