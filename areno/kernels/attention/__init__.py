@@ -79,7 +79,7 @@ BACKENDS = {
     "flash": "flash-attn",
     "varlen": "torch varlen_attn",
     "sdpa": "torch scaled_dot_product_attention",
-    "fixed_order": "fixed-order attention",
+    "fixed_order": "fixed-order kernels",
 }
 
 
