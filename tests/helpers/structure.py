@@ -176,6 +176,35 @@ def heavy_at_start(tree: dict[str, Module], steps: Iterable[str]) -> set[str]:
     return {name for name in seen if HEAVY & {found.split(".")[0] for found in tree[name].imported(at_start=True)}}
 
 
+def mutual_folders(tree: dict[str, Module]) -> set[tuple[str, str]]:
+    """Pairs of folders whose modules import each other, one way in one module and the other way in another."""
+    pairs = {
+        (module.folder, tree[target].folder)
+        for module in tree.values()
+        for target in module.edges
+        if "areno" not in (module.name, target)  # areno/__init__.py may name anything
+    }
+    return {(one, other) for one, other in pairs if one < other and (other, one) in pairs}
+
+
+def imports_of_tests(paths: Iterable[Path]) -> set[str]:
+    """Files that import a test file, also in code that they run in another process; a test file may name itself."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            texts = []
+            if isinstance(node, ast.Import):
+                texts = [f"import {alias.name}" for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                texts = [f"import {node.module or ''}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts = [node.value]
+            names = {name for text in texts for name in re.findall(r"\b(?:import|from) (?:\w*\.)*(test_\w+)", text)}
+            if names - {path.stem}:
+                found.add(path.name)
+    return found
+
+
 # Lengths
 
 
@@ -210,6 +239,13 @@ def crowded_folders(tree: dict[str, Module], limit: int) -> set[str]:
     """Folders with more modules than the limit. The `__init__.py` and folders below do not count."""
     counts = Counter(module.folder for module in tree.values() if module.path.stem != "__init__")
     return {folder for folder, count in counts.items() if count > limit}
+
+
+def small_folders(tree: dict[str, Module], least: int) -> set[str]:
+    """Folders with fewer modules than that. The `__init__.py` and folders below do not count."""
+    counts = Counter({module.folder: 0 for module in tree.values()})
+    counts.update(module.folder for module in tree.values() if module.path.stem != "__init__")
+    return {folder for folder, count in counts.items() if count < least}
 
 
 # Habits

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,8 +42,20 @@ MAY_IMPORT_RE = {
     "areno.reward_fns.math_reward": "finds the answer in a completion",
 }
 
+# At most 5 folders outside kernels/ have fewer than three modules, and at most 8 pairs of folders import each other.
+SMALL_FOLDERS: dict[str, str] = {}
+MUTUAL_FOLDERS = {
+    ("areno", "areno.config"): "errors.py is below the configuration, and types.py above it",
+    ("areno.engine", "areno.engine.decoder"): "worker.py runs the decoder, which reads the records of spec.py",
+    ("areno.engine", "areno.engine.processes"): "engine.py starts processes, and these run worker.py",
+    ("areno.engine", "areno.engine.state"): "worker.py saves states, which hold the models of roles.py",
+    ("areno.engine", "areno.engine.train"): "worker.py runs the backend, which reads the records of spec.py",
+    ("areno.models", "areno.models.families"): "registry.py looks families up, which make the records of config.py",
+}
+MOST_MODULES = 334
 
-def hold(found: Iterable[str], known: set[str]) -> None:
+
+def hold(found: Iterable[Any], known: set[Any]) -> None:
     new, gone = sorted(set(found) - known), sorted(known - set(found))
     assert not new, f"new: {new}"
     assert not gone, f"no longer so, take off the list: {gone}"
@@ -93,6 +106,22 @@ def test_files_functions_and_folders_are_short() -> None:
     hold(structure.long_files((REPO / "tests").rglob("*.py"), REPO, 450), set())
     hold(structure.long_functions(OUTSIDE_KERNELS, 60), set())
     hold(structure.crowded_folders(TREE, 22), set())
+
+
+def test_there_are_few_modules_and_a_folder_has_several() -> None:
+    assert len(TREE) <= MOST_MODULES, "merge a module with the one that reads it before you add another"
+    hold(structure.small_folders(OUTSIDE_KERNELS, 3), set(SMALL_FOLDERS))
+    assert len(SMALL_FOLDERS) <= 5
+
+
+def test_few_folders_import_each_other() -> None:
+    hold(structure.mutual_folders(TREE), set(MUTUAL_FOLDERS))
+    assert len(MUTUAL_FOLDERS) <= 8
+
+
+def test_no_test_file_is_imported() -> None:
+    """What several tests share lies in tests/helpers, and fixtures of a room in its conftest.py."""
+    hold(structure.imports_of_tests((REPO / "tests").rglob("*.py")), set())
 
 
 def test_attributes_of_our_types_are_named_in_code() -> None:
@@ -202,6 +231,42 @@ def test_lengths_are_counted(tmp_path: Path) -> None:
     assert structure.long_files(files, tmp_path, 6) == {"areno/api/a.py", "areno/api/c/d.py"}
     assert structure.long_functions(tree, 3) == {"areno.api.a.f"}
     assert structure.crowded_folders(tree, 1) == {"areno.api"}
+
+
+def test_small_folders_are_found(tmp_path: Path) -> None:
+    tree = made_up(tmp_path, api__a="", api__b="", engine__c="", engine__train__d="", engine__train__e="")
+    assert structure.small_folders(tree, 2) == {"areno", "areno.engine"}
+
+
+def test_folders_that_import_each_other_are_found(tmp_path: Path) -> None:
+    tree = made_up(
+        tmp_path,
+        engine__a="import areno.engine.train.d",
+        engine__b="",
+        engine__train__d="",
+        engine__train__e="from areno.engine.b import f",
+        api__c="import areno.engine.a",
+    )
+    assert structure.mutual_folders(tree) == {("areno.engine", "areno.engine.train")}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from tests.engine.OTHER import f", True),
+        ("from tests.engine import OTHER", True),
+        ("import OTHER", True),
+        ("def f():\n    from OTHER import f", True),
+        ("run('from tests.engine.OTHER import f; f()')", True),
+        ("run('from tests.engine.OWN import f; f()')", False),
+        ("from tests.helpers.b import test_", False),
+        ("from tests.helpers import b", False),
+    ],
+)
+def test_an_import_of_a_test_file_is_found(tmp_path: Path, text: str, found: bool) -> None:
+    path = tmp_path / "test_a.py"
+    path.write_text(text.replace("OTHER", "test_b"), encoding="utf-8")
+    assert structure.imports_of_tests([path]) == ({"test_a.py"} if found else set())
 
 
 def test_attributes_by_name_are_found(tmp_path: Path) -> None:
