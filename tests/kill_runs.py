@@ -34,17 +34,30 @@ TIMES = re.compile(r"time|tokens_per_second|memory")
 LIMIT_S = 300
 
 SETTINGS = [
-    "total_train_steps=7", "total_train_epochs=9", "train_dataset.loader=null", "train_dataset.path=rows.jsonl",
-    "train_dataset.batch_size=8", "saver.freq_steps=3", "trial_name=t", "engine.device=cpu",
-]  # fmt: skip
+    "total_train_steps=7",
+    "total_train_epochs=9",
+    "train_dataset.loader=null",
+    "train_dataset.path=rows.jsonl",
+    "train_dataset.batch_size=8",
+    "saver.freq_steps=3",
+    "trial_name=t",
+    "engine.device=cpu",
+]
 VALIDATION = [
-    "valid_dataset.loader=null", "valid_dataset.path=valid.jsonl", "valid_dataset.shuffle=true",
-    "valid_dataset.batch_size=7", "evaluator.freq_steps=2",
-]  # fmt: skip
+    "valid_dataset.loader=null",
+    "valid_dataset.path=valid.jsonl",
+    "valid_dataset.shuffle=true",
+    "valid_dataset.batch_size=7",
+    "evaluator.freq_steps=2",
+]
 POLICY = [
-    *VALIDATION, "gconfig.n_samples=4", "gconfig.temperature=1.5", "rollout.dump_to_file=true", "reward.workers=1",
+    *VALIDATION,
+    "gconfig.n_samples=4",
+    "gconfig.temperature=1.5",
+    "rollout.dump_to_file=true",
+    "reward.workers=1",
     "eval_gconfig.greedy=false",
-]  # fmt: skip
+]
 RECIPES = {
     "gspo": ["--config-name=quickstart", *POLICY, "rollout.dynamic_sampling=true"],
     "ppo": ["--config-name=quickstart_ppo", *POLICY, "critic.warmup_steps=2", "critic.ppo_n_minibatches=2"],
@@ -91,9 +104,11 @@ class Run:
         """Start it in a process group of its own; what it says goes to a file."""
         words = ["-m", f"areno.recipes.{self.recipe}", *arguments(self.recipe), *self.settings, *more]
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        }
         said = self.folder / "said.txt"
         return warm_python.commands().start(words, self.folder, environment, said, said)
 

@@ -46,9 +46,13 @@ def test_the_example_with_a_tool_trains(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples/agentic/tools"
     orders = [{"prompt": f"Go {way}.", "solutions": way} for way in ("up", "down", "left", "right")]
     played = run(
-        tmp_path, str(example / "run_agent.py"), f"reward.fn={example / 'reward.py'}", "total_train_steps=1",
-        "gconfig.max_tokens=900", rows=orders,
-    )  # fmt: skip
+        tmp_path,
+        str(example / "run_agent.py"),
+        f"reward.fn={example / 'reward.py'}",
+        "total_train_steps=1",
+        "gconfig.max_tokens=900",
+        rows=orders,
+    )
     assert len(played.rows[0]) == 16
     assert {row.reward for row in played.rows[0]} == {-1.0}  # random weights call nothing
     assert max(played.series("train/logp_abs_diff_max")) < 1e-4
@@ -103,9 +107,15 @@ def test_failing_samples_leave_their_group_and_are_counted(
     monkeypatch.setattr(_Running, "_settle", settled)
     with caplog.at_level(logging.INFO, "areno"):
         played = run(
-            tmp_path, "faulty.py", "agent.timeout_s=60", "train_dataset.batch_size=5", "total_train_steps=1",
-            "gconfig.n_samples=2", "train_dataset.max_length=200", rows=rows,
-        )  # fmt: skip
+            tmp_path,
+            "faulty.py",
+            "agent.timeout_s=60",
+            "train_dataset.batch_size=5",
+            "total_train_steps=1",
+            "gconfig.n_samples=2",
+            "train_dataset.max_length=200",
+            rows=rows,
+        )
     assert len(played.rows[0]) == 2
     assert played.series("rollout/agent_errors") == [6.0]
     assert played.series("rollout/agent_timeouts") == [2.0]
@@ -160,9 +170,14 @@ def test_rows_that_are_too_long_are_filtered_and_told(tmp_path: Path, caplog: py
     long = [{"prompt": "ok"}, {"prompt": "hello world " * 3}]
     with caplog.at_level(logging.INFO, "areno"):
         played = run(
-            tmp_path, "two_turns.py", "gconfig.max_tokens=140", "gconfig.n_samples=2", "train_dataset.batch_size=2",
-            "total_train_steps=1", rows=long,
-        )  # fmt: skip
+            tmp_path,
+            "two_turns.py",
+            "gconfig.max_tokens=140",
+            "gconfig.n_samples=2",
+            "train_dataset.batch_size=2",
+            "total_train_steps=1",
+            rows=long,
+        )
     assert len(played.rows[0]) == 2
     assert played.series("rollout/agent_filtered") == [2.0]
     assert "agentic trajectory filtered: BadRequestError" in caplog.text

@@ -108,10 +108,18 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(folder: Path, name: str, *overrides: str, **given: Any) -> Played:
     settings = [
-        f"actor.path={model_folder()}", "engine.dummy_load=true", f"agent.fn=verifiers:{name}", "agent.workers=1",
-        "train_dataset.loader=null", "reward.fn=null", "train_dataset.max_length=400", "gconfig.max_tokens=900",
-        "gconfig.temperature=1", "saver.freq_steps=null", "total_train_steps=1",
-    ]  # fmt: skip
+        f"actor.path={model_folder()}",
+        "engine.dummy_load=true",
+        f"agent.fn=verifiers:{name}",
+        "agent.workers=1",
+        "train_dataset.loader=null",
+        "reward.fn=null",
+        "train_dataset.max_length=400",
+        "gconfig.max_tokens=900",
+        "gconfig.temperature=1",
+        "saver.freq_steps=null",
+        "total_train_steps=1",
+    ]
     return play("gspo", folder / "run", *settings, *overrides, **given)
 
 

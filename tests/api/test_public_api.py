@@ -11,9 +11,17 @@ import pytest
 import areno
 
 PUBLIC = {
-    "Areno", "ArenoConfig", "DPOTrainer", "ModelRole", "PPOTrainer", "PolicyOnlyTrainer", "SFTTrainer",
-    "SamplingParams", "TrainSequence", "Trainer",
-}  # fmt: skip
+    "Areno",
+    "ArenoConfig",
+    "DPOTrainer",
+    "ModelRole",
+    "PPOTrainer",
+    "PolicyOnlyTrainer",
+    "SFTTrainer",
+    "SamplingParams",
+    "TrainSequence",
+    "Trainer",
+}
 
 
 def test_the_list_is_what_we_promise() -> None:

@@ -109,10 +109,17 @@ def test_metrics_of_a_script(tmp_path: Path) -> None:
     assert {"time/rollout", "time/score", "time/train", "time/train_critic", "time/step"} <= names
     assert {"train/critic_loss", "train/critic_value_loss", "train/critic_lr"} <= names
     for name, value in [
-        ("rewards_mean", 0.5), ("rewards_std", 0.5), ("rewards_max", 1.0), ("rewards_min", 0.0), ("accuracy", 0.5),
-        ("advantages_mean", 0.0), ("advantages_std", 1.0), ("prompt_len_mean", 4.0), ("num_sequences", 2.0),
+        ("rewards_mean", 0.5),
+        ("rewards_std", 0.5),
+        ("rewards_max", 1.0),
+        ("rewards_min", 0.0),
+        ("accuracy", 0.5),
+        ("advantages_mean", 0.0),
+        ("advantages_std", 1.0),
+        ("prompt_len_mean", 4.0),
+        ("num_sequences", 2.0),
         ("skipped_long", 1.0),
-    ]:  # fmt: skip
+    ]:
         assert [event.value for event in events.Scalars(f"rollout/{name}")] == [value, value]
     assert {"rollout/logprobs_mean", "rollout/seq_len_mean", "rollout/response_len_mean"} <= names
     assert [event.value for event in events.Scalars("rollout/total_skipped_long")] == [1.0, 2.0]

@@ -159,8 +159,11 @@ def test_repeats_come_after_a_warm_up_that_is_not_counted() -> None:
         *(("rollout", 8), ("train", 2), ("rollout", 2)) * 2,
     ]
     assert {name: len(times) for name, times in timed.seconds.items()} == {
-        "rollout": 2, "train": 2, "step": 2, "prefill": 2,
-    }  # fmt: skip
+        "rollout": 2,
+        "train": 2,
+        "step": 2,
+        "prefill": 2,
+    }
     assert timed.stats == [{"n": 5}, {"n": 8}]
 
 

@@ -25,11 +25,37 @@ MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
 HEADER = json.loads((MODEL / WEIGHTS).read_bytes()[8 : 8 + struct.unpack("<Q", (MODEL / WEIGHTS).read_bytes()[:8])[0]])
-VALUES = st.sampled_from([
-    None, True, 0, 1, -1, 3, 2**31, 2**63, 2**64, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x",
-    "\x1b[2J\n", "\ud800", [], [1], ["x"], [[]], [None] * 3, {}, {"": {}}, {"x": "\n"},
-    json.loads("[" * 500 + "]" * 500),
-])  # fmt: skip
+VALUES = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        1,
+        -1,
+        3,
+        2**31,
+        2**63,
+        2**64,
+        10**400,
+        0.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "\x1b[2J\n",
+        "\ud800",
+        [],
+        [1],
+        ["x"],
+        [[]],
+        [None] * 3,
+        {},
+        {"": {}},
+        {"x": "\n"},
+        json.loads("[" * 500 + "]" * 500),
+    ]
+)
 FIELDS = [*CONFIG, "rope_scaling", "sliding_window", "layer_types", "quantization_config", "text_config", "num_labels"]
 FILES = st.sampled_from(["a.safetensors", "../a.safetensors", "\0.safetensors", ".safetensors"])
 PLACES = st.sampled_from(["F8_E4M3", "I64", "F4", [0, 2**62], [10, 5], [0, 0]])

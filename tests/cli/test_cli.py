@@ -113,8 +113,11 @@ def test_runs_has_a_line_for_each(runs: Path, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     lines = [line for line in told.splitlines() if "adding/" in line]
     assert [name for line in lines for name in line.split() if "adding/" in name] == [
-        "adding/a", "adding/b", "adding/sweep/0", "adding/sweep/1",
-    ]  # fmt: skip
+        "adding/a",
+        "adding/b",
+        "adding/sweep/0",
+        "adding/sweep/1",
+    ]
     assert "reward 0.3 at step 3" in lines[0]
 
 
@@ -299,9 +302,14 @@ def completions(line: str, answer: Path) -> set[str]:
     """What argcomplete answers a shell for a line. The shell gives it a file to answer into."""
     pytest.importorskip("argcomplete", reason="needs the completion extra")
     environment = {
-        **os.environ, "_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n",
-    }  # fmt: skip
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "_ARGCOMPLETE_IFS": "\n",
+    }
     subprocess.run([sys.executable, "-m", "areno.cli"], env=environment, timeout=60)
     return {word.strip() for word in answer.read_text(encoding="utf-8").split("\n")}
 

@@ -121,8 +121,11 @@ CASES: list[tuple[str, str, dict]] = [
     ("sft", "--max-prompt-tokens 77", {"train_dataset.max_length": 77}),
     ("grpo", "--max-new-tokens 78", {"gconfig.max_new_tokens": 78}),
     ("grpo", "--max-context-len 4096", {"gconfig.max_tokens": 4096}),
-    ("gspo", "--temperature 0.7 --top-k 5 --top-p 0.9",
-     {"gconfig.temperature": 0.7, "gconfig.top_k": 5, "gconfig.top_p": 0.9}),
+    (
+        "gspo",
+        "--temperature 0.7 --top-k 5 --top-p 0.9",
+        {"gconfig.temperature": 0.7, "gconfig.top_k": 5, "gconfig.top_p": 0.9},
+    ),
     ("ppo", "--greedy --n-samples 1", {"gconfig.greedy": True, "gconfig.n_samples": 1}),
     ("gspo", "--eager-decode", {"rollout.eager_decode": True}),
     ("gspo", "--drop-rollout-state", {"rollout.drop_rollout_state": True}),
@@ -136,23 +139,31 @@ CASES: list[tuple[str, str, dict]] = [
     ("ppo", "--mini-bs 2", {"actor.mb_spec.mini_bs": 2, "critic.mb_spec.mini_bs": 2}),
     ("sft", "--gradient-accumulation-steps 2", {"actor.gradient_accumulation_steps": 2}),
     ("sft", "--activation-checkpointing", {}),
-    ("ppo", "--no-activation-checkpointing",
-     {"actor.gradient_checkpointing": False, "critic.gradient_checkpointing": False}),
+    (
+        "ppo",
+        "--no-activation-checkpointing",
+        {"actor.gradient_checkpointing": False, "critic.gradient_checkpointing": False},
+    ),
     ("sft", "--lr 2e-5", {"actor.optimizer.lr": 2e-5}),
     ("ppo", "--lr 2e-5", {"actor.optimizer.lr": 2e-5}),
     ("dpo", "--min-lr 5e-7", {"actor.optimizer.min_lr_ratio": 0.5}),
     ("sft", "--lr 4e-5 --min-lr 1e-5", {"actor.optimizer.lr": 4e-5, "actor.optimizer.min_lr_ratio": 0.25}),
-    ("sft", "--lr-decay-steps 5 --lr-decay-style linear",
-     {"actor.optimizer.lr_decay_steps": 5, "actor.optimizer.lr_scheduler_type": "linear"}),
+    (
+        "sft",
+        "--lr-decay-steps 5 --lr-decay-style linear",
+        {"actor.optimizer.lr_decay_steps": 5, "actor.optimizer.lr_scheduler_type": "linear"},
+    ),
     ("sft", "--adam-beta1 0.8 --adam-beta2 0.95", {"actor.optimizer.beta1": 0.8, "actor.optimizer.beta2": 0.95}),
     ("sft", "--adam-8bit", {"actor.optimizer.type": "adam_8bit"}),
     ("ppo", "--adam-8bit", {"actor.optimizer.type": "adam_8bit", "critic.optimizer.type": "adam_8bit"}),
-    ("ppo", "--weight-decay 0 --grad-clip-norm 2",
-     {"actor.optimizer.weight_decay": 0, "actor.optimizer.gradient_clipping": 2}),
+    (
+        "ppo",
+        "--weight-decay 0 --grad-clip-norm 2",
+        {"actor.optimizer.weight_decay": 0, "actor.optimizer.gradient_clipping": 2},
+    ),
     ("dpo", "--ref-ckpt other", {"ref.path": "other"}),
     ("ppo", "--ref-ckpt other", {"ref.path": "other"}),
-    ("grpo", "--ref-ckpt other --kl-loss-coef 0.1",
-     {"ref.path": "other", "ref.offload": False, "actor.kl_ctl": 0.1}),
+    ("grpo", "--ref-ckpt other --kl-loss-coef 0.1", {"ref.path": "other", "ref.offload": False, "actor.kl_ctl": 0.1}),
     ("ppo", "--critic-ckpt other", {"critic.path": "other"}),
     ("ppo", "--critic-lr 1e-4 --critic-warmup-steps 0", {"critic.optimizer.lr": 1e-4, "critic.warmup_steps": 0}),
     ("gspo", "--gspo-clip-eps 4e-4", {"actor.eps_clip": 4e-4}),
@@ -170,7 +181,7 @@ CASES: list[tuple[str, str, dict]] = [
     ("ppo", "--gamma 0.9 --lam 0.8", {"actor.discount": 0.9, "actor.gae_lambda": 0.8}),
     ("gspo", "--save-path there --save-interval 5", {"saver.path": "there", "saver.freq_steps": 5}),
     ("gspo", "--metrics-log-dir there", {"stats_logger.tensorboard.path": "there"}),
-]  # fmt: skip
+]
 
 
 def batches() -> Iterator[tuple[str, str, dict]]:

@@ -31,12 +31,12 @@ def bounded(n: int) -> Any:
 
 
 NAMES = [
-    "step", "time", "train/loss", "rollout/rewards_mean", "time/step", "reward", "prompt", "completion", "tokens",
-    "token_ids", "prompt_token_ids", "logprobs", "train_logprobs", "token_advantages", "advantage", "group", "row",
-    "rows", "sources", "trained", "trajectory", "turns", "response_tokens", "finish_reason", "versions", "loss_mask",
-    "actor", "path", "saver", "hydra", "overrides", "task", "defaults", "areno", "gconfig", "experiment_name",
-    "trial_name", "cluster", "recover", "stats_logger", "run", "sweep", "mode", "launcher", "searchpath", "engine",
-]  # fmt: skip
+    *("step", "time", "train/loss", "rollout/rewards_mean", "time/step", "reward", "prompt", "completion", "tokens"),
+    *("token_ids", "prompt_token_ids", "logprobs", "train_logprobs", "token_advantages", "advantage", "group", "row"),
+    *("rows", "sources", "trained", "trajectory", "turns", "response_tokens", "finish_reason", "versions", "loss_mask"),
+    *("actor", "path", "saver", "hydra", "overrides", "task", "defaults", "areno", "gconfig", "experiment_name"),
+    *("trial_name", "cluster", "recover", "stats_logger", "run", "sweep", "mode", "launcher", "searchpath", "engine"),
+]
 ODD = [10**400, -(10**5), 1e308, 2**70, "${x}", "${actor}", "???", "\ud800", "\0", "1e-6", "/", "<b>"]
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=6), st.sampled_from(ODD)
@@ -103,15 +103,38 @@ def ends(capture: Any) -> None:
 
 
 SAMPLE = {
-    "row": 0, "group": 0, "prompt": "1+1=", "completion": "2", "reward": 1.0, "status": "ok", "message": "",
-    "solutions": "2", "prompt_tokens": 4, "response_tokens": 2, "finish_reason": "stop", "advantage": 0.5,
-    "prompt_token_ids": [1, 2, 3, 4], "token_ids": [5, 0], "tokens": ["2", ""], "logprobs": [-0.1, -0.2],
+    "row": 0,
+    "group": 0,
+    "prompt": "1+1=",
+    "completion": "2",
+    "reward": 1.0,
+    "status": "ok",
+    "message": "",
+    "solutions": "2",
+    "prompt_tokens": 4,
+    "response_tokens": 2,
+    "finish_reason": "stop",
+    "advantage": 0.5,
+    "prompt_token_ids": [1, 2, 3, 4],
+    "token_ids": [5, 0],
+    "tokens": ["2", ""],
+    "logprobs": [-0.1, -0.2],
     "versions": [[1, 2]],
-}  # fmt: skip
-TURN = {"tokens": [1, 2, 5, 0], "sources": [[2, 2], [4, 2]], "trained": [[0, 2], [1, 2]], "logprobs": [-0.1, -0.2],
-        "versions": [[1, 2]]}  # fmt: skip
-AGENTS = {**{name: SAMPLE[name] for name in ("row", "group", "prompt", "completion", "reward", "advantage", "status",
-          "response_tokens")}, "trajectory": {"turns": 1, "rows": [TURN]}}  # fmt: skip
+}
+TURN = {
+    "tokens": [1, 2, 5, 0],
+    "sources": [[2, 2], [4, 2]],
+    "trained": [[0, 2], [1, 2]],
+    "logprobs": [-0.1, -0.2],
+    "versions": [[1, 2]],
+}
+AGENTS = {
+    **{
+        name: SAMPLE[name]
+        for name in ("row", "group", "prompt", "completion", "reward", "advantage", "status", "response_tokens")
+    },
+    "trajectory": {"turns": 1, "rows": [TURN]},
+}
 FILES = {
     "config.yaml": b"# Recipes: gspo\n" + TASK.partition("\n")[2].encode() + b"trial_name: t\n",
     "overrides.yaml": b'- "seed=1"\n',
@@ -171,8 +194,11 @@ def test_commands_that_read_a_run(work, name, change):
     ends(lambda: main(["report", "t", "other", "-o", "page.html"]))
 
 
-@given(name=st.sampled_from(["config.yaml", "rollouts/000002.jsonl", "rollouts/000002.jsonl", "versions.json"]),
-       change=changes, number=st.integers(0, 2))  # fmt: skip
+@given(
+    name=st.sampled_from(["config.yaml", "rollouts/000002.jsonl", "rollouts/000002.jsonl", "versions.json"]),
+    change=changes,
+    number=st.integers(0, 2),
+)
 @bounded(30)
 def test_replay(work, name, change, number):
     odd_run(name, change)
@@ -187,8 +213,13 @@ def test_resume(work, name, change):
     odd_run(name, change)
     played = Played(name="gspo", config=GSPOConfig, loop=loop, default="small", main=Main())
     ends(lambda: command.run(played, "gspo", ["--resume", "t"]))
-    ends(lambda: command.run(played, "gspo", ["--config-dir=my", "--config-name=small", "trial_name=t",
-                                              "cluster.fileroot=.", "experiment_name=."]))  # fmt: skip
+    ends(
+        lambda: command.run(
+            played,
+            "gspo",
+            ["--config-dir=my", "--config-name=small", "trial_name=t", "cluster.fileroot=.", "experiment_name=."],
+        )
+    )
 
 
 @given(change=changes, override=st.none() | st.text(max_size=8) | st.builds("{}={}".format, names, values))

@@ -104,10 +104,16 @@ def test_an_evaluation_harness_scores_what_areno_saved(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
-        "task": "choices", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}", "metric_list": [{"metric": "acc"}],
-    }  # fmt: skip
+        "task": "choices",
+        "dataset_path": "json",
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}],
+    }
     with made() as trainer:
         trainer.write_checkpoint(tmp_path / "model")
     folder = str(tmp_path / "model")

@@ -19,16 +19,46 @@ from tests.helpers.damaged_files import damaged, examples
 
 KINDS = st.sampled_from(["prompt", "sft", "dpo"])
 FORMS = [
-    ("prompt", "solutions", "tools"), ("prompt", "response"), ("messages",), ("prompt", "chosen", "rejected"),
-    ("chosen", "rejected"), ("question", "answer"), ("instruction", "input", "output", "history", "system"),
-    ("prompt", "completion"), ("conversations", "system", "tools"), ("conversations", "chosen", "rejected"),
+    ("prompt", "solutions", "tools"),
+    ("prompt", "response"),
+    ("messages",),
+    ("prompt", "chosen", "rejected"),
+    ("chosen", "rejected"),
+    ("question", "answer"),
+    ("instruction", "input", "output", "history", "system"),
+    ("prompt", "completion"),
+    ("conversations", "system", "tools"),
+    ("conversations", "chosen", "rejected"),
     ("prompt", "reward_model"),
-]  # fmt: skip
+]
 DEEP = json.loads("[" * 500 + "]" * 500)
-VALUES = st.sampled_from([
-    None, True, 3, float("nan"), "x", "", "text", "user", "assistant", "human", "gpt", "function_call",
-    "\x1b[2J", "\ud800", '{"name": "f"}', "[" * 200_000, "9" * 5000, [], ["x"], [["x", "y"]], {}, {"\n": "x"}, DEEP,
-])  # fmt: skip
+VALUES = st.sampled_from(
+    [
+        None,
+        True,
+        3,
+        float("nan"),
+        "x",
+        "",
+        "text",
+        "user",
+        "assistant",
+        "human",
+        "gpt",
+        "function_call",
+        "\x1b[2J",
+        "\ud800",
+        '{"name": "f"}',
+        "[" * 200_000,
+        "9" * 5000,
+        [],
+        ["x"],
+        [["x", "y"]],
+        {},
+        {"\n": "x"},
+        DEEP,
+    ]
+)
 TURNS = st.fixed_dictionaries({"from": VALUES, "value": VALUES}).map(dict) | st.fixed_dictionaries(
     {}, optional=dict.fromkeys(("role", "content", "tool_calls", "type", "text"), VALUES)
 )
@@ -39,7 +69,7 @@ FILES = {
     "a.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in GOOD).encode(),
     "a.csv": 'prompt,solutions,response\nWhat is 1+1?,2,2\n"ä,\n""b""",,c\n'.encode(),
     "a.tsv": b"prompt\tresponse\nWhat\t2\n",
-}  # fmt: skip
+}
 FILES |= {f"{name}.gz": gzip.compress(data, mtime=0) for name, data in FILES.items()}
 
 

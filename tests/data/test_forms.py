@@ -34,31 +34,68 @@ def real(name: str) -> str:
         ("prompt", {"question": "2+2?", "answer": "4"}, "questions", {"prompt": "2+2?", "solutions": "4"}),
         ("prompt", {"problem": "x", "solution": "long", "answer": "4"}, "questions", {"solutions": "4"}),
         ("prompt", {"prompt": "2+2?", "answer": "4"}, "questions", {"prompt": "2+2?", "solutions": "4"}),
-        ("prompt", {"instruction": "Add.", "input": "2, 2", "output": "4"}, "alpaca",
-         {"prompt": "Add.\n2, 2", "solutions": "4"}),
+        (
+            "prompt",
+            {"instruction": "Add.", "input": "2, 2", "output": "4"},
+            "alpaca",
+            {"prompt": "Add.\n2, 2", "solutions": "4"},
+        ),
         ("prompt", {"messages": MESSAGES}, "conversation", {"prompt": MESSAGES[:1], "solutions": "4"}),
         ("prompt", {"messages": MESSAGES[:1]}, "conversation", {"prompt": MESSAGES[:1]}),
         ("prompt", {"conversations": TURNS}, "sharegpt", {"prompt": MESSAGES[:1], "solutions": "4"}),
-        ("prompt", {"prompt": MESSAGES[:1], "reward_model": {"ground_truth": "4", "style": "rule"}}, "verl",
-         {"solutions": "4"}),
+        (
+            "prompt",
+            {"prompt": MESSAGES[:1], "reward_model": {"ground_truth": "4", "style": "rule"}},
+            "verl",
+            {"solutions": "4"},
+        ),
         ("sft", {"prompt": "2+2?", "completion": "4"}, "completion", {"response": "4"}),
         ("sft", {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, "completion", {"messages": MESSAGES}),
         ("sft", {"instruction": "Add.", "input": "", "output": "4"}, "alpaca", {"prompt": "Add.", "response": "4"}),
-        ("sft", {"instruction": "And 1?", "output": "5", "system": "Add.", "history": [["2+2?", "4"]]}, "alpaca",
-         {"prompt": [{"role": "system", "content": "Add."}, *MESSAGES, {"role": "user", "content": "And 1?"}],
-          "response": "5"}),
-        ("sft", {"conversations": TURNS, "system": "Be brief."}, "sharegpt",
-         {"messages": [{"role": "system", "content": "Be brief."}, *MESSAGES]}),
-        ("sft", {"conversations": [TURNS[0], {"from": "function_call", "value": json.dumps(CALL)},
-                                   {"from": "observation", "value": "4"}, TURNS[1]]}, "sharegpt",
-         {"messages": [MESSAGES[0], {"role": "assistant", "content": "",
-                                     "tool_calls": [{"type": "function", "function": CALL}]},
-                       {"role": "tool", "content": "4"}, MESSAGES[1]]}),
-        ("dpo", {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "5"}}, "sharegpt",
-         {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": [{"role": "assistant", "content": "5"}]}),
+        (
+            "sft",
+            {"instruction": "And 1?", "output": "5", "system": "Add.", "history": [["2+2?", "4"]]},
+            "alpaca",
+            {
+                "prompt": [{"role": "system", "content": "Add."}, *MESSAGES, {"role": "user", "content": "And 1?"}],
+                "response": "5",
+            },
+        ),
+        (
+            "sft",
+            {"conversations": TURNS, "system": "Be brief."},
+            "sharegpt",
+            {"messages": [{"role": "system", "content": "Be brief."}, *MESSAGES]},
+        ),
+        (
+            "sft",
+            {
+                "conversations": [
+                    TURNS[0],
+                    {"from": "function_call", "value": json.dumps(CALL)},
+                    {"from": "observation", "value": "4"},
+                    TURNS[1],
+                ]
+            },
+            "sharegpt",
+            {
+                "messages": [
+                    MESSAGES[0],
+                    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+                    {"role": "tool", "content": "4"},
+                    MESSAGES[1],
+                ]
+            },
+        ),
+        (
+            "dpo",
+            {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "5"}},
+            "sharegpt",
+            {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": [{"role": "assistant", "content": "5"}]},
+        ),
         ("dpo", {"question": "2+2?", "chosen": "4", "rejected": "5"}, "questions", {"prompt": "2+2?"}),
     ],
-)  # fmt: skip
+)
 def test_forms(kind, row, form, expected, caplog):
     caplog.set_level(logging.INFO, "areno")
     found = recognise_form([row], kind)
@@ -122,8 +159,9 @@ def test_columns(tmp_path):
     config = DatasetConfig(path=str(path), columns=ColumnsConfig(prompt="task", solutions="result"))
     rows = load_rows(config, "prompt")
     assert [(rows[n]["prompt"], rows[n]["solutions"], rows[n]["question"]) for n in range(2)] == [
-        ("1+1=", "2", "no"), ("3+4=", "7", "no"),
-    ]  # fmt: skip
+        ("1+1=", "2", "no"),
+        ("3+4=", "7", "no"),
+    ]
 
 
 def test_columns_that_cannot_be(tmp_path):

@@ -58,12 +58,31 @@ def test_the_fields_of_requests_are_those_that_are_read() -> None:
     said = text.partition("The requests may use")[2].partition("An unknown field")[0]
     fields = set(re.findall(r"`(\w+)`", said))
     values = {
-        "n": 1, "stop": "a", "seed": 1, "temperature": 1, "top_p": 1, "max_tokens": 3, "max_completion_tokens": 3,
-        "logprobs": True, "top_logprobs": 1, "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0,
-        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
-        "stream": False, "top_k": 1, "min_p": 0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [],
-        "chat_template_kwargs": {}, "return_token_ids": True,
-    }  # fmt: skip
+        "n": 1,
+        "stop": "a",
+        "seed": 1,
+        "temperature": 1,
+        "top_p": 1,
+        "max_tokens": 3,
+        "max_completion_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "logit_bias": {},
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "stream": False,
+        "top_k": 1,
+        "min_p": 0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "stop_token_ids": [],
+        "chat_template_kwargs": {},
+        "return_token_ids": True,
+    }
     assert fields == {*values, "echo"}
     read_chat({"model": "m", "messages": [{"role": "user", "content": "a"}], **values}, SamplingParams())
     read_completion({"model": "m", "prompt": "a", "echo": True}, SamplingParams())

@@ -34,9 +34,14 @@ RUN_TIME = [
 ]
 """Where errors are raised that can end a run. Those elsewhere are about settings, data, models, calls of a script."""
 OF_SCRIPTS = [
-    "call start() first", "the engine is closed", "request id", "outside a rollout phase", "cannot be sent to a worker",
-    "holds one device", "need a tokenizer",
-]  # fmt: skip
+    "call start() first",
+    "the engine is closed",
+    "request id",
+    "outside a rollout phase",
+    "cannot be sent to a worker",
+    "holds one device",
+    "need a tokenizer",
+]
 """Errors there that only a script's calls or its settings can cause. They say what to do."""
 
 

@@ -100,7 +100,7 @@ DIVIDE = "or divide the model over more devices (engine.tp_size)"
         ("actor", {"mini_bs": 1}, True, {"max_kv_tokens": 64}, False, f"{CACHE}lower rollout.max_kv_tokens {DIVIDE}"),
     ],
     ids=["budget", "rows", "recompute", "cache", "given cache"],
-)  # fmt: skip
+)
 def test_training_runs_out(
     section: str, mb_spec: Any, recomputes: bool, decoder: Any, in_adam: bool, said: str
 ) -> None:

@@ -288,15 +288,28 @@ BIG = [
     ],
 )
 def test_a_model_of_real_sizes(
-    device: str, shape: str, n_layers: int, n_steps: int, settings: list[str], tmp_path: Path,
+    device: str,
+    shape: str,
+    n_layers: int,
+    n_steps: int,
+    settings: list[str],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """On CUDA in bf16, with the kernels of attention and products that real runs have."""
     model = shape_of_a_model(tmp_path / "model", shape, n_layers)
     reward = tmp_path / "reward.py"  # completions of random weights are no text, but their tokens differ
     reward.write_text("def reward_fn(record):\n    return sum(record.tokens) % 7\n", encoding="utf-8")
-    settings = [*SETTINGS, *BIG, f"actor.path={model}", f"total_train_steps={n_steps}", f"engine.device={device}",
-                "engine.workers=spawn", f"reward.fn={reward}", *settings]  # fmt: skip
+    settings = [
+        *SETTINGS,
+        *BIG,
+        f"actor.path={model}",
+        f"total_train_steps={n_steps}",
+        f"engine.device={device}",
+        "engine.workers=spawn",
+        f"reward.fn={reward}",
+        *settings,
+    ]
     first = play("gspo", tmp_path / "first", *settings)
     late(monkeypatch)
     second = play("gspo", tmp_path / "second", *settings)
@@ -322,11 +335,13 @@ def test_what_memory_lets_be_kept_changes_no_bit(
     settings = spec(path, [device], dtype=dtype, gradient_checkpointing=True)
     rows = [
         TrainSequence(
-            prompt_mask=[True] * 5 + [False] * n, tokens=[7 * n + i for i in range(5 + n)],
-            logprobs=[0.0] * 5 + [-5.0] * n, advantages=[0.0] * 5 + [float(n % 3 - 1)] * n,
+            prompt_mask=[True] * 5 + [False] * n,
+            tokens=[7 * n + i for i in range(5 + n)],
+            logprobs=[0.0] * 5 + [-5.0] * n,
+            advantages=[0.0] * 5 + [float(n % 3 - 1)] * n,
         )
         for n in range(10, 60)
-    ]  # fmt: skip
+    ]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the first product with a fixed order looks at it
     begin_deterministic(device, 1)
     found = []

@@ -25,11 +25,26 @@ from tests.helpers.critics import critic, reference
 from tests.helpers.tiny_engine import model_folder, spec
 
 QWEN3_8B = TransformerConfig(
-    family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
-    num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=Rope(1e6), max_position_embeddings=40960,
-    tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, eos_token_ids=(1,),
-    initializer_range=0.02, hf={},
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope=Rope(1e6),
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    eos_token_ids=(1,),
+    initializer_range=0.02,
+    hf={},
+)
 QWEN3_32B = replace(QWEN3_8B, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64)
 ADAPTERS = AdapterSpec(rank=32, alpha=16.0, targets=("q_proj", "o_proj", "down_proj"))
 ACTOR = Model("actor", QWEN3_8B, "adam", "actor")
@@ -193,8 +208,11 @@ def applied(footprint: Footprint, text: str) -> Footprint:
 
 
 LAYOUTS: list[dict[str, int]] = [
-    {}, {"world_size": 4}, {"world_size": 4, "tp_size": 4}, {"world_size": 4, "zero_stage": 2},
-]  # fmt: skip
+    {},
+    {"world_size": 4},
+    {"world_size": 4, "tp_size": 4},
+    {"world_size": 4, "zero_stage": 2},
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -25,9 +25,13 @@ from tests.helpers.layouts import folder_with
 from tests.helpers.tiny_engine import spec, wait_saved
 
 LARGE = {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 64,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
 VOCAB = 8000
 SLACK = 2**25  # for pieces on their way, and what malloc keeps of those that were freed
 pytestmark = [

@@ -59,11 +59,17 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, words: list[str], mod
 @pytest.mark.parametrize(
     ("words", "is_command"),
     [
-        ("-m areno.recipes.gspo seed=1", True), ("-u -X dev -m areno.cli train", True), ("/usr/bin/areno runs", True),
-        ("-m areno.bench", True), ("-m pytest areno", False), ("script.py areno", False), ("", False),
-        ("-c from-multiprocessing.spawn --multiprocessing-fork", False), ("-m areno.rewards.process", False),
+        ("-m areno.recipes.gspo seed=1", True),
+        ("-u -X dev -m areno.cli train", True),
+        ("/usr/bin/areno runs", True),
+        ("-m areno.bench", True),
+        ("-m pytest areno", False),
+        ("script.py areno", False),
+        ("", False),
+        ("-c from-multiprocessing.spawn --multiprocessing-fork", False),
+        ("-m areno.rewards.process", False),
     ],
-)  # fmt: skip
+)
 def test_only_a_command_ends_at_once(words: str, is_command: bool):
     """A library, or a process that multiprocessing has started, keeps its handlers."""
     assert interrupts._is_command(words.split()) is is_command
@@ -83,10 +89,12 @@ def test_ctrl_c_in_rollout():
 @pytest.mark.parametrize(
     ("workers", "phase", "number"),
     [  # every pair of a value with another one
-        ("inline", "rollout", signal.SIGINT), ("inline", "train", signal.SIGTERM),
-        ("spawn", "rollout", signal.SIGTERM), ("spawn", "train", signal.SIGINT),
+        ("inline", "rollout", signal.SIGINT),
+        ("inline", "train", signal.SIGTERM),
+        ("spawn", "rollout", signal.SIGTERM),
+        ("spawn", "train", signal.SIGINT),
     ],
-)  # fmt: skip
+)
 def test_interrupted(workers, phase, number):
     with Driver(phase, f"engine.workers={workers}") as driver:
         driver.process.send_signal(number)

@@ -20,8 +20,15 @@ DATA = [{"prompt": f"hello {number}", "solutions": number} for number in range(8
 def run(folder: Path, agent: str, *overrides: str, recipe: str = "gspo", rows: Any = DATA, **given: Any) -> Played:
     file = AGENTS / agent
     settings = [
-        f"actor.path={model_folder()}", "engine.dummy_load=true", f"agent.fn={file}", f"reward.fn={REWARD}",
-        "reward.workers=1", "agent.workers=1", "train_dataset.max_length=50", "gconfig.max_tokens=400",
-        "gconfig.temperature=1", "saver.freq_steps=null",
-    ]  # fmt: skip
+        f"actor.path={model_folder()}",
+        "engine.dummy_load=true",
+        f"agent.fn={file}",
+        f"reward.fn={REWARD}",
+        "reward.workers=1",
+        "agent.workers=1",
+        "train_dataset.max_length=50",
+        "gconfig.max_tokens=400",
+        "gconfig.temperature=1",
+        "saver.freq_steps=null",
+    ]
     return play(recipe, folder, *settings, *overrides, train_dataset=rows, **given)

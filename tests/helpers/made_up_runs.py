@@ -31,7 +31,17 @@ def make_run(folder: Path, name: str, seed: int, n_steps: int, n_samples: int = 
 def sample(step: int, number: int) -> dict[str, object]:
     tokens = [f"{step}", "+", f"{number}", "</script><b>", "é"]
     return {
-        "row": number // 2, "prompt": f"prompt {number // 2} <i>", "completion": "".join(tokens), "reward": number % 2,
-        "status": "ok", "message": "", "solutions": ["4"], "prompt_tokens": 3, "response_tokens": 5,
-        "finish_reason": "stop", "advantage": 0.5, "tokens": tokens, "logprobs": [-0.1, -5.0, math.nan, -1.0, 0.0],
-    }  # fmt: skip
+        "row": number // 2,
+        "prompt": f"prompt {number // 2} <i>",
+        "completion": "".join(tokens),
+        "reward": number % 2,
+        "status": "ok",
+        "message": "",
+        "solutions": ["4"],
+        "prompt_tokens": 3,
+        "response_tokens": 5,
+        "finish_reason": "stop",
+        "advantage": 0.5,
+        "tokens": tokens,
+        "logprobs": [-0.1, -5.0, math.nan, -1.0, 0.0],
+    }

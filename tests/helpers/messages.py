@@ -36,8 +36,9 @@ def warnings(folder: Path) -> Iterator[Message]:
                 owner = call.func.value
                 name = owner.id if isinstance(owner, ast.Name) else ""
                 if (name.lower().endswith("logger") and call.func.attr in LEVELS) or (name, call.func.attr) == (
-                    "warnings", "warn",
-                ):  # fmt: skip
+                    "warnings",
+                    "warn",
+                ):
                     yield from _messages(source, call, call.args[0])
 
 

@@ -135,10 +135,14 @@ def around_in_float64(
     mixed = torch.cat(rows)
     mixed = mixed / (1 + (-mixed).exp())
     n_key = weights.n_key_heads * weights.key_dim
-    q, k, v = (each.unflatten(1, (-1, dim)) for each, dim in zip(
-        mixed.split((n_key, n_key, mixed.shape[1] - 2 * n_key), dim=1),
-        (weights.key_dim, weights.key_dim, weights.value_dim), strict=True,
-    ))  # fmt: skip
+    q, k, v = (
+        each.unflatten(1, (-1, dim))
+        for each, dim in zip(
+            mixed.split((n_key, n_key, mixed.shape[1] - 2 * n_key), dim=1),
+            (weights.key_dim, weights.key_dim, weights.value_dim),
+            strict=True,
+        )
+    )
     q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
     decay = -weights.A_log_H.exp() * (1 + (a_NH + weights.dt_bias_H).exp()).log()
     normed = out_NHV / (out_NHV.square().mean(-1, keepdim=True) + weights.eps).sqrt() * weights.norm_V

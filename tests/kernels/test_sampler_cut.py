@@ -9,9 +9,17 @@ from torch import Tensor
 from tests.helpers.interpreted import run_interpreted
 
 FILTERS = [  # (top_k, top_p); -1 and 1.0 are off
-    (1, 1.0), (20, 1.0), (700, 1.0), (-1, 1e-6), (-1, 0.5), (-1, 0.95), (-1, 1 - 1e-7), (20, 0.95), (700, 0.9),
+    (1, 1.0),
+    (20, 1.0),
+    (700, 1.0),
+    (-1, 1e-6),
+    (-1, 0.5),
+    (-1, 0.95),
+    (-1, 1 - 1e-7),
+    (20, 0.95),
+    (700, 0.9),
     (1, 0.5),
-]  # fmt: skip
+]
 FEW_FILTERS = [(-1, 0.95), (20, 0.8)]
 FEW_ROWS = ["flat", "zipf", "sorted zipf", "ties", "both zeros", "half is -inf"]  # the interpreter is slow
 
@@ -51,10 +59,17 @@ def check_cut(
     logits = torch.stack([row for _, row, _, _ in cases]).to(device)
     slots, no = torch.arange(n, device=device), torch.zeros(n, dtype=torch.int64, device=device)
     settings = SamplingSettings(
-        key=no, temperature=torch.ones(n, device=device), greedy=no.bool(), min_new=no, banned=no[:, None],
+        key=no,
+        temperature=torch.ones(n, device=device),
+        greedy=no.bool(),
+        min_new=no,
+        banned=no[:, None],
         top_k=torch.tensor([k for _, _, k, _ in cases], device=device),
-        top_p=torch.tensor([p for _, _, _, p in cases], device=device), penalty=no.float(), counts=None, last_token=no,
-    )  # fmt: skip
+        top_p=torch.tensor([p for _, _, _, p in cases], device=device),
+        penalty=no.float(),
+        counts=None,
+        last_token=no,
+    )
     spans = torch.nn.functional.pad(logits, (0, n_spans * span - vocab), value=-torch.inf).view(n, n_spans, span)
     tops = spans.max(-1).values
     sums = (spans - tops.clamp(min=-1e30)[:, :, None]).exp().sum(-1)

@@ -94,9 +94,17 @@ def test_no_warp_takes_a_turn_from_one_that_has_not_read_it() -> None:
     from areno.kernels.symmetric_memory.triton import _all_reduce_norm_kernel as kernel
 
     types = {
-        "x_ptr": "*fp32", "part_ptr": "*bf16", "sum_ptr": "*fp32", "weight_ptr": "*bf16", "normed_ptr": "*bf16",
-        "size": "i32", "eps": "fp32", "inboxes_ptr": "i64", "turns_ptr": "*i32", "rank": "i32",
-    }  # fmt: skip
+        "x_ptr": "*fp32",
+        "part_ptr": "*bf16",
+        "sum_ptr": "*fp32",
+        "weight_ptr": "*bf16",
+        "normed_ptr": "*bf16",
+        "size": "i32",
+        "eps": "fp32",
+        "inboxes_ptr": "i64",
+        "turns_ptr": "*i32",
+        "rank": "i32",
+    }
     constants = {"SIZE": 2, "PIECE": 8192, "N_PROGRAMS": 512, "BLOCK": 8, "PLUS_ONE": False}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = triton.compiler.ASTSource(

@@ -186,9 +186,14 @@ def test_a_line_for_each_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
         lines.end(1, None, "no rows")
     terminal.close()
     assert terminal.lines == [
-        "[0] seed=1", "[1] seed=2", "[1] 10:00:00 warning: all rewards are equal",
-        "[1] Traceback (most recent call last):", "[0] eval/accuracy: 0.75", "[1] failed: no rows", "",
-    ]  # fmt: skip
+        "[0] seed=1",
+        "[1] seed=2",
+        "[1] 10:00:00 warning: all rewards are equal",
+        "[1] Traceback (most recent call last):",
+        "[0] eval/accuracy: 0.75",
+        "[1] failed: no rows",
+        "",
+    ]
 
 
 def test_all_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

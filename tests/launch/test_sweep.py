@@ -80,14 +80,20 @@ def test_files_hold_the_same(tmp_path: Path) -> None:
     assert (found["objective"], found["mode"], found["best"]) == ("eval/accuracy", "max", 2)
     assert [run["run"] for run in found["runs"]] == [2, 1, 4, 0, 3]
     assert found["averages"][2] == {
-        "overrides": {"actor.optimizer.lr": "1e-4"}, "mean": pytest.approx(0.6), "std": pytest.approx(0.02**0.5),
+        "overrides": {"actor.optimizer.lr": "1e-4"},
+        "mean": pytest.approx(0.6),
+        "std": pytest.approx(0.02**0.5),
         "runs": [0, 1],
-    }  # fmt: skip
+    }
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert rows[0] == {
-        "run": "2", "objective": "0.9", "actor.optimizer.lr": "2e-4", "seed": "1", "gconfig.n_samples": "4"
-    }  # fmt: skip
+        "run": "2",
+        "objective": "0.9",
+        "actor.optimizer.lr": "2e-4",
+        "seed": "1",
+        "gconfig.n_samples": "4",
+    }
     assert rows[-1]["objective"] == ""
 
 

@@ -77,9 +77,13 @@ def compare_interpreted() -> None:
 
 NOPE = Rope(1.0, "none")
 LIKE_GEMMA: dict[str, Any] = {
-    "norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "embed_scale": 3.0, "num_layers": 3,
+    "norms": "both",
+    "norm_plus_one": True,
+    "activation": "gelu_tanh",
+    "embed_scale": 3.0,
+    "num_layers": 3,
     "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(Rope(10.0, partial=0.5)), LayerKind(NOPE, 2)),
-}  # fmt: skip
+}
 LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
 
 

@@ -30,10 +30,26 @@ from tests.helpers.interpreted import run_interpreted
 
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
 CONFIG = TransformerConfig(
-    family="llama", vocab_size=51, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=8, num_kv_heads=4,
-    head_dim=12, rms_norm_eps=1e-6, rope=Rope(100.0), max_position_embeddings=64, tie_word_embeddings=True,
-    qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, eos_token_ids=(1,), initializer_range=0.1, hf={},
-)  # fmt: skip
+    family="llama",
+    vocab_size=51,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=12,
+    rms_norm_eps=1e-6,
+    rope=Rope(100.0),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+    eos_token_ids=(1,),
+    initializer_range=0.1,
+    hf={},
+)
 SPARSE: dict[str, Any] = {
     "experts": Experts(n_experts=8, top_k=3, inner_size=20, normalised=True, dense_layers=frozenset({1})),
     "mlp_bias": False,

@@ -165,9 +165,13 @@ def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 IMAGES = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
     "patch_size": 14,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -33,9 +33,15 @@ REQUESTS = [
 ]
 TINY = [request(0, n_samples=3, length=20), request(1, length=40), request(2, n_samples=2)]
 WIDE = {
-    **SHAPE, "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5120, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "max_position_embeddings": 4096, "initializer_range": 0.03,
-}  # fmt: skip
+    **SHAPE,
+    "vocab_size": 4096,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.03,
+}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 # As in the models of each family: the size of a head, how many query heads share a key head, and what is rotated.
 REAL: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -49,15 +55,22 @@ REAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi4 mini": (
         transformers.Phi3Config,
         {
-            "hidden_size": 1536, "num_attention_heads": 12, "tie_word_embeddings": True,
+            "hidden_size": 1536,
+            "num_attention_heads": 12,
+            "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
         },
     ),
     "gemma3": (
         transformers.Gemma3TextConfig,
         {
-            "num_hidden_layers": 3, "head_dim": 256, "num_attention_heads": 8, "query_pre_attn_scalar": 256,
-            "sliding_window": 64, "layer_types": WINDOWS, "rope_parameters": TWO_ROPES,
+            "num_hidden_layers": 3,
+            "head_dim": 256,
+            "num_attention_heads": 8,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 64,
+            "layer_types": WINDOWS,
+            "rope_parameters": TWO_ROPES,
             "tie_word_embeddings": False,  # tied ones of random numbers, scaled up, say the last token again
         },
     ),
@@ -65,13 +78,16 @@ REAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "olmo3": (
         transformers.Olmo3Config,
         {
-            "num_hidden_layers": 3, "num_key_value_heads": 16, "sliding_window": 64, "layer_types": WINDOWS,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 16,
+            "sliding_window": 64,
+            "layer_types": WINDOWS,
             "rope_parameters": TWO_ROPES,
         },
     ),
     "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "glm4": (transformers.Glm4Config, {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 2}),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

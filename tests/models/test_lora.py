@@ -148,9 +148,14 @@ def test_a_folder_of_peft_is_started_from(folder: Path, tmp_path: Path) -> None:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = peft.LoraConfig(
-        r=3, lora_alpha=10, target_modules=r".*\.(k|down)_proj", use_rslora=True, lora_dropout=0.1,
-        init_lora_weights=False, task_type="CAUSAL_LM",
-    )  # fmt: skip
+        r=3,
+        lora_alpha=10,
+        target_modules=r".*\.(k|down)_proj",
+        use_rslora=True,
+        lora_dropout=0.1,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
     torch.manual_seed(1)
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     read = read_adapter_config(tmp_path, load_config(folder))

@@ -157,9 +157,11 @@ def test_two_ranks_agree_exactly(folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("model", "dtype", "exact"),
-    [*(("qwen3", dtype, exact) for dtype in ("float32", "bfloat16") for exact in (False, True)),
-     ("qwen3.5", "float32", False)],
-)  # fmt: skip
+    [
+        *(("qwen3", dtype, exact) for dtype in ("float32", "bfloat16") for exact in (False, True)),
+        ("qwen3.5", "float32", False),
+    ],
+)
 def test_on_a_gpu(folder: Path, tmp_path: Path, model: str, dtype: str, exact: bool) -> None:
     """Rollouts by CUDA graphs that were captured before the first update have the adapters as they are now."""
     if model != "qwen3":

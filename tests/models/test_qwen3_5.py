@@ -72,9 +72,12 @@ def test_a_later_turn_is_computed_from_its_first_token(folder: Path) -> None:
         first = request(0, length=40)
         [found] = rollout(engine, [first])[0]
         second = GenerationRequest(
-            request_id=1, prompt=[*first.prompt, *found.tokens, 5, 6], n_samples=2, seed=1,
+            request_id=1,
+            prompt=[*first.prompt, *found.tokens, 5, 6],
+            n_samples=2,
+            seed=1,
             params=SamplingParams(max_new_tokens=20, ignore_eos=True),
-        )  # fmt: skip
+        )
         outputs = rollout(engine, [second])[1]
         rows = [[*second.prompt, *out.tokens] for out in outputs]
         trained = [line[len(second.prompt) :] for line in scored(engine, "actor", rows)]
@@ -87,9 +90,14 @@ def test_the_text_of_a_model_with_images(tied: bool, tmp_path: Path) -> None:
     """It is read, and saved as a text model. Layers that predict more tokens at once are left alone."""
     torch.manual_seed(0)
     vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
         "num_position_embeddings": 16,
-    }  # fmt: skip
+    }
     text = {**SHAPE, **TEXT, "tie_word_embeddings": tied}
     whole = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
     reference = transformers.Qwen3_5ForConditionalGeneration(whole).eval()

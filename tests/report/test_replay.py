@@ -52,15 +52,24 @@ def sampled_lines(checkpoint: Path) -> list[dict[str, Any]]:
             results = trainer.rollout_batch(["57+36=", "15+27="], 2, params, seed=3)
     return [
         {
-            "row": group, "group": group, "prompt": "57+36=" if group == 0 else "15+27=",
-            "completion": tokenizer.decode(one.resp_tokens, skip_special_tokens=True), "reward": float(number),
-            "status": "ok", "prompt_tokens": len(result.prompt_tokens), "response_tokens": len(one.resp_tokens),
-            "finish_reason": one.finish_reason, "prompt_token_ids": result.prompt_tokens,
-            "token_ids": one.resp_tokens, "logprobs": one.resp_logprobs, "advantage": 2.0 * number - 1.0,
+            "row": group,
+            "group": group,
+            "prompt": "57+36=" if group == 0 else "15+27=",
+            "completion": tokenizer.decode(one.resp_tokens, skip_special_tokens=True),
+            "reward": float(number),
+            "status": "ok",
+            "prompt_tokens": len(result.prompt_tokens),
+            "response_tokens": len(one.resp_tokens),
+            "finish_reason": one.finish_reason,
+            "prompt_token_ids": result.prompt_tokens,
+            "token_ids": one.resp_tokens,
+            "logprobs": one.resp_logprobs,
+            "advantage": 2.0 * number - 1.0,
             "versions": [1] * len(one.resp_tokens),
         }
-        for group, result in enumerate(results) for number, one in enumerate(result.sequences)
-    ]  # fmt: skip
+        for group, result in enumerate(results)
+        for number, one in enumerate(result.sequences)
+    ]
 
 
 def replayed(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> dict[str, Any]:
@@ -233,9 +242,12 @@ def test_values_stand_at_their_tokens() -> None:
 def test_a_row_of_an_agent_has_values_where_it_was_sampled() -> None:
     """USER, SAMPLED, TOOL, SAMPLED."""
     one = {
-        "tokens": [1, 2, 3, 4, 5], "sources": [[2, 1], [4, 1], [3, 2], [4, 1]],
-        "trained": [[0, 1], [1, 1], [0, 2], [1, 1]], "logprobs": [-0.1, -0.2], "versions": [[7, 1], [8, 1]],
-    }  # fmt: skip
+        "tokens": [1, 2, 3, 4, 5],
+        "sources": [[2, 1], [4, 1], [3, 2], [4, 1]],
+        "trained": [[0, 1], [1, 1], [0, 2], [1, 1]],
+        "logprobs": [-0.1, -0.2],
+        "versions": [[7, 1], [8, 1]],
+    }
     row = recorded_row({"trajectory": {"rows": [one]}, "advantage": 0.5}, Characters())
     assert row.logprobs[[1, 4]].tolist() == [-0.1, -0.2]
     assert np.isnan(row.logprobs[[0, 2, 3]]).all()
@@ -251,9 +263,11 @@ def test_a_row_of_an_agent_has_values_where_it_was_sampled() -> None:
 def row_and_logprobs() -> tuple[TrainSequence, list[float]]:
     mask = [True, True, False, False, True, False]
     row = TrainSequence(
-        prompt_mask=mask, tokens=[1, 2, 3, 4, 5, 6], old_logprobs=[0.0, 0.0, -1.0, -0.5, 0.0, -2.0],
+        prompt_mask=mask,
+        tokens=[1, 2, 3, 4, 5, 6],
+        old_logprobs=[0.0, 0.0, -1.0, -0.5, 0.0, -2.0],
         advantages=[0.0, 0.0, 1.5, 1.5, 0.0, 1.5],
-    )  # fmt: skip
+    )
     return row, [0.0, -0.3, -0.9, -0.1, -0.4, -2.2]
 
 

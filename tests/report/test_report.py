@@ -45,9 +45,12 @@ def test_contents_are_what_the_runs_left(tmp_path):
     assert found["runs"][0]["settings"]["actor.optimizer.lr"] == 0.1
     assert found["differences"] == {"seed": [0, 1]}
     assert found["headlines"][0] == {
-        "name": "rollout/rewards_mean", "title": "reward", "unit": "reward", "counts": False,
+        "name": "rollout/rewards_mean",
+        "title": "reward",
+        "unit": "reward",
+        "counts": False,
         "runs": [[0.1, 0.5, 0.5, 5]] * 2,
-    }  # fmt: skip
+    }
     assert [row["title"] for row in found["headlines"]] == ["reward", "loss", "seconds of a step"]
     assert [(chart["title"], chart["unit"]) for chart in found["charts"]["Learning"]] == [
         ("Reward", "reward"),
@@ -70,11 +73,21 @@ def test_a_chart_for_every_scalar():
 
 def test_units_of_axes():
     units = {
-        "eval/accuracy": "share", "train/clip_frac": "share", "train/loss": "loss", "train/kl_loss": "loss",
-        "train/entropy": "nats", "train/logp_abs_diff_mean": "nats", "time/reward": "s", "train/step_e2e_time_s": "s",
-        "rollout/response_len_mean": "tokens", "train/tokens_per_second": "tokens/s", "train/memory_gib": "GiB",
-        "rollout/reward_errors": "samples", "rollout/reward/format": "reward", "train/never_heard_of": "never heard of",
-    }  # fmt: skip
+        "eval/accuracy": "share",
+        "train/clip_frac": "share",
+        "train/loss": "loss",
+        "train/kl_loss": "loss",
+        "train/entropy": "nats",
+        "train/logp_abs_diff_mean": "nats",
+        "time/reward": "s",
+        "train/step_e2e_time_s": "s",
+        "rollout/response_len_mean": "tokens",
+        "train/tokens_per_second": "tokens/s",
+        "train/memory_gib": "GiB",
+        "rollout/reward_errors": "samples",
+        "rollout/reward/format": "reward",
+        "train/never_heard_of": "never heard of",
+    }
     assert {name: unit_of(name) for name in units} == units
     assert [unit for unit in dict.fromkeys(units.values()) if is_count(unit)] == ["tokens", "tokens/s", "samples"]
 
@@ -91,11 +104,15 @@ def test_the_column_of_prompts_shows_the_task(tmp_path):
 
     user, system = {"role": "user", "content": "Go up."}, {"role": "system", "content": "Tools"}
     lines = [
-        agent(system, user, {"role": "user", "content": "again"}), agent({"role": "user", "content": given}),
-        plain | {"prompt": template, "task": "Go up."}, plain, agent(system) | {"prompt": "else"},
-        agent({"role": "user", "content": None}) | {"prompt": "else"}, agent({"role": "user"}, 7) | {"prompt": "else"},
+        agent(system, user, {"role": "user", "content": "again"}),
+        agent({"role": "user", "content": given}),
+        plain | {"prompt": template, "task": "Go up."},
+        plain,
+        agent(system) | {"prompt": "else"},
+        agent({"role": "user", "content": None}) | {"prompt": "else"},
+        agent({"role": "user"}, 7) | {"prompt": "else"},
         plain | {"trajectory": {"turns": []}, "prompt": "else"},
-    ]  # fmt: skip
+    ]
     (run / "rollouts/000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = [line[8] for line in unpacked(packed_samples(RunReader(run), 2**20)["index"])]
     assert shown == ["Go up.", "Go \n\nup.", "Go up.", str(plain["prompt"])[-120:]] + ["else"] * 4
@@ -320,9 +337,13 @@ def test_the_turns_of_an_agent_in_a_browser(tmp_path, browser):
     assert page.locator("tr.sample td.text").first.inner_text() == "2+2 <b>"
     card = page.locator(".card.chosen")
     assert card.locator(".message").all_inner_texts() == [
-        "user\n2+2 <b>", 'assistant · sampled, ended by tool_calls\nadd({"a": 2})', "tool\n4",
-        "assistant · sampled, ended by stop\nIt is 4", "system\njudge", "assistant · sampled, ended by stop\nIt is 4",
-    ]  # fmt: skip
+        "user\n2+2 <b>",
+        'assistant · sampled, ended by tool_calls\nadd({"a": 2})',
+        "tool\n4",
+        "assistant · sampled, ended by stop\nIt is 4",
+        "system\njudge",
+        "assistant · sampled, ended by stop\nIt is 4",
+    ]
     assert "3 turns · row 0: 3 of 9 tokens trained" in card.inner_text()
     assert "another conversation" in card.inner_text()
     assert said == []

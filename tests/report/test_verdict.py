@@ -92,10 +92,18 @@ def test_runs_without_a_result_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[1]", "null", "{}", "[" * 100_000, '{"objective": "x", "mode": "max", "runs": [{"run": 0}]}',
-     '{"objective": "x", "mode": "max", "runs": [{"run": 0, "objective": [], "overrides": {}}]}',
-     '{"objective": "x", "mode": "max", "runs": [{"run": 0, "objective": 1, "overrides": 7}]}', "\xff"],
-)  # fmt: skip
+    [
+        "",
+        "[1]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        '{"objective": "x", "mode": "max", "runs": [{"run": 0}]}',
+        '{"objective": "x", "mode": "max", "runs": [{"run": 0, "objective": [], "overrides": {}}]}',
+        '{"objective": "x", "mode": "max", "runs": [{"run": 0, "objective": 1, "overrides": 7}]}',
+        "\xff",
+    ],
+)
 def test_a_damaged_sweep_file_does_not_refuse_the_report(content, tmp_path):
     runs = make_sweep(tmp_path, {"0.1": [0.5], "0.2": [0.7]})
     (tmp_path / "sweep.json").write_bytes(content.encode("latin-1"))

@@ -113,7 +113,7 @@ CROSS_CHECK = {
     "The answer is 5.": r"5 ;; \boxed{5} ;; 6",
     r"So $x = \boxed{\frac12}$.": r"0.5 ;; \boxed{0.5} ;; \boxed{x = 1/2} ;; 2",
     "$4210_{5}$": r"\boxed{4210_5} ;; \boxed{4210} ;; \boxed{4210_{5}}",
-}  # fmt: skip
+}
 
 
 def test_verdict_is_that_of_math_verify():
@@ -275,7 +275,7 @@ def test_math500_solutions(every):
         ("\u22125", ["-5", "The answer is \u22125.", "\\boxed{\u22125}", "#### \u22125"], ["5"]),
         ("42", ["答案是 \uff14\uff12", "٤٢"], ["\uff14\uff13"]),
     ],
-)  # fmt: skip
+)
 def test_documented_exceptions(gold, right, wrong):
     assert {answer: score(gold, answer) for answer in right} == dict.fromkeys(right, 1.0)
     assert {answer: score(gold, answer) for answer in wrong} == dict.fromkeys(wrong, 0.0)
@@ -298,7 +298,7 @@ def test_documented_exceptions(gold, right, wrong):
         ("infinity", [r"\boxed{\infty}", "infinity"], ["0"]),
         ("偶数", [r"\boxed{偶数}", "#### 偶数"], [r"\boxed{奇数}", "数偶"]),
     ],
-)  # fmt: skip
+)
 def test_words_are_compared_as_text(gold, right, wrong):
     assert {answer: score(gold, answer) for answer in right} == dict.fromkeys(right, 1.0)
     assert {answer: score(gold, answer) for answer in wrong} == dict.fromkeys(wrong, 0.0)

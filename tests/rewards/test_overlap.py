@@ -89,8 +89,10 @@ def test_a_slow_call_times_out_while_nobody_waits(pool: Callable[..., RewardPool
         scoring.add({2: record("cc")})
         found = scoring.outcomes()
     assert [(found[place].status, found[place].value) for place in range(3)] == [
-        ("timeout", None), ("ok", 1.0), ("ok", 2.0),
-    ]  # fmt: skip
+        ("timeout", None),
+        ("ok", 1.0),
+        ("ok", 2.0),
+    ]
 
 
 def test_what_is_left_early_is_dropped_and_the_next_samples_are_scored(pool: Callable[..., RewardPool]) -> None:

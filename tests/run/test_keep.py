@@ -55,8 +55,11 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30, 40]
     assert link(tmp_path, "latest") == 40
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        ".owner", "latest", "step-000030", "step-000040",
-    ]  # fmt: skip
+        ".owner",
+        "latest",
+        "step-000030",
+        "step-000040",
+    ]
 
 
 @pytest.mark.parametrize(

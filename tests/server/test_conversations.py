@@ -381,9 +381,14 @@ def test_long_texts_count_for_the_key_of_a_conversation() -> None:
 
     long, other = "a" * 5000, "a" * 4999 + "b"
     keys = {
-        key(content=long), key(content=other), key(content=[len(long)]), key(content=long, name="a"), key(content=""),
-        key(content=long, reasoning_content=other), key(content=other, reasoning_content=long),
-    }  # fmt: skip
+        key(content=long),
+        key(content=other),
+        key(content=[len(long)]),
+        key(content=long, name="a"),
+        key(content=""),
+        key(content=long, reasoning_content=other),
+        key(content=other, reasoning_content=long),
+    }
     assert len(keys) == 7
     assert key(content=long) == key(content="a" * 5000)
 

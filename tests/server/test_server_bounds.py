@@ -87,10 +87,14 @@ def test_bytes_that_are_no_http_are_answered_and_not_logged(
 ) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {proxy.api_key}\r\n"
     sent = [
-        "\0\r\n\r\n", "GET / HTTP/9.9\r\n\r\n", f"{head}X: {'a' * 20_000}\r\n\r\n", f"{head}Content-Length: -1\r\n\r\n",
-        f"{head}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", "GET http://[::1 HTTP/1.1\r\nHost: a\r\n\r\n",
+        "\0\r\n\r\n",
+        "GET / HTTP/9.9\r\n\r\n",
+        f"{head}X: {'a' * 20_000}\r\n\r\n",
+        f"{head}Content-Length: -1\r\n\r\n",
+        f"{head}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "GET http://[::1 HTTP/1.1\r\nHost: a\r\n\r\n",
         f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-    ]  # fmt: skip
+    ]
     for each in sent:
         with connected(proxy.base_url) as client:
             client.sendall(each.encode())
@@ -112,9 +116,10 @@ def test_an_error_of_the_server_has_a_short_traceback(
 
     monkeypatch.setattr(proxy.server.chat, "open", one)
     answer = httpx2.post(
-        f"{proxy.base_url}/chat/completions", json={"model": "policy", "messages": HELLO},
+        f"{proxy.base_url}/chat/completions",
+        json={"model": "policy", "messages": HELLO},
         headers={"Authorization": f"Bearer {proxy.api_key}"},
-    )  # fmt: skip
+    )
     assert answer.status_code == 500
     [record] = [record for record in caplog.records if record.levelno > logging.INFO]
     assert "RecursionError" in record.getMessage()

@@ -23,9 +23,13 @@ def test_fifty_schemas_of_growing_size() -> None:
 
     async def answer(client: AsyncOpenAI, number: int, schema: Any) -> tuple[str, str]:
         how: Any = {
-            "model": "policy", "messages": [{"role": "user", "content": "hello"}], "seed": number, "temperature": 2.0,
-            "max_tokens": 300, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
-        }  # fmt: skip
+            "model": "policy",
+            "messages": [{"role": "user", "content": "hello"}],
+            "seed": number,
+            "temperature": 2.0,
+            "max_tokens": 300,
+            "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
+        }
         if schema is not None:
             how["response_format"] = response_format(schema)
         if number % 2:

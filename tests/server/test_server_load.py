@@ -24,9 +24,16 @@ HELLO = [{"role": "user", "content": "hello"}]
 LONG = {"max_tokens": 1900, "ignore_eos": True}
 MOST_BODY = 2**20
 REFUSED = {
-    "not json": 400, "huge": 413, "huge in chunks": 413, "wrong key": 401, "no key": 401, "bad field": 400,
-    "too many": 400, "unknown model": 404, "too long": 400,
-}  # fmt: skip
+    "not json": 400,
+    "huge": 413,
+    "huge in chunks": 413,
+    "wrong key": 401,
+    "no key": 401,
+    "bad field": 400,
+    "too many": 400,
+    "unknown model": 404,
+    "too long": 400,
+}
 
 
 class Storm:
@@ -45,10 +52,17 @@ class Storm:
         rng = random.Random(number)
         await asyncio.sleep(rng.random() * 2)
         kinds: list[tuple[str, Callable[..., Awaitable[None]]]] = [
-            ("whole", self._whole), ("stream", self._stream), ("many", self._whole), ("cancelled", self._cancelled),
-            ("left stream", self._left), *((kind, self._refused) for kind in REFUSED), ("half a body", self._half),
-            ("no http", self._no_http), ("one after the other", self._pipelined), ("slow", self._slow),
-        ]  # fmt: skip
+            ("whole", self._whole),
+            ("stream", self._stream),
+            ("many", self._whole),
+            ("cancelled", self._cancelled),
+            ("left stream", self._left),
+            *((kind, self._refused) for kind in REFUSED),
+            ("half a body", self._half),
+            ("no http", self._no_http),
+            ("one after the other", self._pipelined),
+            ("slow", self._slow),
+        ]
         kind, act = kinds[number % len(kinds)]
         body = {"model": "policy", "messages": HELLO, "max_tokens": rng.randint(1, 30), "seed": number}
         await act(kind, body, rng)

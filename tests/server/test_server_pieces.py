@@ -58,11 +58,15 @@ def test_an_answer_is_the_same_however_often_the_engine_tells_of_it(
     found = json.loads(whole)
     outputs = [
         GenerationOutput(
-            request_id=0, sample=0, tokens=choice["token_ids"], logprobs=choice["logprobs"],
-            versions=choice["versions"], finish_reason=choice["finish_reason"],
+            request_id=0,
+            sample=0,
+            tokens=choice["token_ids"],
+            logprobs=choice["logprobs"],
+            versions=choice["versions"],
+            finish_reason=choice["finish_reason"],
         )
         for choice in found["areno"]["choices"]
-    ]  # fmt: skip
+    ]
     assert answers.token_field({}, outputs)["choices"] == found["areno"]["choices"]  # as streams tell it
 
 

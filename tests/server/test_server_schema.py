@@ -53,9 +53,12 @@ MESSAGE = an_object(
     annotations=list_of({}),
 )
 DELTA = an_object(
-    {}, role={"const": "assistant"}, content=or_null(STRING), refusal=or_null(STRING),
+    {},
+    role={"const": "assistant"},
+    content=or_null(STRING),
+    refusal=or_null(STRING),
     tool_calls=list_of(an_object({"index": INTEGER}, **CALL)),
-)  # fmt: skip
+)
 USAGE = an_object(
     {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER},
     prompt_tokens_details=an_object({}, cached_tokens=INTEGER),
@@ -107,8 +110,11 @@ SCHEMAS = {
     ),
 }
 TYPES: dict[str, type[BaseModel]] = {
-    "chat": ChatCompletion, "chunk": ChatCompletionChunk, "text": Completion, "model": Model,
-}  # fmt: skip
+    "chat": ChatCompletion,
+    "chunk": ChatCompletionChunk,
+    "text": Completion,
+    "model": Model,
+}
 
 
 def unknown_fields(value: Any) -> set[str]:

@@ -95,7 +95,8 @@ def test_what_a_tokenizer_does_beside_its_backend_is_kept(tmp_path: Path) -> Non
     tokens = tokenizer.encode(WORDS, add_special_tokens=False)
     assert decode(shouting, tokens) == tokenizer.decode(tokens).upper()
     cleaning = PreTrainedTokenizerFast.from_pretrained(
-        tmp_path, clean_up_tokenization_spaces=True,
+        tmp_path,
+        clean_up_tokenization_spaces=True,
         clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
-    )  # fmt: skip
+    )
     assert decode(cleaning, tokens) == cleaning.decode(tokens) != tokenizer.decode(tokens)

@@ -340,11 +340,16 @@ def template_of(name: str, tokenizer_of: Any) -> tuple[Any, str]:
 @pytest.mark.parametrize(
     ("template", "family"),
     [
-        ("qwen3", "hermes"), ("minimind", "hermes"), ("qwen2_5", "hermes"), ("qwen3_6", "qwen3_coder"),
-        ("nemotron_3_nano", "qwen3_coder"), ("llama3_1", "llama3_json"), ("llama3_2", "llama3_json"),
+        ("qwen3", "hermes"),
+        ("minimind", "hermes"),
+        ("qwen2_5", "hermes"),
+        ("qwen3_6", "qwen3_coder"),
+        ("nemotron_3_nano", "qwen3_coder"),
+        ("llama3_1", "llama3_json"),
+        ("llama3_2", "llama3_json"),
         ("lfm2_2_5", "pythonic"),
     ],
-)  # fmt: skip
+)
 def test_real_calls_as_real_templates_render_them(template: str, family: str, tokenizer_of: Any) -> None:
     tokenizer, text = template_of(template, tokenizer_of)
     parser = parser_for_template(text)

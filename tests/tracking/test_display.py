@@ -77,21 +77,39 @@ def test_sparklines(values, width, line):
 def a_look(seed=0, **more):
     pick = random.Random(seed)
     names = [
-        "rollout/rewards_mean", "rollout/accuracy", "rollout/truncated", "rollout/frac_groups_zero_std",
-        "eval/accuracy", "eval/rewards_mean", "train/entropy", "train/loss", "train/kl_loss",
-        "train/logp_abs_diff_mean", "train/memory_gib", "rollout/tokens_per_second", "train/lr",
-    ]  # fmt: skip
+        "rollout/rewards_mean",
+        "rollout/accuracy",
+        "rollout/truncated",
+        "rollout/frac_groups_zero_std",
+        "eval/accuracy",
+        "eval/rewards_mean",
+        "train/entropy",
+        "train/loss",
+        "train/kl_loss",
+        "train/logp_abs_diff_mean",
+        "train/memory_gib",
+        "rollout/tokens_per_second",
+        "train/lr",
+    ]
     courses = {name: [pick.random() for _ in range(pick.choice([1, 5, 200]))] for name in names}
     text = "".join(
         pick.choice(["word ", "漢字", "\x1b[2J", "\n", "é", "🙂", "\u202e"]) for _ in range(pick.randrange(900))
     )
     samples = [Shown(reward, text, text[::-1], 123) for reward in ("1", "0.5", "timeout")]
     look = {
-        "step": 37, "total": 100, "elapsed": 3700.0, "left": 60.0, "phase": "evaluation · rollout",
-        "work": "28/32 prompts, 12,345 tok/s", "times": {"rollout": 0.3, "train": 0.6, "step": 1.0},
-        "trends": {name: (course[-1], course) for name, course in courses.items()}, "samples": samples,
-        "samples_step": 30, "n_warnings": pick.randrange(3), "warning": text,
-    }  # fmt: skip
+        "step": 37,
+        "total": 100,
+        "elapsed": 3700.0,
+        "left": 60.0,
+        "phase": "evaluation · rollout",
+        "work": "28/32 prompts, 12,345 tok/s",
+        "times": {"rollout": 0.3, "train": 0.6, "step": 1.0},
+        "trends": {name: (course[-1], course) for name, course in courses.items()},
+        "samples": samples,
+        "samples_step": 30,
+        "n_warnings": pick.randrange(3),
+        "warning": text,
+    }
     return Look(**look | more)
 
 
@@ -109,10 +127,19 @@ def test_what_the_display_says_at_a_glance():
     look = a_look(n_warnings=2, warning="for 10 steps no sample was better than another")
     lines = "\n".join(shown(draw(look, "quickstart / a", 120, 40)))
     for text in (
-        "quickstart / a", "step 37/100", "37 %", "1:01:40 elapsed", "1:00 left", "evaluation · rollout, 28/32 prompts",
-        "last step 1 s: train 60 % · rollout 30 %", "2 warnings, the last: for 10 steps", "reward ", "groups without",
-        "samples of step 30", "timeout",
-    ):  # fmt: skip
+        "quickstart / a",
+        "step 37/100",
+        "37 %",
+        "1:01:40 elapsed",
+        "1:00 left",
+        "evaluation · rollout, 28/32 prompts",
+        "last step 1 s: train 60 % · rollout 30 %",
+        "2 warnings, the last: for 10 steps",
+        "reward ",
+        "groups without",
+        "samples of step 30",
+        "timeout",
+    ):
         assert text in lines, text
     assert "loss" not in lines, "that of a policy says nothing"
     assert "stopping" in shown(draw(a_look(note="stopping soon"), "t", 80, 24))[2]
@@ -341,11 +368,17 @@ def test_a_run_on_a_terminal(tmp_path):
     assert re.fullmatch(r"areno [\d.]+: areno.recipes.gspo starts \.\.\.", lines[0])
     text = "\n".join(lines)
     for shown_at_the_end in (
-        "│ run       outputs/quickstart/t", "│ steps     6", "│ given     trial_name=t train_dataset.batch_size=8",
-        "actor.optimizer.lr=0.0002", "model: 0.3M parameters", "│ evaluation: accuracy",
-        "checkpoint: ", "areno report outputs/quickstart/t", "areno serve outputs/quickstart/t/checkpoints/step-000006",
+        "│ run       outputs/quickstart/t",
+        "│ steps     6",
+        "│ given     trial_name=t train_dataset.batch_size=8",
+        "actor.optimizer.lr=0.0002",
+        "model: 0.3M parameters",
+        "│ evaluation: accuracy",
+        "checkpoint: ",
+        "areno report outputs/quickstart/t",
+        "areno serve outputs/quickstart/t/checkpoints/step-000006",
         "--resume outputs/quickstart/t total_train_steps=12",
-    ):  # fmt: skip
+    ):
         assert shown_at_the_end in text, shown_at_the_end
     assert re.search(r"step [1-5]/6", terminal.written)
     assert "── quickstart / t" not in text, "the display is taken away at the end"

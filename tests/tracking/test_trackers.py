@@ -112,8 +112,13 @@ def test_tensorboard_has_settings_and_texts(tmp_path):
         "**reward 0.5, format 1**\n\nprompt\n\n    2+2?\n\ncompletion\n\n    0.0\n    # two"
     )
     assert [line.strip() for line in shown.splitlines() if ".0" in line or "**" in line] == [
-        "**reward 0.5, format 1**", "0.0", "**reward timeout**", "1.0", "**reward 0.5, format 1**", "2.0",
-    ]  # fmt: skip
+        "**reward 0.5, format 1**",
+        "0.0",
+        "**reward timeout**",
+        "1.0",
+        "**reward 0.5, format 1**",
+        "2.0",
+    ]
     [text] = events.Tensors("eval_samples/gsm8k/text_summary")
     assert text.tensor_proto.string_val[0].endswith(b"x" * 1000 + b"...")
     assert [event.value for event in events.Scalars("train/loss")] == [0.5]

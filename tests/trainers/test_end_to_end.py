@@ -123,9 +123,14 @@ def test_spawned_worker_gives_the_same(tmp_path):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_stories_mention_a_dog(seed, tmp_path):
     _, seconds = command(
-        "grpo", tmp_path, "--config-name=grpo-stories-stories260k-cpu", f"actor.path={STORIES}", f"seed={seed}",
-        "trial_name=t", "rollout.dump_to_file=true",
-    )  # fmt: skip
+        "grpo",
+        tmp_path,
+        "--config-name=grpo-stories-stories260k-cpu",
+        f"actor.path={STORIES}",
+        f"seed={seed}",
+        "trial_name=t",
+        "rollout.dump_to_file=true",
+    )
     run_dir = tmp_path / "outputs/stories/t"
     rewards = series(run_dir, "rollout/rewards_mean")
     last = sum(rewards[-5:]) / 5

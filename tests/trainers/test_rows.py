@@ -139,9 +139,11 @@ def test_settings_that_make_a_reward_too_large_are_named() -> None:
 
 def test_kl_in_the_reward_with_a_group_is_rloo_on_what_the_row_earns() -> None:
     config = actor(
-        kl_ctl=0.5, use_kl_in_reward=True, kl_estimator="k1",
+        kl_ctl=0.5,
+        use_kl_in_reward=True,
+        kl_estimator="k1",
         adv_norm=NormConfig(mean_level="group", mean_leave1out=True, std_level=None),
-    )  # fmt: skip
+    )
     rows = [
         row([0.0, -1.0, -2.0], reward=1.0, ref_logprobs=[9.0, -1.5, -1.0]),
         row([0.0, -1.0], reward=0.0, ref_logprobs=[9.0, -1.25]),
@@ -155,9 +157,11 @@ def test_kl_in_the_reward_with_a_group_is_rloo_on_what_the_row_earns() -> None:
 
 def test_kl_in_the_reward_without_a_group_is_a_sum_of_what_follows_normalised_over_tokens() -> None:
     config = actor(
-        kl_ctl=0.5, use_kl_in_reward=True, kl_estimator="k1",
+        kl_ctl=0.5,
+        use_kl_in_reward=True,
+        kl_estimator="k1",
         adv_norm=NormConfig(mean_level="batch", std_level="batch", eps=1e-9),
-    )  # fmt: skip
+    )
     rows = [
         row([0.0, -1.0, -2.0], reward=1.0, ref_logprobs=[9.0, -1.5, -1.0]),
         row([0.0, -1.0], reward=0.0, ref_logprobs=[9.0, -1.25]),

@@ -58,9 +58,12 @@ def test_rloo(grpo: Variant) -> None:
 def test_reinforce_plus_plus(grpo: Variant, models: dict[str, Path]) -> None:
     """One sample a prompt; each token is credited with the KL that follows, the last one with the reward too."""
     run = grpo(
-        "variant=reinforce_pp", "gconfig.n_samples=1", "train_dataset.batch_size=16", f"ref.path={models['lm']}",
+        "variant=reinforce_pp",
+        "gconfig.n_samples=1",
+        "train_dataset.batch_size=16",
+        f"ref.path={models['lm']}",
         "actor.kl_ctl=0.5",
-    )  # fmt: skip
+    )
     assert "train/kl_loss" not in run.names()
     for rows in run.rows:
         returns = []
@@ -75,9 +78,11 @@ def test_reinforce_plus_plus(grpo: Variant, models: dict[str, Path]) -> None:
 
 def test_reinforce_plus_plus_with_a_baseline(grpo: Variant, models: dict[str, Path]) -> None:
     run = grpo(
-        "variant=reinforce_pp", "+actor.reward_norm.mean_level=group", "+actor.reward_norm.std_level=null",
+        "variant=reinforce_pp",
+        "+actor.reward_norm.mean_level=group",
+        "+actor.reward_norm.std_level=null",
         f"ref.path={models['lm']}",
-    )  # fmt: skip
+    )
     for step, rows in enumerate(run.rows):
         given = [sample["reward"] for sample in run.samples(step + 1)]
         for group, raw in zip(groups(rows), np.reshape(given, (4, 4)), strict=True):
@@ -89,9 +94,12 @@ def test_reinforce_plus_plus_with_a_baseline(grpo: Variant, models: dict[str, Pa
 
 def test_rewards_shaped_and_normalised(grpo: Variant) -> None:
     run = grpo(
-        "actor.reward_bias=0.5", "actor.reward_scaling=2", "actor.reward_clip=1.5", "actor.adv_norm=null",
+        "actor.reward_bias=0.5",
+        "actor.reward_scaling=2",
+        "actor.reward_clip=1.5",
+        "actor.adv_norm=null",
         "actor.reduction=token_mean",
-    )  # fmt: skip
+    )
     raw = [sample["reward"] for sample in run.samples(1)]
     shaped = np.clip((np.array(raw) + 0.5) * 2, -1.5, 1.5)
     assert 0 < sum(abs(value) == 1.5 for value in shaped) < 16
@@ -163,18 +171,23 @@ def test_nothing_to_prefer_anywhere(grpo: Variant) -> None:
 
 def test_fewer_rows_than_minibatches_are_still_trained(grpo: Variant) -> None:
     run = grpo(
-        *RIGHT_OR_WRONG, "rollout.dynamic_sampling=true", "dynamic_bs=true", "actor.ppo_n_minibatches=8",
+        *RIGHT_OR_WRONG,
+        "rollout.dynamic_sampling=true",
+        "dynamic_bs=true",
+        "actor.ppo_n_minibatches=8",
         "total_train_steps=3",
-    )  # fmt: skip
+    )
     assert min(len(rows) for rows in run.rows) < 8
     assert all(norm > 0 for norm in run.series("train/grad_norm"))
 
 
 def test_overlong_completions_are_punished(grpo: Variant) -> None:
     run = grpo(
-        "gconfig.max_new_tokens=4", "actor.overlong_reward_penalty=true", "actor.overlong_tokens=2",
+        "gconfig.max_new_tokens=4",
+        "actor.overlong_reward_penalty=true",
+        "actor.overlong_tokens=2",
         "actor.overlong_penalty_factor=3",
-    )  # fmt: skip
+    )
     for step, rows in enumerate(run.rows):
         samples = run.samples(step + 1)
         penalties = [{1: 0.0, 2: 0.0, 3: -1.5, 4: -3.0}[sample["response_tokens"]] for sample in samples]

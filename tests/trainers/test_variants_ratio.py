@@ -115,9 +115,13 @@ def test_the_reference_is_the_actor_as_it_starts(grpo: Variant) -> None:
 def test_kl_in_the_reward_of_a_group(grpo: Variant, models: dict[str, Path]) -> None:
     """What the tokens of a row earn in all is compared within the group; the loss has no KL."""
     run = grpo(
-        f"+ref.path={models['lm']}", "actor.kl_ctl=0.5", "actor.use_kl_in_reward=true", "actor.kl_estimator=k1",
-        "actor.adv_norm.std_level=null", "actor.adv_norm.mean_leave1out=true",
-    )  # fmt: skip
+        f"+ref.path={models['lm']}",
+        "actor.kl_ctl=0.5",
+        "actor.use_kl_in_reward=true",
+        "actor.kl_estimator=k1",
+        "actor.adv_norm.std_level=null",
+        "actor.adv_norm.mean_leave1out=true",
+    )
     assert "train/kl_loss" not in run.names()
     for rows in run.rows:
         for group in groups(rows):

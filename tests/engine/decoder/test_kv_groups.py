@@ -22,10 +22,17 @@ from areno.types import GenerationRequest, SamplingParams
 def gemma(n_layers: int, window: int, context: int = 131072) -> TransformerConfig:
     """Of the pattern of Gemma 3: every sixth layer sees all tokens."""
     raw: dict[str, Any] = {
-        "model_type": "gemma3_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8,
-        "num_hidden_layers": n_layers, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "max_position_embeddings": context, "sliding_window": window,
-    }  # fmt: skip
+        "model_type": "gemma3_text",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": context,
+        "sliding_window": window,
+    }
     return GEMMA3.read(RawConfig(raw, "config.json"))
 
 

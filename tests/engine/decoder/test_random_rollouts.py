@@ -69,9 +69,12 @@ def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, 
     size = rng.choice([2, 4, 8])
     longest = max(len(request.prompt) + request.params.max_new_tokens - 1 for request in requests)
     decoder = make(
-        model, block_size=size, n_blocks=smallest(model, size, longest), max_running=rng.randrange(3, 9),
+        model,
+        block_size=size,
+        n_blocks=smallest(model, size, longest),
+        max_running=rng.randrange(3, 9),
         max_prefill_tokens=rng.choice([3, 7, 16]),
-    )  # fmt: skip
+    )
     waiting, aborted = list(requests), set[int]()
     found: Outputs = {}
     while waiting or decoder.has_work:

@@ -30,9 +30,12 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, lr_scheduler_type="constant", war
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False, "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 LAYOUTS = [(1, 2, 0), (1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 4, 2), (2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 1, 1), (4, 1, 1)]
 IN_CONTEXT = [(1, 2, 0), (1, 2, 1), (1, 2, 2), (1, 4, 1), (2, 2, 1)]  # where two copies share the tokens of each row
 
