@@ -22,6 +22,7 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.cost import parameters
 from tests.helpers.critics import critic, reference
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import model_folder, spec
 
 QWEN3_8B = TransformerConfig(
@@ -297,7 +298,7 @@ def test_an_engine_that_cannot_fit_reads_no_weights(tmp_path: Path, monkeypatch:
 def test_a_role_that_finds_no_room_is_refused_and_the_rest_stays(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     with Engine(spec(folder), "inline") as engine:
-        worker: Any = engine._workers.worker  # type: ignore[union-attr]
+        worker: Any = worker_of(engine)
         short, _ = engine.memory_table()
         assert short.endswith("GiB for actor")
         worker.roles._device_bytes = int(worker.roles.footprint.least / (1 - RESERVE)) + 2

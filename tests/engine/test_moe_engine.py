@@ -26,6 +26,7 @@ from areno.models.registry import load_config
 from areno.plan.plan import expert_problems
 from areno.types import TrainSequence
 from tests.helpers.moe_models import moe_folder
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import Outputs, logprobs_of, request, saved_tensors, spec, tokens_of, train_rows
 
 REQUESTS = [
@@ -101,7 +102,7 @@ def test_routes_are_the_experts_that_a_forward_pass_chooses(engine: Engine, fold
     outputs = {**engine.generate(twice[:1]), **engine.generate(twice[1:])}
     assert outputs[8][0].cached_tokens == 64
     engine.end_rollout()
-    model = engine._workers.worker.actor  # type: ignore[attr-defined]
+    model = worker_of(engine).actor
     from tests.helpers.two_ranks import packed
 
     for samples in outputs.values():

@@ -21,6 +21,7 @@ from areno.errors import DataError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import (
     MIXED,
     finish,
@@ -176,7 +177,7 @@ def test_an_error_of_one_rank_ends_the_engine(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_all(folder: Path, form: str, victim: int) -> None:
     with Engine(spec(folder, devices=2, tp_size=TP_SIZE[form])) as engine:
-        pids = [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
+        pids = worker_pids(engine)
         engine.begin_rollout(RolloutSpec(max_running=8, max_len=ENDLESS + 10))
         engine.submit([request(i, max_new_tokens=ENDLESS, ignore_eos=True) for i in range(8)])
         engine.poll(0.1)

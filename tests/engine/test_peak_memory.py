@@ -22,6 +22,7 @@ from areno.engine.spec import RoleSpec
 from areno.models.registry import build_model, load_config
 from areno.models.weights import MAPPED_BYTES, save_weights
 from tests.helpers.layouts import folder_with
+from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import spec, wait_saved
 
 LARGE = {
@@ -115,7 +116,7 @@ def test_no_phase_takes_twice_a_share(tmp_path: Path, layout: dict[str, Any], dt
     held = share + 4 * n_params // tp_size + state - (to_write if tp_size > 1 else 0)
     large = str(tmp_path / "large")
     with Engine(spec(folder_with(tmp_path / "small", VOCAB), devices=ranks, dtype=dtype, **layout)) as engine:
-        workers = [Watched(process.pid) for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
+        workers = [Watched(pid) for pid in worker_pids(engine)]
         for worker in workers:
             worker.start = worker.of("VmRSS")
 

@@ -22,6 +22,7 @@ from areno.engine.streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 from tests.helpers import warm_python
+from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import MIXED, ROLLOUT, finish, model_folder, request, rollout, spec, tokens_of
 from tests.helpers.waiting import until
 
@@ -188,7 +189,7 @@ def test_a_dead_worker_is_raised_in_every_stream(folder: Path) -> None:
     async def main() -> list[Any]:
         streams = [asyncio.create_task(collect(engine, endless(i, n_samples=4))) for i in range(3)]
         await asyncio.sleep(0.1)
-        os.kill(engine._workers.processes.processes[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(worker_pids(engine)[0], signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 60)
 
     with Engine(spec(folder), "spawn") as engine:

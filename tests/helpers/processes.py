@@ -65,5 +65,11 @@ def until_ended(pids: Iterable[int], seconds: float = 60.0) -> None:
     until(look, seconds, pause_s=0.05, found=lambda: f"{left} go on")
 
 
-def pids(engine: Engine) -> list[int]:
+def worker_pids(engine: Engine) -> list[int]:
+    """The process ids of an engine's workers, by rank."""
     return [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
+
+
+def worker_of(engine: Engine) -> Any:
+    """The worker of an engine that works in this process."""
+    return engine._workers.worker  # type: ignore[attr-defined]

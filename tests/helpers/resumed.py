@@ -18,6 +18,7 @@ from areno.launch import command
 from areno.run.recovery import Recovery
 from areno.run.run import Run
 from tests import kill_runs
+from tests.helpers.processes import worker_pids
 
 _wholes: dict[tuple[str, ...], dict[str, Any]] = {}
 _stopped: dict[tuple[str, ...], Path] = {}
@@ -108,7 +109,7 @@ def lost_in(patch: pytest.MonkeyPatch, name: str, *calls: int) -> None:
     def killing(engine: Any, *args: Any, **kwargs: Any) -> Any:
         made.append(1)
         if len(made) in calls:
-            os.kill(engine._workers.processes.processes[0].pid, signal.SIGKILL)
+            os.kill(worker_pids(engine)[0], signal.SIGKILL)
         return method(engine, *args, **kwargs)
 
     patch.setattr(Engine, name, killing)

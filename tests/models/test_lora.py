@@ -25,6 +25,7 @@ from areno.models.registry import load_config
 from tests.helpers.family_cases import CASES, SHAPE, random_model
 from tests.helpers.in_float64 import InFloat64
 from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, engine_of, lora, of_peft, train
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import (
     folder_with_weights,
     rollout,
@@ -98,7 +99,7 @@ def test_the_reference_is_the_base(trained: Engine, folder: Path) -> None:
     with engine_of(folder, None) as plain:
         assert scored(trained, "ref", ROWS) == scored(plain, "actor", ROWS)
     assert scored(trained, "actor", ROWS) == before
-    roles = trained._workers.worker.roles  # type: ignore[attr-defined]
+    roles = worker_of(trained).roles
     assert roles["ref"].backend is roles["actor"].backend
     assert list(roles.trained()) == ["actor"]
     assert "ref" not in trained.memory_table()[1]
@@ -109,7 +110,7 @@ def test_the_reference_is_the_base(trained: Engine, folder: Path) -> None:
 def test_a_value_role_of_the_same_folder_has_the_base(trained: Engine, folder: Path) -> None:
     critic = RoleSpec(path=str(folder), head="value", key="critic.path", optimizer=trained.spec.actor.optimizer)
     trained.ensure_roles({"critic": critic})
-    theirs = dict(trained._workers.worker.roles["critic"].backend.model.named_parameters())  # type: ignore[attr-defined]
+    theirs = dict(worker_of(trained).roles["critic"].backend.model.named_parameters())
     assert not any("adapter" in name for name in theirs)
     weight = load_file(folder / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
     assert torch.equal(theirs["layers.1.attention.out.weight"], weight)
@@ -117,7 +118,7 @@ def test_a_value_role_of_the_same_folder_has_the_base(trained: Engine, folder: P
 
 
 def test_only_adapters_have_gradients_masters_and_moments(trained: Engine, folder: Path) -> None:
-    backend = trained._workers.worker.roles["actor"].backend  # type: ignore[attr-defined]
+    backend = worker_of(trained).roles["actor"].backend
     adapters, config = trained.spec.actor.lora.adapters, load_config(folder)  # type: ignore[union-attr]
     n = adapter_parameters(config, adapters)
     shapes = linear_shapes(config)
@@ -135,7 +136,7 @@ def test_only_adapters_have_gradients_masters_and_moments(trained: Engine, folde
 
 
 def test_the_base_stays_as_it_is(trained: Engine, folder: Path) -> None:
-    model = trained._workers.worker.actor  # type: ignore[attr-defined]
+    model = worker_of(trained).actor
     stored = load_file(folder / "model.safetensors")
     assert torch.equal(model.embed.weight, stored["model.embed_tokens.weight"])
     assert torch.equal(model.layers[1].mlp.down.weight, stored["model.layers.1.mlp.down_proj.weight"])

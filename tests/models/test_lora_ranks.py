@@ -39,6 +39,7 @@ from tests.helpers.family_cases import random_model
 from tests.helpers.fused_layers import DELTA, LENGTHS, LIKE_QWEN, SMALL
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, engine_of, lora
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import (
     ROLLOUT,
     Outputs,
@@ -401,7 +402,7 @@ def sampled_as_scored(engine: Engine, requests: list[GenerationRequest]) -> Outp
 
 
 def modules_of(engine: Engine, kind: type[T]) -> list[T]:
-    model = engine._workers.worker.actor  # type: ignore[attr-defined]
+    model = worker_of(engine).actor
     return [module for module in model.modules() if isinstance(module, kind)]
 
 

@@ -17,6 +17,7 @@ from areno.models.registry import load_config
 from areno.plan.lora import lora_of
 from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
 from tests.helpers.moe_models import random_reference
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import rollout, scored, train_rows
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -39,7 +40,7 @@ def test_peft_loads_what_was_trained_on_attention(folder: Path, tmp_path: Path) 
         engine.save(str(tmp_path / "alone"))
         engine.save(str(tmp_path / "merged"), merge=True)
         found = scored(engine, "actor", ROWS)
-        trained = [name for name, p in engine._workers.worker.actor.named_parameters() if p.requires_grad]  # type: ignore[attr-defined]
+        trained = [name for name, p in worker_of(engine).actor.named_parameters() if p.requires_grad]
     assert apart(found, base) > 0.01
     assert all(".attention." in name and ".adapter." in name for name in trained)
     assert apart(found, of_peft(folder, tmp_path / "alone")) < 1e-5

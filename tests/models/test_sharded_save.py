@@ -28,6 +28,7 @@ from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
 from areno.types import TrainSequence
 from tests.helpers import warm
+from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec, wait_saved
 
 ROW = list(range(3, 40))
@@ -103,7 +104,7 @@ def test_an_update_behind_the_save_does_not_change_what_is_written(
 
 @pytest.mark.parametrize("background", [False, True])
 def test_one_rank_whose_disk_is_full_is_told_and_no_rank_waits(four: Engine, tmp_path: Path, background: bool) -> None:
-    pid = four._workers.processes.processes[3].pid  # type: ignore[attr-defined]
+    pid = worker_pids(four)[3]
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (2000, limits[1]))  # in the place of a full disk
     try:

@@ -26,6 +26,7 @@ from areno.run.checkpoints import Saver
 from areno.run.setup import SavedModels
 from areno.types import TrainSequence
 from tests.helpers.policy_runs import classifier, play
+from tests.helpers.processes import worker_of
 from tests.helpers.started_runs import start
 from tests.helpers.tiny_engine import model_folder, saved_tensors, spec, wait_saved
 
@@ -245,7 +246,7 @@ def test_a_closed_engine_writes_no_more(tmp_path: Path, gate: threading.Event) -
     with Engine(spec(model_folder(tmp_path / "model")), "inline") as engine:
         for name in ("first", "second"):
             engine.save(str(tmp_path / name), background=True)
-        engine._workers.worker._saving[1].add_done_callback(lambda _: gate.set())  # cancelled
+        worker_of(engine)._saving[1].add_done_callback(lambda _: gate.set())  # cancelled
     assert (tmp_path / "first/model.safetensors").exists()
     assert not (tmp_path / "second").exists()
 

@@ -18,6 +18,7 @@ from areno.config.rollout import LEAST_TEMPERATURE, GenerationConfig
 from areno.engine.decoder.runner import PendingTokens
 from areno.errors import ConfigError, EngineError
 from tests.helpers.agent_model import EOS, made
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_decoder import MIXED, assert_same, make_decoder, mixed_outputs, model, request, run
 
 POISON = 70
@@ -178,7 +179,7 @@ def test_a_rollout_of_the_run_itself_ends_with_it() -> None:
 
 def test_a_model_whose_weights_are_not_finite_ends_the_server() -> None:
     with made() as broken:
-        weight = broken.engine._workers.worker.actor.output.weight  # type: ignore[union-attr]
+        weight = worker_of(broken.engine).actor.output.weight
         with broken.rollout_session(sampling_params=SamplingParams()) as session:
             with torch.no_grad():
                 weight[5, 0] = torch.nan

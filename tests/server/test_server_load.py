@@ -19,6 +19,7 @@ from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.server.sampling import ServerLimits
 from tests.helpers.agent_model import made
+from tests.helpers.processes import worker_of
 
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = {"max_tokens": 1900, "ignore_eos": True}
@@ -178,7 +179,7 @@ def test_clients_of_every_kind_leave_nothing_behind(n_clients: int, monkeypatch:
     monkeypatch.setattr("areno.agents.proxy.ServerLimits", partial(ServerLimits, max_body=MOST_BODY))
     with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=24)) as session:
         proxy, engine = session.proxy, trainer.engine
-        decoder, sampler = engine._workers.worker.decoder, proxy.server.sampler
+        decoder, sampler = worker_of(engine).decoder, proxy.server.sampler
         client = OpenAI(base_url=proxy.base_url, api_key=proxy.api_key, max_retries=0)
 
         def tokens_of(**how: Any) -> list[int]:

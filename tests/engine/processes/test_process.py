@@ -57,6 +57,7 @@ import sys, time
 from areno.engine.engine import Engine
 from areno.types import TrainSequence
 from tests.helpers.processes import started
+from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import ROLLOUT, request, spec
 
 def sleepy(*_):
@@ -64,7 +65,7 @@ def sleepy(*_):
     time.sleep(60)
 
 engine = Engine(spec(sys.argv[1]), workers="spawn")
-pid = engine._workers.processes.processes[0].pid
+pid = worker_pids(engine)[0]
 try:
     if sys.argv[2] == "rollout":
         engine.begin_rollout(ROLLOUT)

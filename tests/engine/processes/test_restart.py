@@ -20,7 +20,7 @@ from areno.engine.spec import RoleSpec, RolloutSpec
 from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
-from tests.helpers.processes import pids
+from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import (
     MIXED,
     ROLLOUT,
@@ -70,16 +70,16 @@ def seen(engine: Engine) -> list[Any]:
 def test_an_engine_that_lost_a_worker_starts_again_as_freshly_loaded(folder: Path, devices: dict[str, int]) -> None:
     with Engine(spec(folder, **devices), "spawn") as engine:
         engine.ensure_roles(roles(folder))
-        before, old = seen(engine), pids(engine)
+        before, old = seen(engine), worker_pids(engine)
         engine.train(train_rows(rollout(engine)), sft_loss_fn)
         assert engine.weights_version == 1
         engine.begin_rollout(ROLLOUT)
         engine.submit(MIXED)
-        os.kill(pids(engine)[-1], signal.SIGKILL)
+        os.kill(worker_pids(engine)[-1], signal.SIGKILL)
         with pytest.raises(WorkerLost, match=r"worker \d \(cpu\) was killed by SIGKILL, perhaps by the kernel"):
             finish(engine, 99)
         engine.restart()
-        assert not set(old) & set(pids(engine))
+        assert not set(old) & set(worker_pids(engine))
         for pid in old:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)

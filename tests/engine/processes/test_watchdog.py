@@ -26,7 +26,7 @@ from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
-from tests.helpers.processes import pids
+from tests.helpers.processes import worker_pids
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, scored, spec
 from tests.helpers.waiting import until
 
@@ -52,7 +52,7 @@ def started(folder: Path, workers: str = "spawn", **settings: Any) -> Iterator[E
     """An engine that has trained once and leaves no process behind."""
     with Engine(spec(folder, **settings), workers) as engine:
         engine.train(ROWS, sft_loss_fn)
-        old = [] if workers == "inline" else pids(engine)
+        old = [] if workers == "inline" else worker_pids(engine)
         yield engine
     for pid in old:
         with pytest.raises(ProcessLookupError):
@@ -81,7 +81,7 @@ def test_a_stopped_rank_is_told_and_ended(folder: Path, form: str, busy: str, ca
         if busy == "decoding":
             engine.begin_rollout(ROLLOUT)
             engine.submit([request(i, n_samples=8, max_new_tokens=90, ignore_eos=True) for i in range(40)])
-        os.kill(pids(engine)[1], signal.SIGSTOP)
+        os.kill(worker_pids(engine)[1], signal.SIGSTOP)
         be_strict(engine)
         with pytest.raises(
             WorkerLost, match=r"worker 1 \(cpu\) made no progress for \d+ s in \w+, since it is stopped \(SIGSTOP\),"

@@ -24,6 +24,7 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
 from tests.helpers.critics import OPTIMIZER, critic, critic_rows, large_shape
+from tests.helpers.processes import worker_of
 from tests.helpers.states import content, same, saved
 from tests.helpers.tiny_engine import model_folder, rollout, saved_tensors, scored, spec, train_rows
 
@@ -65,7 +66,7 @@ def steps(engine: Engine, n: int) -> list[Any]:
 def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     """All that a worker in this process keeps of its trained roles, the padding between parameters included."""
     found = {}
-    for name, role in engine._workers.worker.roles.trained().items():  # type: ignore[union-attr]
+    for name, role in worker_of(engine).roles.trained().items():
         optimizer = role.backend.optimizer
         found[f"{name}.params"], found[f"{name}.masters"] = role.backend.flat.params, role.backend.flat.masters
         found |= {f"{name}.{kind}": tensor for kind, tensor in optimizer.moments.items()}
@@ -209,7 +210,7 @@ def test_states_one_after_another(folder: Path, tmp_path: Path) -> None:
 def test_closing_drops_what_is_under_way(folder: Path, tmp_path: Path, slow_disk: threading.Event) -> None:
     engine = built(folder)
     engine.save_state(tmp_path / "state")
-    closing: threading.Event = engine._workers.worker._states._closed  # type: ignore[attr-defined]
+    closing: threading.Event = worker_of(engine)._states._closed
     threading.Thread(target=lambda: closing.wait(60) and slow_disk.set()).start()
     engine.close()
     assert not (tmp_path / "state" / "index.json").exists()
@@ -260,7 +261,7 @@ def test_the_next_update_waits_for_the_copy_beside_it(tmp_path: Path) -> None:
         for _ in range(2):  # the second time, nothing is compiled
             train(engine)
             before = content(saved(engine, tmp_path / "before"))
-        states: Any = engine._workers.worker._states  # type: ignore[union-attr]
+        states: Any = worker_of(engine)._states
         with torch.cuda.stream(states._stream):
             torch.cuda._sleep(2 * 10**9)  # clock cycles
         engine.save_state(tmp_path / "state")

@@ -18,6 +18,7 @@ from areno.kernels.adam.reference import dequantise
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows
+from tests.helpers.processes import worker_pids
 from tests.helpers.states import content, same, saved
 from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec, values
 
@@ -149,7 +150,7 @@ def test_a_worker_that_is_killed_while_it_writes(folder: Path, tmp_path: Path) -
         engine.save_state(state)
         engine.train(critic_rows(), sft_loss_fn)
         assert not engine.state_written()
-        os.kill(engine._workers.processes.processes[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(worker_pids(engine)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             engine.state_written(wait=True)
     assert not (state / "index.json").exists()
