@@ -1,4 +1,4 @@
-"""The plain records that cross borders: prompts, pairs, requests, samples, rewards, rows to train on. No torch."""
+"""Records that several rooms share: prompts, requests, samples, rewards, rows to train on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _DEFAULTS = SamplingConfig()
 
 @dataclass(init=False)
 class SamplingParams(SamplingConfig):
-    """How completions are sampled. A plain record; the values are checked when a rollout is given it.
+    """How completions are sampled. Values are checked when a rollout receives the record.
 
     Log-probabilities are those of softmax(logits / temperature), without penalties, top-k, top-p and min-p, as in
-    training.
+    training. The arguments up to max_prompt_len may be positional. All others are keyword arguments.
 
-    Attributes:
+    Args:
         greedy: Take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
-        top_p: Sample from the most likely tokens of this total probability, in (0, 1].
-        top_k: Sample from the k most likely tokens. -1 is all tokens.
-        max_new_tokens: Longest completion in tokens.
-        max_context_len: Longest prompt plus completion in tokens. None is the limit of the model.
-        temperature: Number that the logits are divided by. A value below 1e-5 is greedy.
+        top_p: In (0, 1]. Keep the most likely tokens with this total probability.
+        top_k: Keep the k most likely tokens. -1 for all.
+        max_new_tokens: Longest completion, in tokens.
+        max_context_len: Longest prompt plus completion, in tokens. None takes the model's limit.
+        temperature: Divides the logits. Values below 1e-5 are greedy.
         stop: Strings that end a completion. They stay in it.
-        stop_token_ids: Token ids that end a completion, in addition to the model's own. They stay in it.
-        ignore_eos: Do not end a completion at the model's own end-of-sequence tokens.
-        skip_special_tokens: Decode completions without special tokens. Rollouts return token ids and do not read it.
-        max_prompt_len: Refuse prompts of more tokens. None refuses none.
-        min_new_tokens: Sample no stop token before a completion has this many tokens. Keyword only, as all that follow.
-        frequency_penalty: Lower a token's logit by this for each time that the completion has the token, in [-2, 2].
-        presence_penalty: Lower a token's logit by this if the completion has the token, in [-2, 2].
-        min_p: Sample from the tokens that are at least this times as likely as the most likely token (arXiv
-            2407.01082), in [0, 1].
+        stop_token_ids: Token ids that end a completion, beside the model's own. They stay in it.
+        ignore_eos: Do not end at the model's own end-of-sequence tokens.
+        skip_special_tokens: Leave special tokens out of decoded text. Only the training loops decode.
+        max_prompt_len: Longest prompt, in tokens. Longer prompts are refused.
+        min_new_tokens: No stop token is sampled before this many tokens.
+        frequency_penalty: In [-2, 2]. Lowers a token's logit once for each earlier occurrence in the completion.
+        presence_penalty: In [-2, 2]. Lowers a token's logit once if the completion contains the token.
+        min_p: In [0, 1]. Keep the tokens that are at least this many times as likely as the most likely one
+            (arXiv 2407.01082).
     """
 
     max_context_len: int | None = setting(None, help="longest prompt plus completion in tokens", gt=0)
@@ -90,9 +90,9 @@ Number = TypeVar("Number", int, float)
 
 
 class Numbers(Generic[Number]):
-    """A list of numbers as a field. An array that it is given becomes a list when it is read, since most never are.
+    """A dataclass field that holds a list of numbers. An array becomes a list when it is first read.
 
-    vars(record)[name] is what it was given, or that list.
+    Most arrays are never read as lists. `vars(record)[name]` returns the array or the list.
     """
 
     def __init__(self, default: Any = None):
@@ -123,22 +123,26 @@ TokenScores = list[tuple[int, float]]
 class GenerationRequest:
     """One prompt to be sampled `n_samples` times.
 
-    The random number of a token depends only on (seed, sample index, position in the completion). So the caller gives
-    every request its own `seed` (any int; 64 bits are used).
+    The random number of a token depends only on (seed, sample number, position in the completion).
 
-    stream: return tokens as they come, as partial outputs. A partial output does not wait for stop strings: when a stop
-    string is found, its first tokens may have been returned already. pieces: the same in few large pieces, for who has
-    work to do with the tokens and would otherwise begin with it when the sample ends.
-
-    grammar: only tokens that it allows are sampled, and the sample ends where nothing else is allowed. Its form is
-    explained in engine/decoder/grammar.py. A sample whose grammar becomes too complex on the way ends with "abort".
-
-    These take a slower path through the decoder: logit_bias (token id -> what is added to its logit; log-probabilities
-    do not know of it), top_logprobs (so many most likely tokens are told for each token), and prompt_logprobs (those of
-    the prompt are told, too; nothing of it is then taken from the cache).
-
-    first_sample: number of its first sample. expected_tokens: that a sample is likely to get, by which an engine with
-    several copies of the model divides the work; None: as many as it may get.
+    Attributes:
+        request_id: Number of the request, unique among unfinished ones.
+        prompt: Token ids.
+        n_samples: Number of samples.
+        params: Sampling settings.
+        seed: Any int; 64 bits are used. Each request needs its own.
+        stream: Return tokens as they are sampled. A stop string may be found when its first tokens were already
+            returned.
+        pieces: Return tokens every 64 steps, for a caller that processes tokens while later ones are sampled.
+        grammar: Only tokens that this grammar allows are sampled, see engine/decoder/grammar.py. A sample whose grammar
+            becomes too complex ends with "abort".
+        logit_bias: Token id -> number to add to its logit. Log-probabilities do not include it. Slower.
+        top_logprobs: Number of most likely tokens to return for each token. Slower.
+        prompt_logprobs: Also return log-probabilities of the prompt, which is then not taken from the cache. Slower.
+        first_sample: Number of the first sample.
+        expected_tokens: Expected length of a sample, by which an engine with several copies of the model divides the
+            work.
+            None: the longest possible.
     """
 
     request_id: int
@@ -157,7 +161,7 @@ class GenerationRequest:
 
     @property
     def edits_logits(self) -> bool:
-        """Return whether its draws need more than the sampling kernel; see `LogitEdits`."""
+        """Whether its draws need more than the sampling kernel."""
         return bool(self.logit_bias) or self.params.edits_logits
 
 
@@ -167,16 +171,23 @@ GIVEN_BACK = -1
 
 @dataclass(kw_only=True)
 class GenerationOutput:
-    """One finished sample of a request, or the next tokens of a sample that is streamed.
+    """One finished sample of a request, or the next tokens of a streamed sample.
 
-    tokens: of the completion, without the prompt, with the stop token if one was sampled. logprobs: one for each token.
-    versions: for each token, the version of the weights that sampled it. finish_reason: None marks a partial output,
-    whose lists start after the partial output before. A finished output always has the whole completion.
-    cached_tokens: of the prompt, whose keys and values were in the cache. top_logprobs: for each token, as many as the
-    request wanted. prompt_logprobs: of a finished output, for each prompt token after the first, (log-probability, the
-    most likely tokens). routes: of a finished output, where the engine keeps them: the experts of the prompt's and the
-    completion's tokens but the last, which is never computed; see areno/engine/train/rows.py.
-    A sample ends with the reason "error" where the model gave no finite numbers for it; its earlier tokens are there.
+    Attributes:
+        request_id: The request.
+        sample: Number of the sample.
+        tokens: Token ids of the completion, with the stop token if one was sampled. A finished output has the whole
+            completion; a partial one continues the previous partial output.
+        logprobs: Log-probability of each token.
+        versions: For each token, version of the weights that sampled it.
+        finish_reason: None for a partial output. "error" if the model gave no finite numbers; earlier tokens are
+            present.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        top_logprobs: For each token, the most likely tokens that the request wanted.
+        prompt_logprobs: Of a finished output: for each prompt token after the first, (log-probability, most likely
+            tokens).
+        routes: Of a finished output, with actor.routing_replay: experts of all tokens but the last, which is never
+            computed. See RouteShape.
     """
 
     request_id: int
@@ -193,20 +204,23 @@ class GenerationOutput:
 
 @dataclass
 class TrainSequence:
-    """One row to train on. Lists and arrays are per token of `tokens` (prompt and response) and have its length.
+    """One row to train on. Per-token lists and arrays cover `tokens` (prompt and response) and have its length.
 
-    prompt_mask: True where the token is NOT trained (prompt, tool results); losses train on the False positions.
-    logprobs: log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it, as the rollout gives;
-    0.0 on the prompt.
-    old_logprobs: the same under the policy before its first update on this row, by the training pass: what importance
-    ratios divide by. `Trainer.train` sets it, so that later calls on the row compare with the same policy. None, or NaN
-    for a token: the policy as it is when training begins. Set it to None when you change tokens or temperature.
-    advantages, returns, values, ref_logprobs: per token, None where the loss does not need them.
-    reward: of the whole row. eos_token_id: for scripts that pad rows themselves; areno packs rows and does not read it.
-    weights: factor on each token's policy loss, such as the importance weight of a stale sample; None is 1 everywhere.
-    staleness: optimizer steps between the policy that sampled the row and the policy as it is; 0 is on-policy.
-    routes: (n, layers, experts of a token) whole numbers: the experts of the first n tokens, which training then uses
-    (RolloutSequence.routes). None where the router chooses.
+    Attributes:
+        prompt_mask: True for tokens that are not trained (prompt, tool results). Losses train on the others.
+        tokens: Token ids.
+        logprobs: Log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it, from the rollout;
+            0.0 on the prompt.
+        old_logprobs: The same under the policy before its first update on this row, from the training pass. Importance
+            ratios divide by these. `Trainer.train` sets it for later calls. None, or NaN for a token, is the policy at
+            the start of the call. Set it to None after changing tokens or temperature.
+        advantages, returns, values, ref_logprobs: Per token. None if the loss does not need them.
+        reward: Reward of the whole row.
+        eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
+        weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
+        staleness: Optimizer steps since the policy that sampled the row. 0 is on-policy.
+        routes: (n, layers, experts of a token) whole numbers: experts that training uses for the first n tokens
+            (RolloutSequence.routes). None lets the router choose.
     """
 
     prompt_mask: list[bool] | np.ndarray | None = None
@@ -230,12 +244,16 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True, kw_only=True)
 class PromptItem:
-    """One row of an RL dataset, ready to be sampled.
+    """One row of a dataset of prompts, ready to be sampled.
 
-    prompt: the row's own text; for a row of messages, the text these render to.
-    text: what the model reads, that is, `prompt` after the chat template; `tokens` are its ids.
-    messages: the row's messages, None for a row of plain text. solutions: its reference answers, None if it has none.
-    record: the whole row. index: its number in the dataset.
+    Attributes:
+        prompt: The row's own text. For a row of messages, the rendered text.
+        text: The text that the model reads: `prompt` after the chat template.
+        tokens: Token ids of `text`.
+        messages: The row's messages. None for a row of plain text.
+        solutions: Reference answers. None if the row has none.
+        record: The whole row.
+        index: Number of the row in the dataset.
     """
 
     prompt: str
@@ -249,7 +267,13 @@ class PromptItem:
 
 @dataclass(slots=True, kw_only=True)
 class PairItem:
-    """One row of a preference dataset, encoded: the same prompt with two answers. index: its number in the dataset."""
+    """One row of a preference dataset, encoded: one prompt with two answers.
+
+    Attributes:
+        chosen: The preferred answer.
+        rejected: The other answer.
+        index: Number of the row in the dataset.
+    """
 
     chosen: TrainSequence
     rejected: TrainSequence
@@ -257,15 +281,20 @@ class PairItem:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the longer row, which decides whether the pair is too long."""
+        """Token ids of the longer row, which decides whether the pair is too long."""
         return max(list(self.chosen.tokens or []), list(self.rejected.tokens or []), key=len)
 
 
 @dataclass(kw_only=True)
 class Batch(Generic[Item]):
-    """The rows of one step. skipped_long: too long rows passed over while this batch was filled.
+    """The rows of one step.
 
-    total_skipped_long: since the start of the run, this batch included. ends_epoch: it is the last batch of its epoch.
+    Attributes:
+        items: The rows.
+        skipped_long: Too long rows that were skipped while this batch was filled.
+        total_skipped_long: The same since the start of the run.
+        epoch: Number of the epoch, from 0.
+        ends_epoch: Whether this is the last batch of its epoch.
     """
 
     items: list[Item]
@@ -283,12 +312,16 @@ PromptBatch = Batch[PromptItem]  # of one RL step
 
 @dataclass(slots=True, kw_only=True)
 class TokenRow:
-    """Tokens that a model read and wrote one after another, as they were. Each field has one entry for each token.
+    """Consecutive tokens that a model read and wrote. Each array has one entry for each token.
 
-    sources: where it comes from, uint8, see areno.server.tokens.Source. sampled: it was sampled in this row, bool.
-    trained: by the loss mask, bool; other than sampled ones may be. logprobs: float64, 0.0 where it was not sampled.
-    versions: int64, of the weights that sampled it. temperature: that all of its tokens were sampled at; None where
-    they differ.
+    Attributes:
+        tokens: Token ids.
+        sources: Source of each token, uint8, see areno.server.tokens.Source.
+        sampled: Whether the token was sampled in this row, bool.
+        trained: Whether the loss mask trains the token, bool. Tokens that were not sampled may be trained, too.
+        logprobs: float64, 0.0 if not sampled.
+        versions: Version of the weights that sampled the token, int64.
+        temperature: Temperature of all sampled tokens. None if they differ.
     """
 
     tokens: list[int]
@@ -305,11 +338,15 @@ class TokenRow:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """What an agent did for one sample. rows: more than one where the history of a turn was not that of the one before.
+    """The record of an agent's work on one sample.
 
-    turns: each with messages, tools, tool_choice, the model's message and its finish_reason, as plain values. messages:
-    all of the conversation, in OpenAI's form. tool_calls, tool_results: in their order. reward: that the agent itself
-    gave, with its parts by name; None if it gave none.
+    Attributes:
+        rows: Token rows. More than one if a turn did not continue the tokens of the turn before.
+        turns: For each turn, messages, tools, tool_choice, the model's message and finish_reason, as plain values.
+        messages: The whole conversation, in OpenAI's form.
+        tool_calls: Tool calls, in order.
+        tool_results: Their results, in order.
+        reward: Reward that the agent gave itself, with its parts by name. None if it gave none.
     """
 
     rows: list[TokenRow]
@@ -321,7 +358,7 @@ class Trajectory:
 
     @property
     def n_tokens(self) -> int:
-        """Of the longest row."""
+        """Tokens of the longest row."""
         return max(map(len, self.rows), default=0)
 
 
@@ -329,9 +366,11 @@ class Trajectory:
 class ModelRole:
     """A model beside the policy, for Trainer.ensure_roles.
 
-    name: "ref" scores log-probabilities, "critic" values, "reward" whole rows; other names are free.
-    path: model folder or hub id. trainable: whether it has an optimizer (only models with values can be trained).
-    optimizer_lr: of a trainable role; None takes that of the policy's optimizer.
+    Attributes:
+        name: "ref" scores log-probabilities, "critic" values, "reward" whole rows. Other names are free.
+        path: Model folder or hub id.
+        trainable: Whether it has an optimizer. Only models with values can be trained.
+        optimizer_lr: Learning rate of a trainable role. None takes that of the policy.
     """
 
     name: str
@@ -342,10 +381,15 @@ class ModelRole:
 
 @dataclass(kw_only=True)
 class RolloutSequence:
-    """One sampled completion: its tokens, with the stop token.
+    """One sampled completion.
 
-    resp_logprobs, resp_versions: for each token, its log-probability and the weights' version when it was sampled.
-    routes: with actor.routing_replay, the experts of the prompt's tokens and its own but the last, for TrainSequence.
+    Attributes:
+        resp_tokens: Token ids, with the stop token.
+        resp_logprobs: Log-probability of each token when it was sampled.
+        finish_reason: Why the completion ended.
+        resp_versions: For each token, version of the weights that sampled it.
+        routes: With actor.routing_replay, experts of the tokens of prompt and completion but the last, for
+            TrainSequence.
     """
 
     resp_tokens: Numbers[int] = Numbers()
@@ -356,6 +400,7 @@ class RolloutSequence:
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of the completion."""
         return len(vars(self)["resp_tokens"])
 
 
@@ -369,15 +414,20 @@ class RolloutResult:
 
 @dataclass(slots=True, kw_only=True)
 class RewardRecord:
-    """What a reward function is given: one completed sample.
+    """The argument of a reward function: one completed sample.
 
-    prompt, messages, solutions, record: see PromptItem; `messages` goes on to the end of the sample.
-    completion: all text of the assistant. final_answer: its last turn. rendered_completion: the trajectory behind the
-    first prompt as the chat template renders it, with special tokens, tool results and the markers of turns; for a
-    single completion, its text with special tokens. tool_calls, tool_results: parsed calls and their results.
-    tokens, logprobs, loss_mask: of the response, one entry each; loss_mask is True where the token is trained.
-    step, epoch: of the training, when the sample was drawn. The first step is 1, the first epoch 0; before the first
-    step it is 0.
+    Attributes:
+        prompt, solutions, record: See PromptItem.
+        messages: The conversation up to the end of the sample.
+        completion: All text of the assistant.
+        final_answer: The last turn of the assistant.
+        rendered_completion: The trajectory after the first prompt as the chat template renders it, with special tokens,
+            tool results and turn markers. For a single completion, its text with special tokens.
+        tool_calls, tool_results: Parsed calls and their results.
+        tokens, logprobs, loss_mask: One entry for each token of the response. loss_mask is True for trained tokens.
+        prompt_tokens: Token ids of the prompt.
+        step: Training step in which the sample was drawn, from 1. 0 before the first step.
+        epoch: Epoch in which the sample was drawn, from 0.
     """
 
     prompt: str = ""
@@ -399,11 +449,14 @@ class RewardRecord:
 
 @dataclass(slots=True, frozen=True)
 class RewardOutcome:
-    """What came of scoring one sample. `value` is None unless status is "ok"; `message` then says why.
+    """The result of scoring one sample.
 
-    not_finite: the reward is NaN, infinite, or too large for float32. agent_error, agent_timeout: there is nothing to
-    score, since the agent failed. agent_filtered: its conversation filled the context. parts: the numbers that the
-    value is made of, by name, without their weights; empty if it is one number.
+    Attributes:
+        value: The reward. None unless status is "ok".
+        status: "not_finite": the reward is NaN, infinite, or too large for float32. "agent_error", "agent_timeout": the
+            agent failed, so there is nothing to score. "agent_filtered": its conversation filled the context.
+        message: Why there is no reward.
+        parts: Numbers that the reward is made of, by name, without their weights. Empty if it is a single number.
     """
 
     value: float | None
@@ -414,9 +467,12 @@ class RewardOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class TokenArrays:
-    """A prompt and its completion as arrays: token ids (int64), and log-probabilities (float64), 0.0 on the prompt.
+    """A prompt and its completion as arrays.
 
-    oldest_version: of the weights that sampled one of the tokens; None without tokens.
+    Attributes:
+        tokens: Token ids, int64.
+        logprobs: float64, 0.0 on the prompt.
+        oldest_version: Oldest version of the weights that sampled one of the tokens. None without tokens.
     """
 
     tokens: np.ndarray
@@ -426,12 +482,18 @@ class TokenArrays:
 
 @dataclass(slots=True, kw_only=True)
 class ScoredSample:
-    """One sample with its text and its reward. group: number of its group, the samples drawn of one prompt at once.
+    """One sample with its text and its reward.
 
-    trajectory: of an agent; `sequence` then has all tokens that were sampled in it. None for a single completion.
-    advantages: of each token of the completion (of an agent: of its trained tokens), where it is trained on.
-    train_logprobs: of each token of the completion, by the training pass under the policy before the update.
-    arrays: of a single completion, what its row will hold.
+    Attributes:
+        item: The prompt.
+        sequence: The completion. For an agent, all tokens that were sampled.
+        completion: Its text.
+        outcome: The reward.
+        group: Number of its group: the samples drawn for one prompt together.
+        trajectory: The record of an agent. None for a single completion.
+        advantages: Of each token of the completion (for an agent, of its trained tokens), if it is trained on.
+        train_logprobs: Of each token of the completion, by the training pass before the update.
+        arrays: Of a single completion, the arrays of its training row.
     """
 
     item: PromptItem
@@ -446,12 +508,12 @@ class ScoredSample:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was sampled to its end, so that it could be scored."""
+        """Whether the sample was drawn to its end, so that it could be scored."""
         return not self.outcome.status.startswith("agent_")
 
     @property
     def n_tokens(self) -> int:
-        """Prompt and completion; of an agent, the longest row."""
+        """Tokens of prompt and completion. For an agent, of the longest row."""
         if self.trajectory is not None:
             return self.trajectory.n_tokens
         return len(self.item.tokens) + self.sequence.n_tokens

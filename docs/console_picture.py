@@ -25,8 +25,16 @@ from rich.text import Text
 WIDTH, HEIGHT = 120, 40
 RUN = f"{sys.executable} -m areno.recipes.gspo trial_name=first evaluator.freq_steps=20"
 SOCKET = f"areno-picture-{os.getpid()}"
-_NORMAL = [(40, 42, 54), (240, 90, 90), (126, 190, 104), (230, 190, 80), (90, 160, 235), (190, 120, 220),
-           (86, 182, 194), (215, 220, 230)]  # fmt: skip
+_NORMAL = [
+    (40, 42, 54),
+    (240, 90, 90),
+    (126, 190, 104),
+    (230, 190, 80),
+    (90, 160, 235),
+    (190, 120, 220),
+    (86, 182, 194),
+    (215, 220, 230),
+]
 _BRIGHT = [(110, 115, 125), *_NORMAL[1:]]
 THEME = TerminalTheme((17, 20, 30), (215, 220, 230), _NORMAL, _BRIGHT)
 PAGE = """<!DOCTYPE html><meta charset="utf-8"><style>{stylesheet} body {{ background: {background}; margin: 0 }}

@@ -1,4 +1,4 @@
-"""The SDK: what a script holds. The registry of algorithms is imported from here; the rest from `areno` itself."""
+"""The SDK. The registry of algorithms is imported from here, and all other public names from `areno`."""
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm, register_algorithm
 

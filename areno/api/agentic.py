@@ -1,4 +1,4 @@
-"""What an agent and its reward function work with: batches, items, trajectories, records, loss masks."""
+"""The names that agents and their reward functions import: batches, items, trajectories, records, loss masks."""
 
 from areno.agents.recorder import Recorder
 from areno.agents.trajectories import AgentBatch, AgentItem, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy

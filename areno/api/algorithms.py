@@ -136,10 +136,10 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """Look up an algorithm by its name, and import it if no code has done so before.
+    """Return the algorithm of a name.
 
     Raises:
-        ConfigError: There is no algorithm of this name.
+        ConfigError: There is no such algorithm.
     """
     if name in _registered:
         return _registered[name]

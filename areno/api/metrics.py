@@ -1,12 +1,4 @@
-"""How long the phases of a step take.
-
-The rollout/* numbers of a step, from its samples or its rows, the eval/* numbers of a policy, and their recorder.
-
-rollout/accuracy is the share of scored samples whose reward is at least 1.0, the value that stands for a right answer;
-partial credit below it does not count.
-
-What a Trainer remembers of the step under way: the time of its phases, and the scalars it writes of it.
-"""
+"""The scalars of a step: rollout/*, train/*, eval/* and time/*, from samples, training rows and phases."""
 
 from __future__ import annotations
 
@@ -32,11 +24,7 @@ from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
 
 
 class Stopwatch:
-    """Seconds by phase of one step, as the time/* metrics want them. A phase inside another counts as the outer one.
-
-    Phases are those of one thread at a time: EngineError for a second one. before_phase: called with the name of a
-    phase that is about to begin.
-    """
+    """Measures the phases of a step in seconds, for the time/* metrics. An inner phase counts as the outer one."""
 
     def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
         self._before_phase = before_phase
@@ -50,12 +38,12 @@ class Stopwatch:
         self.seconds, self._began = {}, time.perf_counter()
 
     def close_step(self) -> None:
-        """Count the time since `reset` that belongs to no phase as the phase `other`."""
+        """Count the time outside of all phases as the phase `other`."""
         self.seconds["other"] = max(0.0, time.perf_counter() - self._began - self.total)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`. The work in it must get on: see areno.heartbeat."""
+        """Add the time of the block to a phase. Its work must make progress, see areno.heartbeat."""
         heartbeat.beat()
         if not self._lock.acquire(blocking=False):
             raise EngineError(
@@ -94,10 +82,15 @@ def rollout_metrics(
     skipped_long: int = 0,
     total_skipped_long: int | None = None,
 ) -> dict[str, float]:
-    """The rollout/* scalars of one step. `advantages`: one for each sample. Lengths are in tokens.
+    """Return the rollout/* scalars of one step. Lengths are in tokens.
 
-    Rewards and advantages are over the samples that have a reward; logprobs_mean is over all response tokens. What has
-    no value, such as the mean of no rewards, is left out.
+    A scalar without a value, such as the mean of no rewards, is left out.
+
+    Args:
+        samples: All samples of the step.
+        advantages: One for each sample. Rewards and advantages count only for samples that have a reward.
+        skipped_long: Too long rows that were skipped in this step.
+        total_skipped_long: The same since the start of the run.
     """
     stats = _agent_stats(samples)
     done = np.array([sample.is_done for sample in samples], dtype=bool)
@@ -126,10 +119,15 @@ def rollout_metrics(
 
 
 def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[str, float]:
-    """The metrics of one evaluation set, without a namespace. n_samples: of each prompt.
+    """Return the metrics of one evaluation set, without a prefix.
 
-    With several samples also pass@k and avg@n_samples. Both are means over the prompts and take a sample for passed as
-    `accuracy` does. Samples without a reward do not count; a prompt with fewer than k others has no pass@k.
+    With several samples of a prompt, pass@k and avg@n_samples are included: means over the prompts, where a sample
+    passes as in `accuracy`. Samples without a reward do not count. A prompt with fewer than k counted samples has no
+    pass@k.
+
+    Args:
+        samples: All samples of the set.
+        n_samples: Samples of each prompt.
     """
     metrics = rollout_metrics(samples, np.zeros(len(samples)))
     names = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
@@ -148,7 +146,7 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
 
 
 def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
-    """The rewards of each group, of the samples that have one."""
+    """Return the rewards of each group, over the samples that have one."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
         if sample.outcome.value is not None:
@@ -157,15 +155,18 @@ def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples passes, estimated without bias from n >= k samples of which c passed.
+    """Return the unbiased estimate of the chance that at least one of k samples passes (arXiv 2107.03374).
 
-    1 - C(n - c, k) / C(n, k): Codex, arXiv 2107.03374 eq. 1.
+    Args:
+        n: Number of samples, at least k.
+        c: Number of samples that passed.
+        k: Number of attempts.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Mean and spread of each part of the rewards, over the samples that have it."""
+    """Return mean and spread of each part of the rewards, over the samples that have it."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.outcome.parts.items():
@@ -175,7 +176,7 @@ def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """How the agents of a step fared; nothing for single completions."""
+    """Return statistics of the agents of a step. Empty for single completions."""
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
     failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)
     if not found and not failed:
@@ -191,10 +192,10 @@ def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """The rollout/* scalars that training rows tell of; none where rows have no log-probabilities of a rollout.
+    """Return the rollout/* scalars that follow from training rows. Empty without log-probabilities of a rollout.
 
-    The prompt of a row is what comes before its first trained token; the response are its trained tokens. A row's
-    advantage is the mean over these.
+    The prompt of a row ends before its first trained token. The response is all trained tokens, and the advantage of a
+    row is their mean.
     """
     if any(row.logprobs is None for row in rows):
         return {}
@@ -214,8 +215,14 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
 def _sample_stats(
     lengths: Mapping[str, Any], *, logprobs: Sequence[Any], rewards: Sequence[float], advantages: Any
 ) -> dict[str, float]:
-    """lengths: of the samples in tokens, by name. logprobs: of the tokens of each response. Rewards and advantages are
-    those of the samples that have one."""
+    """Return the statistics of samples.
+
+    Args:
+        lengths: Lengths of the samples in tokens, by name.
+        logprobs: Log-probabilities of the tokens of each response.
+        rewards: Rewards of the samples that have one.
+        advantages: Advantages of these samples.
+    """
     stats: dict[str, float] = {"num_sequences": len(logprobs)}
     if not logprobs:
         return stats
@@ -232,12 +239,12 @@ def _sample_stats(
 
 
 def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
-    """Share of rewards that stand for a right answer: 1.0 or more. NaN for no rewards."""
+    """Return the share of rewards of at least 1.0, which stand for a right answer. NaN without rewards."""
     return float(np.mean(np.asarray(rewards) >= _RIGHT)) if len(rewards) else math.nan
 
 
 def step_times(clock: Stopwatch) -> dict[str, float]:
-    """The seconds of a step that stand among its training statistics."""
+    """Return the seconds of a step that belong to its training statistics."""
     return {
         "step_rollout_time_s": clock.seconds.get("rollout", 0.0),
         "step_train_time_s": clock.seconds.get("train", 0.0),
@@ -246,12 +253,12 @@ def step_times(clock: Stopwatch) -> dict[str, float]:
 
 
 def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, float]:
-    """The train/* scalars of a step, from its statistics, and the time/* ones."""
+    """Return the train/* and time/* scalars of a step."""
     return with_prefix("train", stats) | with_prefix("time", {**clock.seconds, "step": clock.total})
 
 
 def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
-    """`{"loss": 1.0}` under "train" is `{"train/loss": 1.0}`."""
+    """Return statistics under a prefix: `{"loss": 1.0}` under "train" is `{"train/loss": 1.0}`."""
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
 
 
@@ -282,7 +289,7 @@ class MetricsRecorder(Trackers):
         self.log(step, scalars)
 
     def close(self) -> None:
-        """Close the files. A second call does nothing."""
+        """Close the files. Further calls do nothing."""
         self.finish()
 
     def __enter__(self) -> MetricsRecorder:
@@ -293,7 +300,7 @@ class MetricsRecorder(Trackers):
 
 
 class StepLog:
-    """Steps as a script makes them. A step is a round in which no model is trained twice; steps count from 1."""
+    """Records the steps of a script. A step is a round in which no model is trained twice; steps count from 1."""
 
     def __init__(self, clock: Stopwatch):
         self.clock = clock  # of the phases since the policy was last trained
@@ -303,7 +310,7 @@ class StepLog:
         self._skipped: tuple[int, int] | None = None  # prompts passed over: since the policy was last trained, in all
 
     def counting_skipped(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
-        """One pass over the batches, while the rows that are skipped are counted."""
+        """Yield the batches once, and count skipped rows."""
         counted = 0
         for batch in loader.batches():
             counted += self._count_skipped(loader.total_skipped_long - counted)
@@ -316,7 +323,7 @@ class StepLog:
         return n
 
     def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
-        """Write what a training call tells, and return its statistics with those of the step."""
+        """Record the statistics of a training call, and return them with those of the step."""
         if role in self._trained:
             self._trained.clear()
             self._step += 1

@@ -1,8 +1,7 @@
-"""How long completions are likely to be, as far as earlier ones tell. Only used to divide work between devices.
+"""Rollout sessions: samples are drawn inside of a session; scoring, training and saving happen outside.
 
-The border of rollout: tokens are drawn inside of a session; scoring, training and saving happen outside of it.
-
-A session may serve the policy to agents meanwhile (areno.agents.proxy).
+A session may serve the policy to agents meanwhile (areno.agents.proxy). ExpectedLengths estimates the length of
+completions, by which an engine with several copies of the model divides the work.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _MOST_PROMPTS = 200_000  # prompts that are remembered
 
 
 class ExpectedLengths:
-    """Tokens of a completion: the mean of those drawn last for its prompt; without any, that of the last rollout.
+    """Expected tokens of a completion: the mean of the last completions of its prompt, else of the last rollout.
 
-    A run that goes on begins without them. That changes which device draws a sample, and no sample.
+    A resumed run starts without them. This changes which device draws a sample, but not the sample.
     """
 
     def __init__(self) -> None:
@@ -39,11 +38,16 @@ class ExpectedLengths:
         self._mean: float | None = None
 
     def of(self, prompt: Sequence[int]) -> float | None:
-        """None where nothing is known."""
+        """Return the expected tokens of a prompt's completion. None if nothing is known."""
         return self._of_prompt.get(hash(tuple(prompt)), self._mean)
 
     def note(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
-        """Take those of a rollout: of each prompt the tokens of its completions."""
+        """Record the completions of a rollout.
+
+        Args:
+            prompts: Token ids of each prompt.
+            lengths: Tokens of the completions of each prompt.
+        """
         if len(self._of_prompt) + len(prompts) > _MOST_PROMPTS:
             self._of_prompt.clear()
         for prompt, drawn in zip(prompts, lengths, strict=True):
@@ -60,7 +64,7 @@ _MOST = 1024  # samples on each copy of the model: a step with more is hardly fa
 
 
 class Sessions:
-    """The rollout sessions of one Trainer, of which at most one is open."""
+    """The rollout sessions of one Trainer. At most one is open."""
 
     def __init__(self, engine: Engine, plan: TrainerPlan):
         self.engine, self.plan = engine, plan
@@ -72,21 +76,21 @@ class Sessions:
         self.lengths = ExpectedLengths()
 
     def need(self, what: str) -> RolloutSession:
-        """The open session. EngineError where there is none."""
+        """Return the open session. EngineError without one; `what` is the name of the call."""
         if self.open is None:
             hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
     def refuse(self, what: str) -> None:
-        """EngineError where a session is open, in which `what` has no place."""
+        """Raise EngineError if a session is open, in which the call `what` is not allowed."""
         if self.open is not None:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
         self.settle()
 
     def settle(self) -> None:
-        """Wind down what Ctrl-C left in the middle of a rollout, where a script (a notebook) goes on after it."""
+        """End a rollout that Ctrl-C has interrupted, when a notebook continues afterwards."""
         if self.interrupted:
             self.interrupted = False
             self.engine.end_rollout(drop=True)
@@ -94,7 +98,7 @@ class Sessions:
 
 @dataclass(kw_only=True, frozen=True)
 class ProxySettings:
-    """How a session serves the policy to agents: defaults of sampling, seconds for a request, the seed of draws."""
+    """How a session serves the policy to agents: default sampling, seconds for a request, seed."""
 
     params: SamplingParams
     timeout_s: float
@@ -102,11 +106,14 @@ class ProxySettings:
 
 
 class RolloutSession:
-    """One stretch of rollout, as an async or a plain context manager; made by Trainer.rollout_session.
+    """A period of sampling, as an async or a plain context manager. `Trainer.rollout_session` makes it.
 
-    max_running: samples decoded at once, over all ranks; None is as many as a rollout has. proxy: None where nothing is
-    served.
-    However the block is left, by an error or a cancelled task, too, the Trainer can be used afterwards.
+    However the block ends, even by an error or a cancelled task, the Trainer can be used afterwards.
+
+    Args:
+        sessions: The sessions of the Trainer.
+        max_running: Most samples decoded at once, over all ranks. None takes as many as a rollout has.
+        proxy: Settings of the server for agents. None starts no server.
     """
 
     def __init__(self, sessions: Sessions, max_running: int | None, proxy: ProxySettings | None = None):
@@ -116,31 +123,35 @@ class RolloutSession:
         self._proxy: SessionProxy | None = None
 
     def get_base_url(self) -> str:
-        """Where the policy is served, as OpenAI clients want it: http://127.0.0.1:PORT/v1."""
+        """Return the base URL of the policy for OpenAI clients: http://127.0.0.1:PORT/v1."""
         return self.proxy.base_url
 
     @property
     def api_key(self) -> str:
-        """The key of this session, without which a request is refused."""
+        """Key of this session. Requests without it are refused."""
         return self.proxy.api_key
 
     @property
     def timeout_s(self) -> float:
-        """For a request, and for an agent."""
+        """Longest time of a request, and of an agent, in seconds."""
         return self.proxy.server.sampler.limits.timeout_s
 
     @property
     def proxy(self) -> SessionProxy:
-        """The server of this session. EngineError outside of the `with` block, and without one."""
+        """The server of this session. EngineError outside of the `with` block, and without a server."""
         if self._proxy is None:
             raise EngineError("this rollout session serves nothing; use it in a `with` block, and with proxy=True")
         return self._proxy
 
     def prepare(self, n_tokens: int) -> None:
-        """Make the engine ready for sequences of up to `n_tokens` tokens, prompt and completion.
+        """Prepare the engine for sequences of up to `n_tokens` tokens, prompt and completion.
 
-        More than the model's context counts as the context. Raises ConfigError unless n_tokens is a whole number above
-        0, EngineError outside the session's `with` block, and where a larger cache would end a stream that is read.
+        Args:
+            n_tokens: Longest sequence, in tokens. The model's context is the upper limit.
+
+        Raises:
+            ConfigError: n_tokens is no whole number above 0.
+            EngineError: The call is outside the `with` block, or a larger cache would end an open stream.
         """
         check_count("n_tokens", n_tokens)
         if self._sessions.open is not self:
@@ -148,6 +159,7 @@ class RolloutSession:
         self._make_room(n_tokens)
 
     def _make_room(self, n_tokens: int, n_samples: int = 1) -> None:
+        """Make the KV cache large enough for sequences of `n_tokens` tokens and `n_samples` samples at once."""
         sessions, plan, running = self._sessions, self._sessions.plan, self._running_spec
         longest, most = sessions.longest, sessions.most
         if n_tokens > longest:
@@ -184,9 +196,18 @@ class RolloutSession:
         on_progress: OnProgress,
         at_once: int | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times; results in prompt order. Ends early where the task is cancelled.
+        """Sample every prompt `n_samples` times. Returns early if the task is cancelled.
 
-        at_once: prompts under way at the same time; None: all.
+        Args:
+            prompt_tokens: Token ids of each prompt.
+            n_samples: Samples of each prompt.
+            params: Sampling settings.
+            seed: Seed of the call.
+            on_progress: Receives finished samples and the counters of each rank.
+            at_once: Most prompts in progress at the same time. None for all.
+
+        Returns:
+            Results in the order of the prompts.
         """
         engine = self._sessions.engine
         requests = [
@@ -233,6 +254,7 @@ class RolloutSession:
         return self
 
     def _serve(self, settings: ProxySettings) -> None:
+        """Start the server for agents."""
         from areno.agents.proxy import SessionProxy
 
         engine, plan = self._sessions.engine, self._sessions.plan
@@ -241,9 +263,14 @@ class RolloutSession:
         self._make_room(min(settings.params.max_context_len or context, context), _SERVED)
         assert self._room is not None
         self._proxy = SessionProxy(
-            engine, self._room, plan.tokenizer, settings.params, timeout_s=settings.timeout_s, seed=settings.seed,
+            engine,
+            self._room,
+            plan.tokenizer,
+            settings.params,
+            timeout_s=settings.timeout_s,
+            seed=settings.seed,
             thinking=plan.rollout.enable_thinking,
-        )  # fmt: skip
+        )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         sessions = self._sessions
@@ -271,7 +298,7 @@ class RolloutSession:
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError where the running task was cancelled, such as by Ctrl-C: a rollout itself never awaits."""
+    """Raise CancelledError if the running task was cancelled, such as by Ctrl-C. A rollout itself never awaits."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop runs
@@ -282,7 +309,7 @@ def raise_if_cancelled() -> None:
 
 
 def sequence_of(output: GenerationOutput) -> RolloutSequence:
-    """The completion of a finished output."""
+    """Return the completion of a finished output."""
     assert output.finish_reason is not None, "a partial output of a request that does not stream"
     given = vars(output)  # numbers that came as arrays stay arrays
     return RolloutSequence(

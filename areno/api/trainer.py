@@ -1,4 +1,4 @@
-"""Trainer: one policy and what can be done with it. The loops in trainers/ are written in its terms."""
+"""Trainer: one policy with rollout, scoring, training and saving. The loops in trainers/ are written with it."""
 
 from __future__ import annotations
 
@@ -46,11 +46,18 @@ logger = logging.getLogger("areno")
 class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """One policy with its tokenizer, its optimizer and the models beside it: rollout, scoring, training, saving.
 
-    Construction only checks the arguments; `init()` loads the model. Samples are drawn inside `rollout_session`,
-    everything else is called outside of one. Use as a context manager, or call close().
+    The constructor only checks the arguments; `init()` loads the model. Draw samples inside a `rollout_session`, and
+    make all other calls outside. Use a Trainer as a context manager, or call close().
 
-    world_size: ranks, one for each device. model_path: local folder or hub id. backend_type: areno.Areno, the default.
-    custom_config: an ArenoConfig. metrics_log_dir: folder for TensorBoard event files; None writes none.
+    Args:
+        world_size: Number of ranks, one for each device.
+        model_path: Local model folder or hub id.
+        backend_type: areno.Areno, the default and only choice.
+        custom_config: Further settings.
+        metrics_log_dir: Folder for TensorBoard event files. None writes none.
+
+    Raises:
+        ConfigError: An argument is invalid. All problems are reported together.
     """
 
     def __init__(
@@ -66,16 +73,24 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @classmethod
     def from_config(cls, config: ExperimentConfig) -> Trainer:
-        """The Trainer of an experiment's configuration, before init(). Its errors name the configuration's keys.
+        """Make the Trainer of an experiment's configuration. Call `init()` next.
 
-        Reads the model's config.json and the tokenizer. ConfigError names every setting that does not fit the model or
-        the machine; CheckpointError for a folder that is no model.
+        Reads the model's config.json and the tokenizer.
+
+        Raises:
+            ConfigError: Settings do not fit the model or the machine. The message names their keys.
+            CheckpointError: A folder holds no model.
         """
         return cls.from_plan(plan_of_experiment(config))
 
     @classmethod
     def from_plan(cls, plan: TrainerPlan, clock: Stopwatch | None = None) -> Trainer:
-        """The Trainer of a plan, before init(). clock: of a loop, which then keeps the records of the steps itself."""
+        """Make the Trainer of a plan. Call `init()` next.
+
+        Args:
+            plan: The plan.
+            clock: Stopwatch of a loop that records its steps itself. None lets the Trainer record them.
+        """
         trainer = cls.__new__(cls)
         trainer._begin(lambda: plan, None, None, clock)
         return trainer
@@ -87,7 +102,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         metrics_log_dir: str | None,
         clock: Stopwatch | None = None,
     ) -> None:
-        """rename: setting -> argument of the script, for errors; None keeps the settings."""
+        """Set the state before `init()`. `rename` maps a setting to the argument of a script, for errors."""
         self._open_plan, self._metrics_log_dir = open_plan, metrics_log_dir
         self._named = contextlib.nullcontext if rename is None else partial(keys_renamed, rename)
         self._engine: Engine | None = None
@@ -100,9 +115,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self.loss_mask_policy = LossMaskPolicy()  # of the last session that served agents
 
     def init(self) -> None:
-        """Load the tokenizer, start the workers and load the model. Call it once, before anything else.
+        """Load the tokenizer, start the workers and load the model. Call this once, before anything else.
 
-        Raises ConfigError for what does not fit model or machine, CheckpointError for a path that is no model.
+        Raises:
+            ConfigError: An argument does not fit the model or the machine.
+            CheckpointError: A path holds no model.
+            EngineError: The Trainer is closed, or was initialised before.
         """
         self._refuse_closed()
         if self._engine is not None:
@@ -128,21 +146,22 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def info(self) -> EngineInfo:
-        """What was loaded."""
+        """Facts about the loaded model."""
         return self.engine.info
 
     def _outside_rollout(self, what: str) -> Engine:
-        """The engine, for `what` has no place in a session. EngineError where one is open."""
+        """Return the engine for a call that is not allowed inside a session. EngineError if one is open."""
         engine = self.engine
         self._sessions.refuse(what)
         return engine
 
     def _refuse_closed(self) -> None:
+        """Raise EngineError if the Trainer is closed."""
         if self._closed:
             raise EngineError("this Trainer is closed; make a new one")
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the model."""
+        """Return the tokenizer of the model."""
         _ = self.engine
         return self._plan.tokenizer
 
@@ -155,11 +174,17 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         prompt_key: str = "prompt",
         solutions_key: str = "solutions",
     ) -> Iterator[PromptBatch]:
-        """One pass over a dataset, in its order, as batches of `batch_size` encoded prompts; the last may be smaller.
+        """Yield a dataset once, in its order, as batches of encoded prompts.
 
-        dataset: anything with a length and indexing whose rows are dictionaries; row[prompt_key] is text or chat
-        messages. Rows of more than `max_prompt_tokens` tokens, chat template included, are skipped and counted.
-        Raises DataError naming the row.
+        Args:
+            dataset: Any object with a length and indexing, whose rows are dictionaries.
+            batch_size: Prompts in a batch. The last batch may be smaller.
+            max_prompt_tokens: Longest prompt in tokens, chat template included. Longer rows are skipped and counted.
+            prompt_key: Column of the prompt: a text or a list of chat messages.
+            solutions_key: Column of the reference answers.
+
+        Raises:
+            DataError: A row is invalid. The message names the row.
         """
         check_count("batch_size", batch_size)
         check_count("max_prompt_tokens", max_prompt_tokens)
@@ -186,13 +211,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         proxy: bool = True,
         seed: int | None = None,
     ) -> RolloutSession:
-        """A rollout session, as an async or a plain context manager. Samples can only be drawn inside a session.
+        """Make a rollout session, an async or a plain context manager. Samples can only be drawn inside a session.
 
-        sampling_params: defaults for requests that bring none of their own. max_running_prompts: samples decoded at
-        once; None takes that of ArenoConfig. proxy: serve the policy to agents, at session.get_base_url(), with a cache
-        for conversations of sampling_params.max_context_len tokens. loss_mask_policy: which tokens of their
-        trajectories are trained. timeout_s: for a request of an agent. seed: of what is drawn for agents; None gives
-        each session its own.
+        Args:
+            sampling_params: Defaults for requests without sampling settings.
+            loss_mask_policy: Which tokens of agents' trajectories are trained.
+            max_running_prompts: Most samples decoded at once. None takes the value of ArenoConfig.
+            timeout_s: Longest time of an agent's request, in seconds.
+            proxy: Serve the policy to agents at session.get_base_url(), with a KV cache for conversations of
+                sampling_params.max_context_len tokens.
+            seed: Seed of agents' requests. None gives each session its own.
         """
         if loss_mask_policy is not None and not proxy:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
@@ -219,9 +247,20 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seed: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times. A text goes through the chat template where the tokenizer has one.
+        """Sample every prompt `n_samples` times.
 
-        A prompt may also be a list of chat messages. See rollout_token_batch for the rest.
+        Args:
+            prompts: Texts or lists of chat messages. A text goes through the chat template, if the tokenizer has one.
+            n_samples: Samples of each prompt.
+            sampling_params: Sampling settings.
+            seed: See rollout_token_batch.
+            on_progress: See rollout_token_batch.
+
+        Returns:
+            Results in the order of the prompts.
+
+        Raises:
+            EngineError: No session is open.
         """
         tokenizer = self.get_tokenizer()
         self._sessions.need("rollout_batch")
@@ -239,12 +278,25 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         on_progress: OnProgress | None = None,
         at_once: int | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times; results in prompt order. Raises EngineError outside a session.
+        """Sample every prompt `n_samples` times.
 
-        What is drawn depends on `seed`, the prompt's place in the list, the sample's number and the weights; not on
-        batching. Without a seed each call has its own, and a script that is run again draws the same. on_progress:
-        called with what finished and each rank's counters; None logs these every decode_progress_interval_s. at_once:
-        prompts under way at the same time; when one is done, the next one follows. None: all of them.
+        A sample depends on `seed`, the position of the prompt in the list, the number of the sample and the weights. It
+        does not depend on batching.
+
+        Args:
+            prompt_tokens: Token ids of each prompt.
+            n_samples: Samples of each prompt.
+            sampling_params: Sampling settings.
+            seed: Seed of the call. None gives each call its own; a script that runs again draws the same samples.
+            on_progress: Receives finished samples and the counters of each rank. None logs the counters every
+                decode_progress_interval_s seconds.
+            at_once: Most prompts in progress at the same time; when one is done, the next one starts. None for all.
+
+        Returns:
+            Results in the order of the prompts.
+
+        Raises:
+            EngineError: No session is open.
         """
         engine = self.engine
         session = self._sessions.need("rollout_token_batch")
@@ -264,7 +316,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return results
 
     def _own_seed(self) -> int:
-        """Of a rollout that was given none; a script that is run again gets the same."""
+        """Return the seed of a rollout without one. A script that runs again gets the same seeds."""
         self._rollouts += 1
         return self.engine.spec.seed * 1_000_003 + self._rollouts
 
@@ -287,21 +339,30 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     ) -> dict[str, float]:
         """Take optimizer steps of the policy on rows, one unless said otherwise.
 
-        Importance ratios compare with the policy before the first call on a row, which leaves its log-probabilities in
-        `TrainSequence.old_logprobs` for later calls. So the first update of a row has ratio exactly 1.
+        Importance ratios compare with the policy before the first call on a row. That call stores its log-probabilities
+        in `TrainSequence.old_logprobs` for later calls. So the first update of a row has ratio exactly 1.
 
         Args:
+            batch_data: Rows to train on.
             loss_fn: (pack, logprobs) -> (loss, stats), from areno.loss_fns or the script's own.
             mini_bs: Rows in a forward pass, unless mb_spec or ArenoConfig.runtime decides. Results do not depend on it.
             gradient_accumulation_steps: Forward passes of each optimizer step. None makes one step of all rows.
+            mb_spec: Size of micro-batches, in place of mini_bs.
             n_minibatches: Number of steps, each on its part of the rows, which `seed` shuffles.
-            temperature: Sampling temperature of the rows. None is the one of `sampling`.
-            sampling: Settings that the rows were sampled with. None are those of this Trainer's last rollout.
-            rows_per_unit: Number of adjacent rows that are never separated.
+            temperature: Sampling temperature of the rows. None takes that of this Trainer's last rollout.
+            sampling: Sampling settings of the rows, in place of temperature.
+            seed: Seed of the shuffle.
+            rows_per_unit: Number of adjacent rows that stay together.
             old_logprobs: "recompute" as above; steps after the first of a call cost a scoring pass. "loglinear": the
-                loss interpolates in these steps. "rollout": ratios compare with the rollout. Neither keeps any.
+                loss interpolates in these steps. "rollout": ratios compare with the rollout. The last two store
+                nothing.
 
-        Returns statistics by name (docs/sdk.md lists them). Raises DataError for rows of the wrong form.
+        Returns:
+            Statistics by name (docs/sdk.md lists them).
+
+        Raises:
+            DataError: A row has the wrong form.
+            EngineError: A session is open, memory ran out, or the loss function returned no loss.
         """
         sampling = self._sampling(temperature, sampling)
         how = (self._micro_batches(mini_bs, mb_spec), n_minibatches, gradient_accumulation_steps, sampling)
@@ -321,10 +382,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         n_minibatches: int = 1,
         seed: int = 0,
     ) -> dict[str, float]:
-        """One optimizer step of a trainable role with values, such as a critic, on the `returns` of rows.
+        """Take one optimizer step of a critic on the `returns` of rows.
 
-        cliprange_value: how far values may move from the rows' `values` and still be judged by where they are.
-        value_loss_coef: factor on the loss. The rest is as in train(); statistics are recorded as train/<role>_*.
+        Args:
+            role: A trainable role with values.
+            batch_data: Rows with `returns` and `values`.
+            mini_bs: See train.
+            gradient_accumulation_steps: See train.
+            cliprange_value: Largest move of a value from the row's `values` without clipping.
+            value_loss_coef: Factor on the loss.
+            mb_spec: See train.
+            n_minibatches: See train.
+            seed: See train.
+
+        Returns:
+            Statistics by name, recorded as train/<role>_*.
         """
         from areno.loss_fns.ppo import value_loss_fn
 
@@ -341,11 +413,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
     def _micro_batches(self, mini_bs: int, mb_spec: MicroBatchSpec | None) -> MicroBatchSpec:
+        """Return the size of micro-batches of a call."""
         if mb_spec is not None:
             return mb_spec
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self.engine.spec.mb_spec.max_tokens_per_mb)
 
     def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
+        """Check the arguments of a training call, train, and record its statistics."""
         check_update(update, loss_fn)
         engine = self._outside_rollout("train" if role == "actor" else "train_values")
         check_rows(rows)
@@ -357,9 +431,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     # -- models beside the policy ----------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole | RoleSpec]) -> None:
-        """Load the models that are not there yet, by role name. What is there already stays, with its training.
+        """Load the models that are not loaded yet, by role name. Loaded roles keep their training.
 
-        EngineError where a loaded role is asked for in another form; release it first. See docs/sdk.md for the names.
+        Args:
+            roles: Role name -> model. docs/sdk.md lists the names.
+
+        Raises:
+            EngineError: A loaded role is requested in another form; release it first.
         """
         from areno.plan.plan import script_roles
 
@@ -381,21 +459,19 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
     ) -> list[list[float]]:
-        """Return the log-probability of every token given the tokens before it, under the model of a role.
+        """Return the log-probability of every token given the tokens before it.
 
         Args:
-            role: "actor", or a role with a language model, such as "ref".
+            role: A role with a language-model head, such as "actor" or "ref".
             token_rows: Token ids of each row.
-            temperature: Of softmax(logits / temperature). None is the one of `sampling`.
-            sampling: Settings that the rows were sampled with. None are those of this Trainer's last rollout.
-            mb_spec: Rows of one forward pass. None is the one of the engine.
-            routes: RolloutSequence.routes of each row, for the actor.
+            temperature: Log-probabilities are those of softmax(logits / temperature). None takes that of this Trainer's
+                last rollout.
+            sampling: Sampling settings of the rows, in place of temperature.
+            mb_spec: Size of micro-batches. None takes that of ArenoConfig.
+            routes: For the actor, RolloutSequence.routes of each row.
 
         Returns:
-            One list for each row, aligned with its tokens. The first entry is 0.0.
-
-        Raises:
-            ConfigError: The temperature is not a number that logits can be divided by.
+            One number for each token, 0.0 for the first token of a row.
         """
         sampling = self._sampling(temperature, sampling)
         score = partial(self.engine.logprobs, routes=routes)
@@ -405,16 +481,29 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def score_values(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[list[float]]:
-        """A critic's value of the state before every token; the first of a row has 0.0."""
+        """Return a critic's value of the state before every token, 0.0 for the first token of a row.
+
+        Args:
+            role: A role with values.
+            token_rows: Token ids of each row.
+            mb_spec: Size of micro-batches. None takes that of ArenoConfig.
+        """
         return [row.tolist() for row in self._score("score_values", self.engine.values, role, token_rows, mb_spec)]
 
     def score_rewards(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[float]:
-        """A reward model's score of every row, read at its last token."""
+        """Return a reward model's score of every row, read at its last token.
+
+        Args:
+            role: A reward model.
+            token_rows: Token ids of each row.
+            mb_spec: Size of micro-batches. None takes that of ArenoConfig.
+        """
         return self._score("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
 
     def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
+        """Check the arguments of a scoring call, and score."""
         self._sessions.refuse(what)
         check_token_rows(rows, "token_rows", may_be_empty=True)
         if not rows:
@@ -425,11 +514,20 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path, *, merge_adapters: bool = False) -> str:
-        """Write the policy as a Hugging Face folder and return its path.
+        """Write the policy as a Hugging Face folder.
 
-        A checkpoint that is there is replaced, also where the path is a link to it. The folder appears when it is
-        whole. CheckpointError, and nothing left behind, where that cannot be, and for a folder that is no checkpoint.
-        With adapters it has only these, in the form of peft, or with merge_adapters the whole model with these in it.
+        The folder appears when it is complete. An existing checkpoint is replaced, even if the path is a link to it.
+
+        Args:
+            path: The folder.
+            merge_adapters: Write the whole model with its adapters merged. Without it, a policy with adapters writes
+                only the adapters, in the form of peft.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: The folder exists and is no checkpoint, or cannot be written. No partial files remain.
         """
         _ = self.engine
         check_folder("path", path)
@@ -444,21 +542,29 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def write_checkpoint(
         self, folder: str | Path, role: str = "actor", background: bool = False, merge_adapters: bool = False
     ) -> None:
-        """Write a role as a Hugging Face folder, file by file. save_checkpoint makes the folder appear whole.
+        """Write a role into a Hugging Face folder, file by file. save_checkpoint writes all or nothing.
 
-        background: return as soon as a copy of the weights is in host memory; see checkpoint_written.
+        Args:
+            folder: The folder.
+            role: The role.
+            background: Return when a copy of the weights is in host memory, see checkpoint_written.
+            merge_adapters: See save_checkpoint.
         """
         engine = self._outside_rollout("save_checkpoint")
         with self._named():
             engine.save(str(folder), role, background, merge_adapters)
 
     def checkpoint_written(self) -> bool:
-        """Whether all that write_checkpoint began in the background is on the disk. CheckpointError if it cannot be."""
+        """Return whether all checkpoints that write_checkpoint started in the background are on the disk.
+
+        Raises:
+            CheckpointError: One of them cannot be written.
+        """
         with self._named():
             return self.engine.saved()
 
     def close(self) -> None:
-        """Free the devices, end the workers, close the metrics. Calling it again does nothing."""
+        """Free the devices, end the workers, close the metrics. Further calls do nothing."""
         self._closed, self._engine = True, None
         self._resources.close()
 

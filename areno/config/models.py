@@ -146,6 +146,7 @@ class UpdatedModelConfig(Section):
         "the rows; set it",
     )
     def schedule_of_unknown_length(self) -> bool:
+        """Return whether the number of updates is unknown and the learning rate decays."""
         unknown = self.gradient_accumulation_steps is not None and self.mb_spec.max_tokens_per_mb is not None
         decays = self.optimizer.lr_scheduler_type != "constant"
         return unknown and decays and self.optimizer.lr_decay_steps is None
@@ -161,6 +162,7 @@ class ModelConfig(LoraConfig, UpdatedModelConfig):
         "be lost; train the model whole",
     )
     def adapters_on_nothing_that_stays(self) -> bool:
+        """Return whether adapters would be trained on random weights, which no checkpoint contains."""
         return self.use_lora and self.init_from_scratch
 
 

@@ -61,16 +61,18 @@ def begin_deterministic(device: str, world_size: int) -> None:
             raise EngineError(
                 f"{{}} is true, but {_WORKSPACE} is {given!r} in the environment; expected one of "
                 f"{', '.join(_WORKSPACES)}. Unset it, or set {{}} to false",
-                _KEY, _KEY,
-            )  # fmt: skip
+                _KEY,
+                _KEY,
+            )
         if find_spec("triton") is None:  # torch's own forms of sampling have sums without a fixed order
             raise EngineError("{} needs triton on CUDA; pip install triton, or set {} to false", _KEY, _KEY)
         if given is None and torch.cuda.is_initialized():
             raise EngineError(
                 f"{{}} is true, but this process has used CUDA already, and {_WORKSPACE} counts at its start only; set "
                 f"{{}}=spawn, or start the process with {_WORKSPACE}={_WORKSPACES[0]}",
-                _KEY, Key("engine.workers"),
-            )  # fmt: skip
+                _KEY,
+                Key("engine.workers"),
+            )
         os.environ[_WORKSPACE] = given or _WORKSPACES[0]
         if world_size > 1:
             os.environ.setdefault("NCCL_ALGO", "Ring")  # each rank adds its own to what it has received
@@ -101,7 +103,7 @@ def places_of_their_own() -> Iterator[None]:
 
 @contextmanager
 def operations_named() -> Iterator[None]:
-    """Turns torch's refusal of an operation that has no deterministic form into an EngineError that names it."""
+    """Turn torch's refusal of a nondeterministic operation into an EngineError that names the operation."""
     try:
         yield
     except RuntimeError as error:
@@ -112,5 +114,6 @@ def operations_named() -> Iterator[None]:
         raise EngineError(
             f"{{}} is true, but torch has no deterministic form of {name} here; use another operation where it is your "
             "own, such as in a loss function, or set {} to false",
-            _KEY, _KEY,
-        ) from error  # fmt: skip
+            _KEY,
+            _KEY,
+        ) from error

@@ -84,7 +84,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._call("weights_version")[0]
 
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
-        """The spec of a loaded role. EngineError where it is not loaded or has another head than the given one."""
+        """Return the spec of a loaded role. EngineError if the role is not loaded or has another head."""
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded are: {', '.join(self._roles)}; call ensure_roles for {name!r} first"
@@ -153,9 +153,9 @@ class Engine(AbstractContextManager["Engine"]):
             self._give(self._dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Outputs of requests, as soon as there are some; none after `timeout` seconds or, perhaps, before.
+        """Return outputs of requests as soon as there are some, or an empty list after at most `timeout` seconds.
 
-        A request with `stream` or `pieces` gives partial outputs, whose finish_reason is None, before each finished
+        A request with `stream` or `pieces` has partial outputs, whose finish_reason is None, before each finished
         sample.
         """
         deadline = time.monotonic() + timeout
@@ -208,22 +208,26 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether somebody reads the outputs of a generate_stream."""
+        """Whether a caller reads the outputs of a generate_stream."""
         return self._streams.are_read
 
     async def generate_stream(
         self, request: GenerationRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """The outputs of one request as they come, without blocking the event loop. Ends after the last sample.
+        """Yield the outputs of one request as they come, without blocking the event loop. Ends after the last sample.
 
-        Without `request.stream` and `request.pieces` there are no partial outputs. With one of them, who reads slowly
-        gets longer ones. Any number of streams may run beside each other and beside generate() in another thread, whose
-        requests are numbered from 0: a stream needs another request_id. To stop reading (cancelled, aclose) aborts the
-        request.
+        Without `request.stream` and `request.pieces` there are no partial outputs. With one of them, a slow reader gets
+        longer partial outputs. Any number of streams may run beside each other, and beside generate() in another
+        thread. The requests of generate() are numbered from 0, so a stream needs another request_id. To stop reading
+        (cancelled, aclose) aborts the request.
 
-        Raises ConfigError, DataError or EngineError for a request that cannot be served; others are not affected. A
-        worker that dies, and the end of the phase, raise EngineError in every stream. TimeoutError where the last
-        sample is not there after `timeout_s` seconds.
+        Args:
+            request: The request.
+            timeout_s: Longest time of the request, in seconds. None for no limit.
+
+        Raises:
+            EngineError: The request cannot be served.
+            TimeoutError: The request took longer than timeout_s.
         """
         check_params(request.params)
         read_tokens(request.prompt, "prompt", self.info.vocab_size)
@@ -244,7 +248,7 @@ class Engine(AbstractContextManager["Engine"]):
                     self.abort(request.request_id)
 
     def rollout_stats(self) -> list[RolloutStats]:
-        """The latest counters of each data-parallel rank. Any thread may ask."""
+        """Return the latest counters of each data-parallel rank. Any thread may call this."""
         return self._workers.stats()
 
     def generate(
@@ -410,7 +414,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._call("load_state", str(folder), with_moments)
 
     def memory_table(self) -> tuple[str, str]:
-        """What models, gradients and optimizers take of each device, computed: in one line, and as a table."""
+        """Return the computed memory of all models on each device: as one line, and as a table."""
         return self._call("memory_table")[0]
 
     def peak_memory_gib(self) -> float:

@@ -42,13 +42,16 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
     if model.config.delta is not None:
         raise EngineError(
             "{} is not supported for a model with recurrent states, which training computes in chunks and decoding "
-            "token by token; set it to false", Key("engine.exact"),
-        )  # fmt: skip
+            "token by token; set it to false",
+            Key("engine.exact"),
+        )
     if model.routing is not None and model.device.type != "cpu":
         raise EngineError(
             "{} is not supported on {} for a model with experts, whose products have no fixed order there; set it to "
-            "false", Key("engine.exact"), model.device.type,
-        )  # fmt: skip
+            "false",
+            Key("engine.exact"),
+            model.device.type,
+        )
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     modules = {module.weight.shape: module for module in model.modules() if isinstance(module, _PRODUCTS)}
     if model.device.type == "cpu":
@@ -66,8 +69,9 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
         raise EngineError(
             "{} cannot be kept for this model on several GPUs, which divide its norms over all queries of a token; "
             "set it to false, or {} to 1",
-            Key("engine.exact"), Key("engine.tp_size"),
-        )  # fmt: skip
+            Key("engine.exact"),
+            Key("engine.tp_size"),
+        )
     found = {shape: _fixed_order_product(module, timed) for shape, module in modules.items()}
     for module in model.modules():
         if isinstance(module, _PRODUCTS):
@@ -101,8 +105,10 @@ def _try_adapter(adapter: Adapter, multiple: int) -> None:
             raise EngineError(
                 "{} cannot be kept on this machine: what an adapter of rank {} adds to {} rows differs in its last "
                 "bits from the same rows in a larger product; set it to false",
-                Key("engine.exact"), adapter.rank, n_rows,
-            )  # fmt: skip
+                Key("engine.exact"),
+                adapter.rank,
+                n_rows,
+            )
 
 
 _PRODUCTS = (Linear, VocabParallelEmbedding)
@@ -117,8 +123,10 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
             raise EngineError(
                 "{} cannot be kept on this machine: a product of {} rows with a matrix of {} differs in its last bits "
                 "from the same rows in a larger product; set it to false",
-                Key("engine.exact"), rows.stop, tuple(weight_OI.shape),
-            )  # fmt: skip
+                Key("engine.exact"),
+                rows.stop,
+                tuple(weight_OI.shape),
+            )
 
 
 def _fixed_order_product(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderProduct:
@@ -144,8 +152,9 @@ def _fixed_order_product(module: Linear | VocabParallelEmbedding, timed: bool) -
         raise EngineError(
             "{} needs triton, since a product of {} rows differs in its last bits from the same rows in a larger one; "
             "pip install triton, or set it to false",
-            Key("engine.exact"), split[-1],
-        )  # fmt: skip
+            Key("engine.exact"),
+            split[-1],
+        )
     if differ(by_triton):  # its own bits for all, where they are not the library's
         return by_library if library_can else FixedOrderProduct(triton_rows=sys.maxsize)
     if not library_can:

@@ -21,7 +21,7 @@ from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
-from areno.models.cost import (  # fmt: skip
+from areno.models.cost import (
     ModelBytes,
     kv_bytes,
     kv_bytes_of_row,
@@ -86,11 +86,16 @@ class Footprint:
         """Of these models on the layout of an engine. uses_triton: whether its kernels run on the devices."""
         engine, within = spec.engine, models[0].config.within if models else ""
         return Footprint(
-            models=tuple(models), itemsize=itemsize, layout=spec.layout,
-            split=engine.sequence_parallel is not False and not engine.exact, zero_stage=engine.zero_stage,
-            budget=spec.mb_spec.max_tokens_per_mb, copies_a=uses_triton and not engine.exact,
-            on_cuda=spec.devices[0].startswith("cuda"), may_adapt=may_have_adapters(spec, within),
-        )  # fmt: skip
+            models=tuple(models),
+            itemsize=itemsize,
+            layout=spec.layout,
+            split=engine.sequence_parallel is not False and not engine.exact,
+            zero_stage=engine.zero_stage,
+            budget=spec.mb_spec.max_tokens_per_mb,
+            copies_a=uses_triton and not engine.exact,
+            on_cuda=spec.devices[0].startswith("cuda"),
+            may_adapt=may_have_adapters(spec, within),
+        )
 
     @property
     def batch_tokens(self) -> int:
@@ -246,7 +251,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
 
 
 def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[tuple[Way, Footprint]]:
-    """The fewest kinds of changes that make it fit, up to `most` ways, and what they lead to."""
+    """Return up to `most` sets of changes that make a layout fit, with their footprints. The smallest sets win."""
     fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
     fewest = min((n for n, _, _ in fitting), default=0)
     chosen: dict[tuple[str, ...], tuple[Way, Footprint]] = {}
@@ -257,9 +262,9 @@ def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[
 
 
 def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
-    """The ways that train adapters of the default rank in the place of the actor's weights.
+    """Return the sets of changes that train adapters of the default rank in place of the actor's weights.
 
-    A reference of the actor's own folder takes no memory then: it is the actor without its adapters.
+    A reference from the actor's own folder takes no memory then: it is the actor without its adapters.
     """
     if not footprint.may_adapt:
         return []
@@ -316,7 +321,7 @@ def _divides(footprint: Footprint, tp_size: int) -> bool:
 
 
 def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
-    """The first that fits on twice, four times, ... as many devices, without another change than of the layout."""
+    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, with no other change."""
     size = footprint.layout.world_size
     if not footprint.on_cuda:  # they would share the memory of the machine
         return None

@@ -30,8 +30,15 @@ from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest, Samplin
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What a decoder has room for. context_len: tokens of the model's context. kv_tokens: of the longest sequence that
-    fits the KV cache by itself. cache_tokens: how many would fill its memory with keys and values of all layers.
+    """The requests that a decoder can serve.
+
+    Attributes:
+        vocab_size: Vocabulary of the model.
+        context_len: Context of the model, in tokens.
+        kv_tokens: Longest sequence that fits the KV cache alone, in tokens.
+        cache_tokens: Tokens that fill the memory of the KV cache with keys and values of all layers.
+        stop_strings: Whether there is a tokenizer, which stop strings need.
+        grammars: Whether grammars can be compiled, which needs the tokenizer, too.
     """
 
     vocab_size: int
@@ -42,16 +49,24 @@ class RequestLimits:
     grammars: bool = False  # whether grammars can be compiled, which needs the tokenizer, too
 
     def max_new(self, request: GenerationRequest) -> int:
-        """Return the most tokens that each sample of the request may get. Raises RequestRefused if it has no room.
+        """Return the most tokens that each sample of a request may get.
 
-        The values of `request.params` are taken as valid: check_params looks at them.
+        The values of `request.params` must be valid; check_params checks them.
+
+        Raises:
+            RequestRefused: The decoder has no room for the request.
         """
         params, n_prompt = request.params, len(request.prompt)
         context = min(self.context_len, params.max_context_len or self.context_len)
         max_new = min(params.max_new_tokens, context - n_prompt)
         if request.n_samples < 1:
-            raise _refused(request, "n_samples", f"n_samples is {request.n_samples}; at least 1 is needed",
-                           "set {}", "gconfig.n_samples")  # fmt: skip
+            raise _refused(
+                request,
+                "n_samples",
+                f"n_samples is {request.n_samples}; at least 1 is needed",
+                "set {}",
+                "gconfig.n_samples",
+            )
         if n_prompt == 0:
             raise _refused(request, "prompt", "the prompt has no tokens; at least one is needed")
         if params.max_prompt_len is not None and n_prompt > params.max_prompt_len:
@@ -70,8 +85,9 @@ class RequestLimits:
             why = "stop strings need a tokenizer, and there is none"
             raise _refused(request, "stop", why, "use {}", "gconfig.stop_token_ids")
         if request.grammar is not None and not self.grammars:
-            raise _refused(request, "grammar", "a grammar needs a tokenizer, and there is none",
-                           "set {}", "tokenizer_path")  # fmt: skip
+            raise _refused(
+                request, "grammar", "a grammar needs a tokenizer, and there is none", "set {}", "tokenizer_path"
+            )
         if request.grammar is not None and params.min_new_tokens:
             why = "its grammar decides when a completion ends"
             raise _refused(request, "min_new_tokens", why, "leave {} at 0", "gconfig.min_new_tokens")
@@ -182,7 +198,7 @@ class Dispatcher:
         self.clear()
 
     def begin(self, slots: int) -> None:
-        """A rollout phase begins, in which each copy runs at most `slots` samples at once."""
+        """Start a rollout phase, in which each copy runs at most `slots` samples at once."""
         # With one copy, there is nothing to decide. Without a limit, all is sent at once.
         self._slots = slots if self.n_copies > 1 and not self._fixed else math.inf
 
@@ -229,7 +245,7 @@ class Dispatcher:
         self._queue.extend(parts)
 
     def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
-        """A request in one piece, unless some copies would have nothing to do then."""
+        """Return a request in one piece, or in several if some copies would be idle otherwise."""
         n_parts = -(-request.n_samples // max(share, 1))
         bounds = [request.n_samples * place // n_parts for place in range(n_parts + 1)]
         return [
@@ -238,7 +254,7 @@ class Dispatcher:
         ]
 
     def due(self) -> list[tuple[int, list[GenerationRequest]]]:
-        """What to send to which copies now."""
+        """Return the requests to send now, by copy."""
         found: dict[int, list[GenerationRequest]] = {}
         while self._queue:
             free = [rank for rank in range(self.n_copies) if self.n_samples[rank] < self._slots * (1 + 1 / _AHEAD)]
@@ -252,7 +268,7 @@ class Dispatcher:
         return list(found.items())
 
     def _place(self, part: Part, rank: int | None) -> None:
-        """Count a part, or what is missing of it, with another copy than before, or with none."""
+        """Count the missing samples of a part for another copy than before, or for none."""
         for where, sign in ((part.rank, -1), (rank, 1)):
             if where is not None:
                 self.n_samples[where] += sign * part.missing
@@ -260,8 +276,10 @@ class Dispatcher:
         part.rank = rank
 
     def received(self, outputs: Iterable[GenerationOutput]) -> Iterator[GenerationOutput]:
-        """The outputs as the caller knows their requests, each counted as it is taken. What was given back waits here
-        again."""
+        """Yield the outputs with the request ids of the caller, and count each of them.
+
+        A part that a copy has returned without starting it goes back to the queue.
+        """
         for output in outputs:
             part = self._parts[output.request_id]
             if output.sample == GIVEN_BACK:
@@ -274,7 +292,7 @@ class Dispatcher:
             yield output
 
     def _finish(self, part: Part) -> None:
-        """One more of its samples is there."""
+        """Count one more finished sample of a part."""
         rank = part.rank
         self._place(part, None)
         part.missing -= 1
@@ -287,7 +305,7 @@ class Dispatcher:
                 del self._of_request[part.request_id]
 
     def to_ask(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
-        """A copy that is to give back samples it has not begun, and how many; None where nobody is idle."""
+        """Return a copy that shall return unstarted requests, and how many samples. None if no copy is idle."""
         if self.n_copies == 1 or self._fixed:
             return None
         self._waiting = [of_copy.waiting for of_copy in stats]
@@ -321,19 +339,37 @@ OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
 
 
 class Sampler(Protocol):
-    """What is asked here: an `Engine`."""
+    """The part of an Engine that `wait_for_all` uses."""
 
-    def submit(self, requests: Iterable[GenerationRequest]) -> None: ...
-    def poll(self, timeout: float) -> list[GenerationOutput]: ...
-    def rollout_stats(self) -> list[RolloutStats]: ...
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        """Queue requests."""
+        ...
+
+    def poll(self, timeout: float) -> list[GenerationOutput]:
+        """Return outputs, or an empty list after at most `timeout` seconds."""
+        ...
+
+    def rollout_stats(self) -> list[RolloutStats]:
+        """Return the counters of each data-parallel rank."""
+        ...
 
 
 def wait_for_all(
     engine: Sampler, requests: Sequence[GenerationRequest], on_progress: OnProgress | None, at_once: int | None
 ) -> dict[int, list[GenerationOutput]]:
-    """Sample all requests, which begin in this order, and return their finished samples in order.
+    """Sample all requests, which start in this order.
 
-    Raises EngineError where the model gives a sample no finite numbers.
+    Args:
+        engine: The engine.
+        requests: The requests.
+        on_progress: Receives finished samples and the counters of each rank.
+        at_once: Most requests in progress at the same time. None for all.
+
+    Returns:
+        The finished samples of each request by its id, in order.
+
+    Raises:
+        EngineError: The model gives a sample no finite numbers.
     """
     waiting = iter(requests)
     engine.submit(itertools.islice(waiting, at_once))

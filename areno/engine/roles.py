@@ -69,9 +69,9 @@ class Offload:
                 buffer.leave(changed=training)
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """The parts, one after another, of a buffer that rests in host memory; none for one that never left.
+        """Return the parts of a buffer that lies in host memory, in order.
 
-        On CUDA the copies to them may still be under way.
+        Empty for a buffer that never left the device. On CUDA the copies to host memory may still be in progress.
         """
         found = (each for each in (*self._params, *self._state) if each.holds(buffer))
         return [copy for each in found for copy in each.copies]
@@ -158,6 +158,7 @@ class Roles:
 
     @property
     def actor(self) -> Transformer:
+        """The model of the actor."""
         return self._roles["actor"].backend.model
 
     def load(self, name: str, spec: RoleSpec) -> None:
@@ -181,11 +182,11 @@ class Roles:
             self._roles[name] = role
 
     def memory_table(self) -> tuple[str, str]:
-        """What the models take of a device: in one line, and in full."""
+        """Return the memory of the models on a device: as one line, and as a table."""
         return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
-        """What these roles take together. EngineError where they cannot fit."""
+        """Return the footprint of these roles together. EngineError if they do not fit."""
         roles = {name: role for name, role in roles.items() if not self._is_base(role)}
         configs = {}
         for name, role in roles.items():
@@ -197,7 +198,7 @@ class Roles:
         return footprint
 
     def trained(self) -> dict[str, Role]:
-        """The roles that have an optimizer."""
+        """Return the roles that have an optimizer."""
         return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
@@ -234,8 +235,10 @@ class Roles:
             if not is_actor and config.vocab_size != self.actor.config.vocab_size:
                 raise EngineError(
                     "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
-                    key, config.vocab_size, self.actor.config.vocab_size,
-                )  # fmt: skip
+                    key,
+                    config.vocab_size,
+                    self.actor.config.vocab_size,
+                )
             if not is_actor and (problems := layout_problems(config, self.spec.layout, f"the model of {key}")):
                 raise ConfigError(problems)
             stays = spec.lora is not None  # what is frozen, where it is; else all weights move to one buffer
@@ -246,18 +249,28 @@ class Roles:
                 self._fill(model, spec)
                 self._adapt(model, spec.lora)
             backend = TrainBackend(
-                model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
-                dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.engine.zero_stage,
-                sequence_parallel=self.spec.splits_tokens, exact=self.spec.engine.exact, section=spec.section,
-                router_aux_loss_coef=spec.router_aux_loss_coef, fill=partial(self._complete, model, spec),
-                stays=stays, beside=self._beside,
-            )  # fmt: skip
+                model,
+                spec.optimizer,
+                attn_backend=self.attn_backend,
+                recompute=spec.gradient_checkpointing,
+                dp=context.dp,
+                context=context.cp,
+                data=context.data,
+                zero_stage=self.spec.engine.zero_stage,
+                sequence_parallel=self.spec.splits_tokens,
+                exact=self.spec.engine.exact,
+                section=spec.section,
+                router_aux_loss_coef=spec.router_aux_loss_coef,
+                fill=partial(self._complete, model, spec),
+                stays=stays,
+                beside=self._beside,
+            )
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"
             return Role(spec, backend, _offload(backend) if leaves else Offload([]))
 
     def _complete(self, model: Transformer, spec: RoleSpec) -> None:
-        """What is left to do once the parameters are where they stay."""
+        """Finish a model whose parameters lie in their final buffer."""
         if spec.lora is None:
             self._fill(model, spec)
         if self.spec.engine.exact:

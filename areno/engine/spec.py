@@ -68,7 +68,7 @@ class RoleSpec:
         return self.key.removesuffix(".path") if self.optimizer else "actor"
 
     def difference(self, name: str, wanted: RoleSpec) -> str:
-        """What to say where the role is loaded so and asked for otherwise."""
+        """Return the message about a role that is loaded in another form than requested."""
         was, now = flat(dataclasses.asdict(self)), flat(dataclasses.asdict(wanted))
         fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]
         changed = ", ".join(f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})" for field in fields)

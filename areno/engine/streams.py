@@ -64,7 +64,7 @@ class Consumer:
     abandoned: bool = False  # nobody reads the queue any more, but the workers still have to end the request
 
     async def next(self) -> list[GenerationOutput]:
-        """What has come since the last call, at least one output. Raises an Exception that has come."""
+        """Return the outputs since the last call, at least one. Raise an exception that has arrived."""
         items = [await self.queue.get()]
         while not self.queue.empty():
             items.append(self.queue.get_nowait())
@@ -75,7 +75,7 @@ class Consumer:
 
 
 def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
-    """The same with one output for each sample: who reads slowly reads longer pieces."""
+    """Join partial outputs of the same sample, so that a slow reader gets longer ones."""
     if len(outputs) == 1:
         return outputs
     found: dict[int, GenerationOutput] = {}
@@ -119,12 +119,12 @@ class Streams:
 
     @property
     def are_read(self) -> bool:
-        """Whether there is a request that somebody awaits."""
+        """Whether a request has a reader."""
         with self._lock:
             return any(not consumer.abandoned for consumer in self._consumers.values())
 
     def open(self, request_id: int, consumer: Consumer) -> None:
-        """The outputs of a request will come to the queue of a consumer; an Exception ends them."""
+        """Send the outputs of a request to the queue of a consumer. An exception ends them."""
         with self._lock:
             self._consumers[request_id] = consumer
             if self._thread is None:
@@ -165,7 +165,7 @@ class Streams:
             self.hand_over()
 
     def end(self, error: Exception) -> None:
-        """The same, and return when nothing polls any more."""
+        """Raise an error in every consumer, and return when no thread polls any more."""
         self.fail(error)
         if (thread := self._thread) is not None:
             thread.join()

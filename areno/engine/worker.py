@@ -68,7 +68,7 @@ class Worker:
             torch.set_num_threads(1 if self.roles.largest() < ONE_THREAD_BELOW else self._most_threads)
 
     def info(self) -> EngineInfo:
-        """What was loaded."""
+        """Return facts about the loaded model."""
         config = self.actor.config
         return EngineInfo(
             n_params=_size(checkpoint_table(self.actor)),
@@ -129,8 +129,9 @@ class Worker:
             )
 
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
-        """Number of KV blocks of all layers: what `max_running` sequences of full length need, or fewer where memory is
-        short.
+        """Return the number of KV blocks of all layers.
+
+        The cache holds `max_running` sequences of full length, or fewer if memory is short.
         """
         tp, keeps_routes = self.context.tp, self.spec.routing_replay
         layout = KVLayout.of(self.actor.config, self._block_size, spec.max_len, by_window=not keeps_routes)
@@ -153,23 +154,37 @@ class Worker:
                 raise EngineError(
                     "the recurrent states of {} sequences at once take {} GiB, which leaves the KV cache room for {} "
                     "tokens, and one sequence may need {}: lower {}, {} or {}, or raise {}",
-                    max_running, round(states / 2**30, 2), room, spec.max_len, Key("rollout.max_concurrent_rollouts"),
-                    Key("gconfig.max_new_tokens"), Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
-                )  # fmt: skip
+                    max_running,
+                    round(states / 2**30, 2),
+                    room,
+                    spec.max_len,
+                    Key("rollout.max_concurrent_rollouts"),
+                    Key("gconfig.max_new_tokens"),
+                    Key("train_dataset.max_length"),
+                    Key("rollout.mem_fraction"),
+                )
             raise EngineError(
                 "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
-                room, spec.max_len, Key("gconfig.max_new_tokens"), Key("train_dataset.max_length"),
+                room,
+                spec.max_len,
+                Key("gconfig.max_new_tokens"),
+                Key("train_dataset.max_length"),
                 Key("rollout.mem_fraction"),
-            )  # fmt: skip
+            )
         if affordable < blocks and self.spec.engine.deterministic and not self.spec.engine.exact:
             least = layout.memory_of(layout.blocks_for(spec.max_len))
             n_tokens = max(int(0.9 * affordable), least) * self._block_size
             raise EngineError(
                 "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
                 "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",
-                Key("engine.deterministic"), affordable * self._block_size, blocks * self._block_size,
-                Key("rollout.max_kv_tokens"), n_tokens, Key("rollout.max_concurrent_rollouts"), Key("engine.exact"),
-            )  # fmt: skip
+                Key("engine.deterministic"),
+                affordable * self._block_size,
+                blocks * self._block_size,
+                Key("rollout.max_kv_tokens"),
+                n_tokens,
+                Key("rollout.max_concurrent_rollouts"),
+                Key("engine.exact"),
+            )
         return min(blocks, affordable)
 
     def _free_bytes(self) -> int:
@@ -189,8 +204,9 @@ class Worker:
         except (OSError, ValueError) as error:
             raise EngineError(
                 "stop strings and grammars need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
-                folder, Key("tokenizer_path"),
-            ) from error  # fmt: skip
+                folder,
+                Key("tokenizer_path"),
+            ) from error
 
     @cached_property
     def _eos_token_ids(self) -> set[int]:
@@ -222,10 +238,11 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
+        """Whether the decoder has requests."""
         return self.decoder is not None and self.decoder.has_work
 
     def step(self) -> list[GenerationOutput]:
-        """One step of the decoder; the outputs that it gave."""
+        """Run one step of the decoder, and return its outputs."""
         assert self.decoder is not None
         with out_of_memory_hint("in rollout", self._rollout_advice), places_of_their_own():
             return self.decoder.step()

@@ -45,6 +45,7 @@ class PackedAttend:
     context: ParallelGroup = ParallelGroup()  # noqa: RUF009  (frozen)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
+        """Attend over packed rows. Arguments and result as of `Attend`."""
         borders = self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         return self.context.columns_to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, *borders, self.backend, window))
@@ -147,6 +148,7 @@ class CachedAttend:
     states: Callable[[int, Tensor, DeltaWeights], Tensor]
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
+        """Attend over the KV cache. Arguments and result as of `Attend`."""
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
@@ -167,5 +169,6 @@ class FirstTokensAttend:
     n: int
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
+        """Attend with the first n tokens. Arguments and result as of `Attend`."""
         out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n], window)
         return F.pad(out_NHD, (0, 0, 0, 0, 0, len(q_NHD) - self.n))

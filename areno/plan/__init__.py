@@ -1,1 +1,1 @@
-"""What a script or a configuration gives a Trainer: the checks, and the plan that is made of it."""
+"""From a configuration or the arguments of a script to the plan that a Trainer starts."""

@@ -63,7 +63,7 @@ def check_prompts(prompts: Any) -> None:
 
 
 def prompt_problem(prompt: Any) -> str | None:
-    """What is wrong with one prompt, or None."""
+    """Return the problem of one prompt, or None."""
     if isinstance(prompt, str):
         return None if prompt else "is an empty string"
     if isinstance(prompt, (list, tuple)) and prompt and _is_int(prompt[0]):

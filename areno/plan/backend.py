@@ -87,6 +87,7 @@ class BackendSettings(Section):
 
     @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
     def not_different_ids(self) -> bool:
+        """Return whether the device ids repeat or are negative."""
         ids = self.devices or []
         return len({*ids}) < len(ids) or min(ids, default=0) < 0
 
@@ -102,16 +103,19 @@ class TrainerSettings(Section):
 
     @forbid("model_path", "is empty; a model folder or hub id is expected")
     def no_model(self) -> bool:
+        """Return whether the path is empty."""
         return not self.model_path.strip()
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
+        """Yield the problems of the layout."""
         layout = Layout(self.world_size, self.custom_config.tp_size, self.custom_config.runtime.cp_size)
         for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
     @check
     def the_number_of_copies_follows(self) -> Iterator[Problem]:
+        """Yield a number of copies that contradicts the layout."""
         given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
         if given is not None and given != copies:
             found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
@@ -119,6 +123,7 @@ class TrainerSettings(Section):
 
     @check
     def each_rank_has_a_device(self) -> Iterator[Problem]:
+        """Yield a list of devices of another length than the number of ranks."""
         devices, size = self.custom_config.devices, self.world_size
         if devices is not None and len(devices) != size:
             found = f"is {devices}, but world_size is {size}; give one id for each rank"
@@ -126,19 +131,25 @@ class TrainerSettings(Section):
 
     @check
     def inline_is_one_rank(self) -> Iterator[Problem]:
+        """Yield workers=inline for several ranks."""
         if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
             found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"
             yield Problem("custom_config.runtime.workers", found)
 
 
 class Areno:
-    """The local engine: the backend_type of a Trainer, and the only one there is."""
+    """The local engine: the backend_type of a Trainer, and the only choice."""
 
 
 def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
-    """The plan of a script's arguments. Nothing large is loaded yet.
+    """Return the plan of a script's arguments. Loads nothing large.
 
-    Raises ConfigError for what does not fit model or machine, CheckpointError for a folder that is no model.
+    Args:
+        given: The checked arguments.
+
+    Raises:
+        ConfigError: An argument does not fit the model or the machine.
+        CheckpointError: A folder holds no model.
     """
     config, runtime = given.custom_config, given.custom_config.runtime
     actor = ModelConfig.of(
@@ -168,7 +179,11 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
 def read_arguments(
     world_size: Any, model_path: Any, backend_type: Any, custom_config: Any, metrics_log_dir: Any
 ) -> TrainerSettings:
-    """The arguments of a Trainer as typed settings. Raises one ConfigError with all that is wrong with them."""
+    """Return the arguments of a Trainer as typed settings.
+
+    Raises:
+        ConfigError: Arguments are invalid. All problems are reported together.
+    """
     problems = []
     if backend_type is not None and backend_type is not Areno:
         name = backend_type.__name__ if isinstance(backend_type, type) else repr(backend_type)
@@ -215,7 +230,7 @@ _OF_ANY_MODEL = {
 
 
 def argument_of(setting: str) -> str:
-    """The argument that stands for a setting; `setting` itself where there is none."""
+    """Return the argument of a script that stands for a setting, or the setting itself."""
     if setting in _ARGUMENTS:
         return _ARGUMENTS[setting]
     section, _, name = setting.partition(".")

@@ -16,9 +16,15 @@ logger = logging.getLogger("areno")
 def find_devices(
     engine: EngineConfig, cuda_ids: Sequence[int] | None = None, key: str = "engine.world_size"
 ) -> list[str]:
-    """The devices of this machine that a run uses, one worker each. `cuda_ids`: which visible ones; None: the first.
+    """Return the devices of this machine that a run uses, one for each worker.
 
-    key: the setting that engine.world_size comes from. Raises ConfigError when there are fewer than asked for.
+    Args:
+        engine: The section `engine`.
+        cuda_ids: Indices of visible CUDA devices. None takes the first ones.
+        key: The setting that engine.world_size comes from, for messages.
+
+    Raises:
+        ConfigError: There are fewer devices than requested.
     """
     import torch
 
@@ -50,7 +56,11 @@ def find_devices(
 
 
 def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
-    """The devices of a run, in the order of its nodes. Raises ConfigError when there are fewer than asked for."""
+    """Return the devices of a run, in the order of its nodes.
+
+    Raises:
+        ConfigError: There are fewer devices than requested.
+    """
     if scheduler.type == "ray":
         return _on_nodes(engine, cluster, scheduler)
     if engine.world_size is None and cluster.n_gpus_per_node is not None:

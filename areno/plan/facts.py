@@ -22,7 +22,14 @@ _LOOKED_AT = 1000  # rows
 def facts(
     config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any]
 ) -> dict[str, str]:
-    """The models, the training rows and the devices, in words. roles: the models beside the actor."""
+    """Return descriptions of the models, the training rows and the devices, by name.
+
+    Args:
+        config: The settings of the run.
+        plan: Its plan.
+        roles: The models beside the actor.
+        loader: The training batches.
+    """
     spec, n_devices = plan.spec, len(plan.spec.devices)
     others = [f"{name} ({'the same' if of.path == spec.actor.path else of.path})" for name, of in roles.items()]
     lora = f" (LoRA of rank {spec.actor.lora.adapters.rank})" if spec.actor.lora is not None else ""
@@ -52,9 +59,14 @@ def tell_model(engine: Engine) -> None:
     active = f" ({info.cost.active_params / 1e6:,.1f}M active)" if info.cost.experts is not None else ""
     sums = f", sums of {len(engine.spec.layout.copy_of(0))} ranks by {info.tp_sums}" if info.tp_sums else ""
     logger.info(
-        "model: %.1fM parameters%s, %s on %s, attention by %s%s", info.n_params / 1e6, active, info.dtype,
-        ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend], sums,
-    )  # fmt: skip
+        "model: %.1fM parameters%s, %s on %s, attention by %s%s",
+        info.n_params / 1e6,
+        active,
+        info.dtype,
+        ", ".join(map(str, engine.spec.addresses)),
+        BACKENDS[info.attn_backend],
+        sums,
+    )
     if engine.spec.engine.attn_backend == "flash" and info.attn_backend != "flash":
         logger.warning(
             "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
@@ -62,9 +74,13 @@ def tell_model(engine: Engine) -> None:
     if lora is not None:
         share = info.n_adapter_params / info.n_params
         logger.info(
-            "adapters: %.2fM parameters (%.2g %%), LoRA of rank %d on %s%s", info.n_adapter_params / 1e6, 100 * share,
-            lora.adapters.rank, ", ".join(lora.adapters.targets), _origin(lora),
-        )  # fmt: skip
+            "adapters: %.2fM parameters (%.2g %%), LoRA of rank %d on %s%s",
+            info.n_adapter_params / 1e6,
+            100 * share,
+            lora.adapters.rank,
+            ", ".join(lora.adapters.targets),
+            _origin(lora),
+        )
     _tell_memory(engine)
 
 
@@ -86,7 +102,7 @@ def _tell_memory(engine: Engine) -> None:
 
 @contextmanager
 def memory_told(engine: Engine) -> Iterator[None]:
-    """The same after the body, where that has changed what there is."""
+    """Log the memory of the models after the body, if the body has changed it."""
     before = engine.memory_table()
     yield
     if engine.memory_table() != before:

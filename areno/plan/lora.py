@@ -27,10 +27,11 @@ Actor = TypeVar("Actor", bound=ModelConfig)
 
 
 def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
-    """The adapters that are asked for; None without.
+    """Return the adapters that the settings ask for. None without adapters.
 
-    ConfigError for target modules that the model does not have and settings that differ from the folder's,
-    CheckpointError for a folder of adapters that cannot be used.
+    Raises:
+        ConfigError: The model lacks a target module, or settings differ from those of the folder of adapters.
+        CheckpointError: The folder of adapters cannot be used.
     """
     if not actor.use_lora:
         return None
@@ -75,7 +76,7 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
 
 
 def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """A rank that no adapted layer can have. It may be too high for some of them, as for a narrow k_proj."""
+    """Yield a rank that exceeds the width of every adapted layer. Some layers, such as k_proj, may be narrower."""
     widths = [min(shape) for shape in _adapted_shapes(actor, model).values()]
     if widths and actor.lora_rank > (most := max(widths)):
         text = "is {}, but none of the layers with adapters is wider than {}, so a higher rank adds nothing"
@@ -83,7 +84,7 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
 
 
 def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
-    """Settings that were given and are not those of the folder that the adapters come from."""
+    """Yield settings that differ from those of the folder of adapters."""
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
     )
@@ -96,7 +97,7 @@ def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
 
 
 def adapter_folder(path: str) -> Path | None:
-    """The local folder where `path` is one of adapters, or the hub id of one; else None."""
+    """Return the local folder of adapters for a path or hub id. None if the path holds no adapters."""
     from areno.models.adapters import is_adapter
 
     folder = existing_path(path)
@@ -107,9 +108,14 @@ def adapter_folder(path: str) -> Path | None:
 
 
 def with_model(actor: Actor, path: str) -> Actor:
-    """The settings with another model: a folder or hub id, also one of adapters, which then are on their base.
+    """Return the settings with another model.
 
-    CheckpointError where that is not there.
+    Args:
+        actor: The settings.
+        path: A model folder or hub id, or a folder of adapters, which are then put on their base model.
+
+    Raises:
+        CheckpointError: The base model of the adapters is missing.
     """
     no_lora = {name: vars(LoraConfig())[name] for name in vars(LoraConfig())}
     folder = adapter_folder(path)
@@ -126,6 +132,6 @@ def with_model(actor: Actor, path: str) -> Actor:
 
 
 def own_tokenizer(path: str) -> str | None:
-    """The folder of adapters where it has a tokenizer of its own."""
+    """Return the folder of adapters if it has a tokenizer. None otherwise."""
     folder = adapter_folder(path)
     return str(folder) if folder is not None and any((folder / name).is_file() for name in TOKENIZER) else None

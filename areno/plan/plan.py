@@ -59,7 +59,7 @@ class TrainerPlan:
 
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
-    """The plan of an experiment's configuration. Nothing large is loaded yet. Raises as `open_actor` does."""
+    """Return the plan of an experiment's configuration. Loads nothing large. Raises as `open_actor` does."""
     plan = open_actor(
         config.actor,
         config.engine,
@@ -84,7 +84,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
 
 
 def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
-    """The same on the nodes of a Ray cluster, which must all see what the run writes."""
+    """Return the plan for the nodes of a Ray cluster, all of which must see the folders that the run writes."""
     folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
     shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
     spec = replace(
@@ -107,12 +107,21 @@ def open_actor(
     routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
 ) -> TrainerPlan:
-    """The plan of one trained model. Its tokenizer is that of `tokenizer_path` where given.
+    """Return the plan of one trained model.
 
-    devices_of: finds the devices of the run. control_tokens: whether the text of messages may hold them.
+    Args:
+        actor: Settings of the model.
+        engine: The section `engine`.
+        devices_of: Finds the devices of the run.
+        tokenizer_path: Folder or hub id of the tokenizer. None takes that of the model.
+        control_tokens: Whether the text of messages may contain control tokens.
+        seed: Seed of the run.
+        routing_replay: Whether training replays the experts of the rollout.
+        more_problems: Further checks against the shape of the model.
 
-    Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
-    is no model.
+    Raises:
+        ConfigError: Settings do not fit the model or the machine. All of them are named.
+        CheckpointError: A folder holds no model.
     """
     from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
 
@@ -175,7 +184,7 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _open_config(path: str) -> tuple[str, TransformerConfig]:
-    """The folder of the actor, and what its config.json says."""
+    """Return the folder of the actor and its parsed config.json."""
     from areno.models.adapters import is_adapter
     from areno.models.registry import load_config
 
@@ -188,13 +197,13 @@ def _open_config(path: str) -> tuple[str, TransformerConfig]:
 
 
 def model_folder(path: str, key: str) -> str:
-    """The local folder of a model folder or hub id. CheckpointError naming `key`."""
+    """Return the local folder of a model folder or hub id. CheckpointError that names `key`."""
     with model_setting(key):
         return str(resolve(existing_path(path) or path))
 
 
 def whole_model(path: str, key: str) -> str:
-    """As `model_folder`, for roles without adapters. ConfigError naming `key` where the folder holds only these."""
+    """Return the local folder of a model, for a role without adapters. ConfigError if it holds only adapters."""
     from areno.models.adapters import is_adapter
 
     folder = model_folder(path, key)
@@ -205,7 +214,12 @@ def whole_model(path: str, key: str) -> str:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a folder. Raises ConfigError naming tokenizer_path, CheckpointError for its config.json."""
+    """Return the tokenizer of a folder.
+
+    Raises:
+        ConfigError: The folder has no usable tokenizer.
+        CheckpointError: transformers refuses its config.json.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -228,7 +242,7 @@ def load_tokenizer(folder: str) -> Any:
 def expert_problems(
     model: TransformerConfig, actor: ModelConfig, engine: EngineConfig, routing_replay: bool, device: str
 ) -> Iterator[Problem]:
-    """Settings that are for models with experts, or that these cannot have."""
+    """Yield settings that need a model with experts, or that such a model cannot have."""
     if model.experts is None:
         text = "but the model has no experts, so it has no effect; "
         if routing_replay:
@@ -241,14 +255,14 @@ def expert_problems(
 
 
 def state_problems(model: TransformerConfig, engine: EngineConfig) -> Iterator[Problem]:
-    """Settings that models with recurrent states cannot have."""
+    """Yield settings that a model with recurrent states cannot have."""
     if engine.exact and model.delta is not None:
         text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
         yield Problem("engine.exact", f"{text}set it to false")
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """What in a configuration's lengths and tokens does not fit the model."""
+    """Yield lengths and tokens of a configuration that do not fit the model."""
     context = model.max_position_embeddings
     shown = f"{context} tokens{model.rope.limit}"
     if not isinstance(config, PolicyExperimentConfig):  # rows that are longer than the context are skipped
@@ -293,12 +307,15 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
 
 
 def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
-    """The decoder's view of a gconfig section."""
+    """Return the sampling settings of a gconfig section for the decoder."""
     return SamplingParams.of(gconfig, max_context_len=gconfig.max_tokens)
 
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
-    """Tokens of the longest prompt plus completion, in training and in evaluation, so that both use one KV cache."""
+    """Return the tokens of the longest prompt plus completion.
+
+    Training and evaluation both count, so that they use one KV cache.
+    """
     uses = [(config.gconfig, config.train_dataset.max_length)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig
@@ -312,9 +329,11 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
 
 
 def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
-    """The models beside the actor that an experiment asks for. Their path is "" where it is the actor's own.
+    """Return the models beside the actor that an experiment asks for. A path of "" stands for the actor's folder.
 
-    Raises CheckpointError or ConfigError naming the key.
+    Raises:
+        CheckpointError: A folder holds no model.
+        ConfigError: A folder holds only adapters.
     """
     if isinstance(config, PreferenceExperimentConfig) and config.ref.path not in (None, config.actor.path):
         return {"ref": RoleSpec(path=whole_model(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
@@ -340,10 +359,17 @@ def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
 
 
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
-    """The models that `roles` describe, a mapping of names to ModelRole; a RoleSpec in it stays what it is.
+    """Return the specs of the models that a script requests.
 
-    A trainable role has the optimizer settings of the policy with its own learning rate. Raises one ConfigError with
-    all that is wrong with them, CheckpointError for a path that is no model.
+    A trainable role gets the optimizer settings of the policy with its own learning rate.
+
+    Args:
+        roles: Role name -> ModelRole, or RoleSpec, which stays unchanged.
+        actor: Spec of the policy.
+
+    Raises:
+        ConfigError: A role is invalid. All problems are reported together.
+        CheckpointError: A path holds no model.
     """
     if not isinstance(roles, Mapping):
         found = f"is a {type(roles).__name__}; a dictionary of role names to areno.ModelRole is expected"

@@ -21,7 +21,7 @@ _EARLY, _LATE = 0.9, 2.0  # a decay that is shorter or longer than this part of 
 def with_schedules(
     config: ExperimentConfig, plan: TrainerPlan, roles: dict[str, RoleSpec], n_steps: int
 ) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
-    """The plan and its roles with lr_decay_steps of their own, for a run of so many steps."""
+    """Return plan and roles with their own lr_decay_steps, for a run of `n_steps` steps."""
     updates = n_updates(config, n_steps)
 
     def fitted(optimizer: OptimizerConfig, name: str) -> OptimizerConfig:
@@ -59,7 +59,7 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
-    """What was made for a longer or a shorter run than this one, with what to change."""
+    """Yield settings that were made for a longer or a shorter run, with the change to make."""
     if config.total_train_steps is not None and n_steps < config.total_train_steps:
         limit = f"total_train_epochs={config.total_train_epochs}"
         if config.total_train_n_seqs is not None:

@@ -87,9 +87,13 @@ def written(folder: Path, kind: str) -> Path:
     sizes = {name: config[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
     config = transformers.AutoConfig.for_model(
-        kind, **{**sizes, **heads}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=1,
+        kind,
+        **{**sizes, **heads},
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        eos_token_id=1,
         max_position_embeddings=512,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
@@ -163,10 +167,14 @@ def test_a_finished_sample_goes_on_as_it_did(engine: Engine) -> None:
     whole = request(0, length=SPAN - 8, greedy=True, ignore_eos=True, max_new_tokens=40, temperature=1.0)
     [output] = sampled(engine, [whole])[0]
     later = [
-        replace(whole, request_id=n, prompt=whole.prompt + output.tokens[:n],
-                params=replace(whole.params, max_new_tokens=40 - n))
+        replace(
+            whole,
+            request_id=n,
+            prompt=whole.prompt + output.tokens[:n],
+            params=replace(whole.params, max_new_tokens=40 - n),
+        )
         for n in (1, 7, 8, 25)
-    ]  # fmt: skip
+    ]
     for n, [rest] in sampled(engine, later).items():
         assert rest.tokens == output.tokens[n:]
         assert rest.logprobs == output.logprobs[n:]
@@ -291,11 +299,15 @@ def decoded(
                 part[table[row, position // size], position % size] = x[starts[row] + position]
     last = starts[1:].long() - 1
     batch = PagedBatch(
-        table_TW=table, slots_B=torch.arange(len(lengths)), lengths_B=lengths.long(),
+        table_TW=table,
+        slots_B=torch.arange(len(lengths)),
+        lengths_B=lengths.long(),
         shared_lens_B=torch.tensor([n_shared if row < shared else 0 for row in range(len(lengths))]),
-        spans=torch.tensor([SPAN, SPAN]), splits=(4, 2 if shared else 0), fixed_order=True,
+        spans=torch.tensor([SPAN, SPAN]),
+        splits=(4, 2 if shared else 0),
+        fixed_order=True,
         prefix_groups_GR=torch.tensor([[*range(shared)] + [-1] * (8 - shared), [-1] * 8]) if shared else None,
-    )  # fmt: skip
+    )
     return decode_attention(q[last], k[last], v[last], blocks, batch, window)
 
 

@@ -88,43 +88,73 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
 
     _, heads = _compiled(
         triton_heads._qk_norm_rope_kernel,
-        {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"}, ("qkv_stride",),
-        {"q_weight_ptr": None, "k_weight_ptr": None, "eps": 0.0, "HEADS": 2, "KV_HEADS": 1, "HALF": 8, "HEADS_BLOCK": 4,
-         "HALF_BLOCK": 8, "PLUS_ONE": False, "NEXT_USES_PDL": True},
-    )  # fmt: skip
+        {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"},
+        ("qkv_stride",),
+        {
+            "q_weight_ptr": None,
+            "k_weight_ptr": None,
+            "eps": 0.0,
+            "HEADS": 2,
+            "KV_HEADS": 1,
+            "HALF": 8,
+            "HEADS_BLOCK": 4,
+            "HALF_BLOCK": 8,
+            "PLUS_ONE": False,
+            "NEXT_USES_PDL": True,
+        },
+    )
     assert re.fullmatch(r"let( read)+( write)+", heads)  # the first of the chain
 
     ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "spans_ptr": "i64"}
     partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
     halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
     numbers = (
-        "q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_group_pieces", "own_splits",
+        "q_stride",
+        "new_k_stride",
+        "new_v_stride",
+        "stride",
+        "table_stride",
+        "n_group_pieces",
+        "own_splits",
         "shared_splits",
-    )  # fmt: skip
+    )
     constants = {
-        "scale": 1.0, "HEADS_PER_KEY": 1, "OWN_ROWS": 16, "GROUP_ROWS": 16, "HEAD_DIM": 16, "PADDED_DIM": 16,
-        "BLOCK_SIZE": 32, "ONE_PART": False, "PDL": True,
-    }  # fmt: skip
+        "scale": 1.0,
+        "HEADS_PER_KEY": 1,
+        "OWN_ROWS": 16,
+        "GROUP_ROWS": 16,
+        "HEAD_DIM": 16,
+        "PADDED_DIM": 16,
+        "BLOCK_SIZE": 32,
+        "ONE_PART": False,
+        "PDL": True,
+    }
     pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
     for window in (None, 40):
         before, piece = _compiled(
-            paged._piece_kernel, pieces, numbers,
+            paged._piece_kernel,
+            pieces,
+            numbers,
             {**constants, "WINDOW": window, "groups_ptr": None, "GROUP_SIZE": 1, "HAS_GROUPS": False},
-        )  # fmt: skip
+        )
         assert before == {*ints, "slots_ptr"}
         assert re.match(r"let (read ){4}wait read", piece)
         assert piece.count("wait") == 1
         before, piece = _compiled(
-            paged._piece_kernel, {**pieces, "groups_ptr": "i64"}, numbers,
+            paged._piece_kernel,
+            {**pieces, "groups_ptr": "i64"},
+            numbers,
             {**constants, "WINDOW": window, "GROUP_SIZE": 2, "HAS_GROUPS": True},
-        )  # fmt: skip
+        )
         assert before == {*ints, "slots_ptr", "groups_ptr"}
         assert piece.count("wait") == 2  # of a group's piece, and of a row's
 
     before, join = _compiled(
-        paged._join_kernel, {**ints, **partial, "out_ptr": "bf16"}, ("n_heads", "n_parts", "own_splits"),
+        paged._join_kernel,
+        {**ints, **partial, "out_ptr": "bf16"},
+        ("n_heads", "n_parts", "own_splits"),
         {"HEAD_DIM": 32, "PADDED_DIM": 32, "MOST_PARTS": 2, "PDL": True},
-    )  # fmt: skip
+    )
     assert before == set(ints)
     assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)
 
@@ -135,18 +165,20 @@ def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_
     gates = dict.fromkeys(["proj_ptr", "A_log_ptr", "bias_ptr"], "bf16")
     states = {"matrices_ptr": "fp32", "slots_ptr": "i64"}
     before, head = _compiled(
-        triton_step._head_kernel, {**gates, **states, "norm_ptr": "bf16", "mixed_ptr": "fp32", "out_ptr": "bf16"},
+        triton_step._head_kernel,
+        {**gates, **states, "norm_ptr": "bf16", "mixed_ptr": "fp32", "out_ptr": "bf16"},
         ("proj_size", "n_channels", "n_heads", "shared", "n_key"),
         {"eps": 1e-6, "scale": 0.25, "KEY": 16, "VALUE": 32, "KEY_BLOCK": 16, "COLUMNS": 16, "PDL": True},
-    )  # fmt: skip
+    )
     assert before == {*gates, *states}
     assert re.fullmatch(r"let( read)+ wait( read)+( write)+", head)
 
     before, norm = _compiled(
         triton_step._gated_norm_kernel,
-        dict.fromkeys(["out_ptr", "proj_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
+        dict.fromkeys(["out_ptr", "proj_ptr", "norm_ptr", "normed_ptr"], "bf16"),
+        ("n_lines",),
         {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "PDL": True},
-    )  # fmt: skip
+    )
     assert before == {"proj_ptr", "norm_ptr"}
     assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
 
@@ -157,15 +189,19 @@ def test_adapters_wait_behind_the_loads_that_need_nothing_and_before_all_others(
     halves = dict.fromkeys(["out_ptr", "h_ptr", "b_ptr"], "bf16")
     sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "PDL": True}
     before, add = _compiled(
-        adapters._add_lora_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
-        ("n_rows", "y_stride", "out_stride", "h_stride"), sizes,
-    )  # fmt: skip
+        adapters._add_lora_kernel,
+        {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
+        ("n_rows", "y_stride", "out_stride", "h_stride"),
+        sizes,
+    )
     assert before == {"b_ptr", "tiles_ptr"}
     assert re.match(r"(read ){5,}wait read", add)
     before, swiglu = _compiled(
-        adapters._swiglu_stacked_kernel, {**halves, "both_ptr": "bf16"},
-        ("n_rows", "both_stride", "n_inner", "gate_row", "up_row"), {**sizes, "GATE_H": 0, "UP_H": 70, "GELU": False},
-    )  # fmt: skip
+        adapters._swiglu_stacked_kernel,
+        {**halves, "both_ptr": "bf16"},
+        ("n_rows", "both_stride", "n_inner", "gate_row", "up_row"),
+        {**sizes, "GATE_H": 0, "UP_H": 70, "GELU": False},
+    )
     assert before == {"b_ptr"}
     assert re.match(r"(read )+wait read", swiglu)
     for each in (add, swiglu):

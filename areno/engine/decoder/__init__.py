@@ -1,0 +1,1 @@
+"""Rollout: continuous batching over a paged KV cache."""

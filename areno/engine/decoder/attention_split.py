@@ -1,8 +1,8 @@
-"""How the attention of a decode step is split into pieces of work that run side by side. No tensors.
+"""The split of a decode step's attention into pieces that run in parallel. Contains no tensors.
 
-Two things are split. Rows whose prompts are in the same blocks form shared-prefix groups, for which the kernel reads
-these blocks once. The positions of a group, and those that each row has alone, are then cut into spans whose length
-keeps all processors busy.
+Two things are split. Rows whose prompts lie in the same KV blocks form shared-prefix groups, and the kernel reads these
+blocks once for the group. The shared positions of a group and the own positions of each row are then cut into spans of
+a length that keeps all multiprocessors busy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SHORT_SHARED_SPAN = 256
 
 @dataclass(slots=True)
 class AttentionSplit:
-    """The split of one decode step: the fields of the same names in `areno.kernels.paged`, as numpy arrays.
+    """The split of one decode step, as numpy arrays. Fields as in `areno.kernels.paged.PagedBatch`.
 
-    A captured graph is for one `splits` and one shape of prefix_groups_GR, so the former are powers of two.
+    A captured graph belongs to one `splits` and one shape of prefix_groups_GR, so `splits` are powers of two.
     """
 
     shared_lens_B: np.ndarray
@@ -49,12 +49,18 @@ def split_attention(
     fixed_order: bool = False,
     has_windows: bool = False,
 ) -> AttentionSplit:
-    """The split for one new token of each sequence.
+    """Split the attention of one new token of each sequence.
 
-    group_size: most rows of a shared-prefix group. max_groups: most groups, 0 for none. n_heads: key heads, of which
-    each makes its own pieces. n_processors: multiprocessors of the device. fixed_order: the pieces are the spans of
-    `kernels.fixed_order`, of which those that a group shares from the first on may be one; else they are chosen.
-    has_windows: sequences may have released blocks of some layers.
+    Args:
+        sequences: The rows of the batch.
+        block_size: Tokens in a KV block.
+        group_size: Most rows of a shared-prefix group.
+        max_groups: Most groups. 0 for none.
+        n_heads: Key heads; each makes its own pieces.
+        n_processors: Multiprocessors of the device.
+        fixed_order: Use the spans of fixed-order attention instead of chosen ones. The first spans of a group may
+            be one piece.
+        has_windows: Sequences may have freed blocks of some layers.
     """
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
@@ -100,7 +106,7 @@ def split_attention(
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
-    """The rows whose prompts are in the same blocks. shareable: how many positions of a prompt of some length are."""
+    """Yield the rows whose prompts lie in the same KV blocks. `shareable` maps a prompt length to shared positions."""
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         held, n_blocks = sequence.held, shareable(sequence.n_prompt) // block_size
@@ -111,9 +117,9 @@ def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], 
 
 
 def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, int]:
-    """A power of two near the wanted span, and how many such spans cover `longest`, rounded up to a power of two.
+    """Return a power of two near the wanted span, and how many spans cover `longest`, as a power of two.
 
-    The span exceeds `max_span` only where `_MAX_SPLITS` of them would not cover `longest`.
+    The span exceeds `max_span` only if `_MAX_SPLITS` spans would not cover `longest`.
     """
     span = _MIN_SPAN
     while (2 * span <= wanted and span < max_span) or span * _MAX_SPLITS < longest:
@@ -122,20 +128,21 @@ def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, i
 
 
 def _splits(longest: int, span: int) -> int:
-    """How many spans cover `longest`, rounded up to a power of two."""
+    """Return how many spans cover `longest`, rounded up to a power of two."""
     return _power_of_two(-(-longest // span))
 
 
 def _power_of_two(least: int) -> int:
+    """Return the least power of two that is at least `least`, and 0 for 0."""
     return 1 << (least - 1).bit_length() if least else 0
 
 
 def _whole_blocks(block_size: int, length: int) -> int:
-    """The positions of the full blocks among the first `length`."""
+    """Return how many of the first `length` positions lie in full blocks."""
     return length // block_size * block_size
 
 
 def _whole_spans(block_size: int, length: int) -> int:
-    """The positions of the full spans among the first `length` that are full blocks, too."""
+    """Return how many of the first `length` positions lie in full spans that end at a full block."""
     last = n_spans(length + 1) - 1
     return next(start for span in range(last, -1, -1) if (start := border(span)) % block_size == 0)

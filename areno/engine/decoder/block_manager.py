@@ -1,25 +1,17 @@
-"""Which layers share blocks of the KV cache, and how many blocks a sequence takes. No tensors.
+"""KV blocks: their layout over layers, their allocation, the prefix cache, and the blocks of one sequence. No tensors.
 
-Layers that see equally far make a group. A sequence needs the blocks of all its tokens in a group that sees all of
-them, and the blocks of the window alone in one with a window. All groups take blocks of the same pool, so that none of
-it lies idle while another group has too little. A block holds `block_size` tokens of `layers_per_block` layers. A group
-with more layers has several block tables. For each `block_size` tokens of a sequence it takes one block in each of
-them, together: a stack.
+Layers with the same window form a group. In a group with full attention, a sequence needs the blocks of all its tokens;
+in a group with a window, only the blocks of the window. All groups take blocks from one pool, so no memory is reserved
+for a group that does not need it. A block holds `block_size` tokens of `layers_per_block` layers, so a group with more
+layers has several block tables. For `block_size` tokens of a sequence, a group needs one block in each of its tables.
+These blocks are allocated together and called a stack, identified by its first block.
 
-Which blocks of the paged KV cache are in use, and which hold a prefix that another request can reuse. No tensors.
+A stack is in use (one or more sequences refer to it), cached (no sequence refers to it, but the prefix cache can still
+find it, until it is evicted, least recently used first) or free.
 
-What is allocated is a stack: the blocks that a group of layers needs for `block_size` tokens of one sequence
-(`kv/layout.py`). It goes by its first block, which is all of it where there is one group. A stack is in one of two
-states, and blocks that are in none are free:
-
-    in use    one or more sequences read or write it; its reference count says how many
-    cached    no sequence uses it, but it can still be found by content until it is evicted (least recently used first)
-
-A full stack of the first group is registered under (id of the prefix before it, its token ids). The id of a prefix
-stands for all of its tokens. The dictionary compares token ids, not hashes alone, so a match is always exact. Stacks of
-other groups, which see fewer tokens, are registered under the id of the prefix that ends with them.
-
-The KV blocks of one sequence. No tensors.
+The prefix cache finds a full stack of the first group by (id of the prefix before it, its token ids). A prefix id
+stands for all tokens of the prefix. The dictionary compares token ids, not only hashes, so a match is exact. Stacks of
+the other groups are found by the id of the prefix that ends with them.
 """
 
 from __future__ import annotations
@@ -38,31 +30,40 @@ _WORTH_IT = 0.9  # groups must need less than this share of the memory that one 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers with the same window; None sees all tokens. n_tables: block tables, and blocks of a stack."""
+    """Layers with the same window.
+
+    Attributes:
+        window: Tokens that a layer sees. None for full attention.
+        n_tables: Number of block tables, which is the number of blocks in a stack.
+    """
 
     window: int | None
     n_tables: int = 1
 
     def first_seen(self, position: int, block_size: int) -> int:
-        """The first of its stacks of a sequence that the token at this position, or a later one, reads."""
+        """Return the index of the first stack that the token at `position` or a later one reads."""
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def most_stacks(self, n_tokens: int, block_size: int) -> int:
-        """How many stacks a sequence of so many tokens holds at once, at least one of which is not full."""
+        """Return the most stacks that a sequence of `n_tokens` tokens holds at once."""
         n_stacks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
         return n_stacks if self.window is None else min(n_stacks, -(-(self.window - 1) // block_size) + 2)
 
 
 def tables_with_windows(groups: Iterable[KVGroup]) -> int:
-    """Block tables of the groups that release what lies behind a window."""
+    """Return the number of block tables of all groups with a window."""
     return sum(group.n_tables for group in groups if group.window is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """groups: the one that sees farthest first. places: of each layer with attention its block table, and its place in
-    a block.
+    """The distribution of attention layers over block tables.
+
+    Attributes:
+        groups: Groups of layers, the one with the longest window first.
+        places: For each attention layer, its block table and its position inside a block.
+        block_size: Tokens in a block.
     """
 
     groups: tuple[KVGroup, ...]
@@ -71,9 +72,13 @@ class KVLayout:
 
     @staticmethod
     def of(config: TransformerConfig, block_size: int, max_len: int, *, by_window: bool = True) -> KVLayout:
-        """What takes the least memory for a sequence of `max_len` tokens.
+        """Return the layout with the least memory for a sequence of `max_len` tokens.
 
-        by_window: else one group, which releases nothing.
+        Args:
+            config: The model.
+            block_size: Tokens in a block.
+            max_len: Expected length of sequences, in tokens.
+            by_window: Group layers by window. False makes one group, which frees no blocks.
         """
         windows = [config.kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with([None] * len(windows), len(windows), block_size)
@@ -86,7 +91,7 @@ class KVLayout:
 
     @staticmethod
     def _with(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
-        """windows: of each layer."""
+        """Return the layout for the windows of all layers and a number of layers in a block."""
         groups: list[KVGroup] = []
         places: dict[int, tuple[int, int]] = {}
         for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):
@@ -99,38 +104,40 @@ class KVLayout:
 
     @property
     def layers_per_block(self) -> int:
-        """Layers whose keys and values a block has room for."""
+        """Number of layers in a block."""
         return 1 + max(place for _, place in self.places)
 
     @property
     def n_tables(self) -> int:
-        """Block tables of all groups."""
+        """Number of block tables of all groups."""
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """How many blocks the memory of `n_blocks` of all layers makes."""
+        """Return the number of blocks that the memory of `n_blocks` blocks of all layers makes."""
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """In blocks of all layers, what so many blocks of the pool take; rounded up."""
+        """Return the memory of `n_blocks` pool blocks in blocks of all layers, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Most blocks of the pool that one sequence of so many tokens holds at once."""
+        """Return the most pool blocks that a sequence of `n_tokens` tokens holds at once."""
         return sum(group.n_tables * group.most_stacks(n_tokens, self.block_size) for group in self.groups)
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
-        """What a chunk of a prompt takes of the pool in layers with windows. The next step releases most of it."""
+        """Return the pool blocks that a prefill chunk takes in layers with windows. The next step frees most."""
         return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
     def bytes_of(self, n_tokens: int) -> int:
-        """The memory of these blocks, in units of `block_size` tokens of one layer."""
+        """Return the memory of a sequence, in units of `block_size` tokens of one layer."""
         return self.blocks_for(n_tokens) * self.layers_per_block
 
     def most_tokens(self, n_blocks: int, context_len: int) -> int:
-        """Tokens of the longest sequence that fits `n_blocks` of the pool by itself.
+        """Return the length of the longest sequence that fits `n_blocks` pool blocks alone.
 
-        context_len: of the model, which bounds it where windows do not.
+        Args:
+            n_blocks: Blocks of the pool.
+            context_len: Context of the model, which bounds the length if all layers have windows.
         """
         if self.groups[0].window is None:
             context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)
@@ -144,9 +151,13 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A registered prefix of `n_stacks` stacks in each group. Of the first `n_behind`, the group has none.
+    """A prefix found in the prefix cache. Its stacks are not acquired yet.
 
-    stacks: of each group, yet to be acquired; what lies behind the window of a group is the manager's `scratch`.
+    Attributes:
+        n_stacks: Length of the prefix, in stacks.
+        prefix_id: Id of the prefix.
+        stacks: For each group, `n_stacks` stacks. Stacks that lie before the window are the scratch block.
+        n_behind: For each group, the number of stacks before the window.
     """
 
     n_stacks: int
@@ -155,14 +166,23 @@ class Match:
     n_behind: list[int]
 
     def found(self) -> list[int]:
-        """All that is there to be acquired."""
+        """Return all stacks to acquire."""
         return [stack for each, n in zip(self.stacks, self.n_behind, strict=True) for stack in each[n:]]
 
 
 class BlockManager:
-    """Allocates, shares and finds stacks of the `n_blocks` blocks of `block_size` tokens each.
+    """Allocates, shares and finds stacks of KV blocks.
 
-    groups: of layers, the one that sees farthest first.
+    Args:
+        n_blocks: Blocks of the pool.
+        block_size: Tokens in a block.
+        groups: Groups of layers, the one with the longest window first.
+
+    Attributes:
+        scratch: Number of the scratch block, which stands for a missing stack.
+        per_stack: Blocks in one stack of every group.
+        per_window_stack: The same for groups with windows alone.
+        n_available: Blocks that are free or can be evicted.
     """
 
     def __init__(self, n_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(None),)):
@@ -182,15 +202,20 @@ class BlockManager:
         self._last_prefix_id = EMPTY_PREFIX
 
     def blocks_for(self, n_tokens: int) -> int:
-        """How many blocks, one after the other, `n_tokens` tokens take."""
+        """Return the number of consecutive blocks that `n_tokens` tokens take."""
         return -(-n_tokens // self.block_size)
 
     def stack(self, first: int) -> tuple[int, ...]:
-        """The blocks of a stack in use, one for each table of its group."""
+        """Return the blocks of a stack in use, one for each table of its group."""
         return self._stacks[first]
 
     def match(self, tokens: list[int], max_stacks: int) -> Match:
-        """The longest registered prefix of at most `max_stacks` stacks, whose next token finds all that it sees."""
+        """Return the longest cached prefix whose next token finds every stack that it sees.
+
+        Args:
+            tokens: Token ids.
+            max_stacks: Longest prefix, in stacks.
+        """
         stacks: list[int] = []
         prefix_ids = [EMPTY_PREFIX]
         for start in range(0, max_stacks * self.block_size, self.block_size):
@@ -209,7 +234,7 @@ class BlockManager:
         return Match(n_stacks, prefix_ids[n_stacks], of_groups, n_behind)
 
     def _longest(self, of_groups: list[list[int]]) -> int:
-        """The most stacks after which a token finds, in each group, those that it sees."""
+        """Return the longest prefix after which a token finds all visible stacks in every group."""
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
         for n, stacks in enumerate(zip(*of_groups, strict=True), start=1):
             runs = [0 if stack == self.scratch else run + 1 for run, stack in zip(runs, stacks, strict=True)]
@@ -219,12 +244,12 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Whether `reserve` blocks remain available after acquiring stacks and allocating `n_new` blocks."""
+        """Return whether `reserve` blocks stay available after acquiring stacks and allocating `n_new` blocks."""
         revived = sum(len(self._stacks[stack]) for stack in shared if stack in self._cached)
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, stacks: Iterable[int]) -> None:
-        """Add one reference to each of these stacks, which are in use or cached."""
+        """Add one reference to each stack. The stacks are in use or cached."""
         for stack in stacks:
             if self._ref_counts[stack] == 0:
                 del self._cached[stack]
@@ -232,7 +257,7 @@ class BlockManager:
             self._ref_counts[stack] += 1
 
     def allocate(self, group: int = 0) -> int:
-        """Take an empty stack, with a reference count of one. The caller has checked `n_available`."""
+        """Return an empty stack of a group with one reference. The caller has checked `n_available`."""
         n_blocks = self.groups[group].n_tables
         while len(self._free) < n_blocks:
             evicted, _ = self._cached.popitem(last=False)
@@ -246,7 +271,7 @@ class BlockManager:
         return blocks[0]
 
     def release(self, stacks: list[int]) -> None:
-        """Drop one reference to each of these stacks, given in the order of their positions."""
+        """Drop one reference to each stack. The stacks are given in the order of their positions."""
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
         for stack in reversed(stacks):
             self._ref_counts[stack] -= 1
@@ -258,9 +283,17 @@ class BlockManager:
                     self._free.extend(self._stacks[stack])
 
     def register(self, stack: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Make a full stack of the first group findable after the prefix `before`; returns the id of what it completes.
+        """Add a full stack of the first group to the prefix cache.
 
-        If another one with this content is registered already, that one stays and its prefix id is returned.
+        Args:
+            stack: The stack.
+            before: Id of the prefix before it.
+            tokens: Its token ids.
+
+        Returns:
+            The id of the prefix that the stack completes. If a stack with this content is cached, it stays, and its
+            prefix id
+            is returned.
         """
         key = (before, tokens)
         found = self._by_content.get(key)
@@ -272,13 +305,13 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, stack: int, group: int, prefix_id: int) -> None:
-        """Make a full stack of another group findable as the end of a prefix, unless there is one already."""
+        """Add a full stack of another group to the prefix cache as the end of a prefix, if there is none yet."""
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = stack
             self._content[stack] = self._by_prefix[group], prefix_id
 
     def reset(self) -> None:
-        """Forget all content. Blocks in use stay in use; prefix ids returned before must not be used again."""
+        """Empty the prefix cache. Blocks in use stay in use. Earlier prefix ids become invalid."""
         for found in (self._by_content, *self._by_prefix, self._content):
             found.clear()
         for stack in self._cached:
@@ -287,10 +320,15 @@ class BlockManager:
 
 
 class HeldBlocks:
-    """What one sequence holds in each group of layers, from its admission on until it leaves the cache.
+    """The KV blocks of one sequence, from its admission until it leaves the cache.
 
-    stacks: for each group, one for every `block_size` of its positions. The first `n_behind` of them are no longer its
-    own, because they lie behind the window of the group. room: positions that have stacks in all groups.
+    Attributes:
+        stacks: For each group, one stack for every `block_size` positions.
+        n_behind: For each group, the number of first stacks that are freed, because they lie before the window.
+        room: Positions that have stacks in all groups.
+        n_uploaded: Stacks of each group whose blocks are in the device's tables.
+        n_registered: Stacks of each group that are in the prefix cache.
+        prefix_id: Id of the prefix that ends with the last registered stack.
     """
 
     __slots__ = ("_blocks", "n_behind", "n_registered", "n_uploaded", "prefix_id", "room", "stacks")
@@ -306,9 +344,10 @@ class HeldBlocks:
         self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered stack
 
     def begin(self, match: Match, n_tokens: int) -> int:
-        """Take over a prefix that was found. A group without a window takes stacks for all `n_tokens` at once.
+        """Take the stacks of a cached prefix. Groups without a window also allocate stacks for all tokens.
 
-        Returns the blocks of these stacks.
+        Returns:
+            The number of newly allocated blocks.
         """
         blocks, n_taken = self._blocks, 0
         blocks.acquire(match.found())
@@ -323,7 +362,7 @@ class HeldBlocks:
         return n_taken
 
     def begin_last(self) -> None:
-        """Take one stack in each group: the part of a prompt that does not fill one, until `follow` brings the rest."""
+        """Allocate one stack in each group for the partly filled end of a prompt. `follow` adds the others."""
         for group, stacks in enumerate(self.stacks):
             stacks.append(self._blocks.allocate(group))
 
@@ -337,7 +376,7 @@ class HeldBlocks:
         self.n_registered, self.prefix_id = leader.n_registered, leader.prefix_id
 
     def extend(self, end: int) -> None:
-        """Take stacks for the positions up to `end` in the groups that lack them."""
+        """Allocate the missing stacks for positions up to `end` in all groups."""
         blocks = self._blocks
         for group, stacks in enumerate(self.stacks):
             for _ in range(blocks.blocks_for(end) - len(stacks)):
@@ -345,13 +384,13 @@ class HeldBlocks:
         self._measure()
 
     def grow(self) -> None:
-        """Take one more stack in each group, which all have the same number."""
+        """Allocate one more stack in each group."""
         for group, stacks in enumerate(self.stacks):
             stacks.append(self._blocks.allocate(group))
         self.room += self._blocks.block_size
 
     def release_behind(self, position: int) -> None:
-        """Release what neither the token at this position nor a later one reads, once it can be found by content."""
+        """Free cached stacks that neither the token at `position` nor a later one reads."""
         blocks = self._blocks
         for group, stacks in enumerate(self.stacks):
             behind = min(blocks.groups[group].first_seen(position, blocks.block_size), self.n_registered)
@@ -360,7 +399,7 @@ class HeldBlocks:
                 self.n_behind[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Make the full stacks among the first `n_tokens` tokens (known, and cached) findable by content."""
+        """Add the full stacks among the first `n_tokens` tokens to the prefix cache."""
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
             content = tuple(tokens[i * size : (i + 1) * size])
@@ -370,7 +409,11 @@ class HeldBlocks:
             self.n_registered = i + 1
 
     def new_entries(self, slot: int) -> list[tuple[int, int, int, int]]:
-        """(table, slot, column, block) of what the device's tables do not have yet; it counts as there from now on."""
+        """Return the entries that are missing in the device's block tables, and count them as present.
+
+        Returns:
+            Tuples (table, slot, column, block).
+        """
         entries: list[tuple[int, int, int, int]] = []
         table = 0
         for group, stacks in enumerate(self.stacks):
@@ -382,9 +425,10 @@ class HeldBlocks:
         return entries
 
     def release(self) -> None:
-        """Give everything back."""
+        """Free all stacks."""
         for stacks, behind in zip(self.stacks, self.n_behind, strict=True):
             self._blocks.release(stacks[behind:])
 
     def _measure(self) -> None:
+        """Compute `room`."""
         self.room = min(map(len, self.stacks)) * self._blocks.block_size

@@ -1,11 +1,7 @@
-"""The memory of keys and values, in blocks, and the block tables.
+"""Device memory of the decoder: keys and values with their block tables, recurrent states, and experts of tokens.
 
-The memory of layers with a recurrent state: one state for each slot.
-
-Keeps the experts of each token that the decoder computes, beside its keys and values and in the same blocks.
-
-So a prompt that samples share, a prefix that is found by its content, chunks of a prompt and a sequence that is
-computed again need no thought: whoever has the keys of a token has its experts.
+The experts of a token are stored in the same blocks as its keys and values. So shared prompts, cached prefixes, chunked
+prefill and recomputation need no code for them.
 """
 
 from __future__ import annotations
@@ -26,14 +22,19 @@ from areno.models.transformer import Transformer
 
 
 class KVCache:
-    """The keys and values of all sequences, in the dtype of the model and on its device.
+    """Keys and values of all sequences, in the dtype of the model and on its device.
 
-    kv_blocks: (Y layers of a block, 2, n_blocks + 1, block_size, K key heads, C head dim). The last block is scratch:
-    rows that only pad a batch write there. n_blocks: of the pool; see KVLayout.
+    Args:
+        model: The model.
+        n_blocks: Blocks of the pool, see KVLayout.
+        layout: Distribution of layers over block tables.
+        n_slots: One slot for each sequence of the batch, and one for padding rows.
 
-    tables: (T block tables, n_slots, W) int32, the blocks of each slot's sequence in each table. What lies behind the
-    window of a table is what was there before, or the scratch block. n_slots: one for each sequence of the batch, and
-    one for rows that only pad it. All of this memory stays where it is, so a CUDA graph may read it.
+    Attributes:
+        kv_blocks: (Y layers of a block, 2, n_blocks + 1, block_size, K key heads, C head dim). The last block is
+            scratch, to which padding rows write.
+        tables: (T block tables, n_slots, W) int32: the blocks of each slot's sequence in each table. Entries before the
+            window of a table are outdated or the scratch block. The memory never moves, so a CUDA graph may read it.
     """
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):
@@ -50,25 +51,26 @@ class KVCache:
         self.tables = torch.full((layout.n_tables, n_slots, width), n_blocks, dtype=torch.int32, device=weight.device)
 
     def table_of(self, layer: int) -> int:
-        """Which block table a layer uses."""
+        """Return the block table of a layer."""
         return self._places[layer][0]
 
     def blocks_of(self, layer: int) -> Tensor:
-        """(2, n_blocks + 1, block_size, K, C): a layer's part of the blocks, of which some in its table are its own."""
+        """Return the blocks of a layer, (2, n_blocks + 1, block_size, K, C), some of which other layers use."""
         return self.kv_blocks[self._places[layer][1]]
 
     def flat_of(self, layer: int) -> Tensor:
-        """The same as (2, (n_blocks + 1) * block_size, K, C)."""
+        """Return the blocks of a layer as (2, (n_blocks + 1) * block_size, K, C)."""
         return self._flat[self._places[layer][1]]
 
 
 class StateCache:
-    """What each layer remembers of the sequence in a slot, behind its last position that is computed.
+    """Recurrent states of all slots, after the last computed position of each sequence.
 
-    A state cannot be cut back to an earlier position, nor found by its content. So the samples of a prompt each get a
-    copy of the state behind it, and a sequence that was preempted is computed from its first token.
+    A state can neither be cut back to an earlier position nor be found by its content. So the samples of a prompt get
+    copies of the state after the prompt, and a preempted sequence is recomputed from its first token.
 
-    layers: the states of each layer that has some, n_slots of them. The last slot belongs to rows that pad a batch.
+    Attributes:
+        layers: The states of each layer with recurrent states. The last slot belongs to padding rows.
     """
 
     def __init__(self, model: Transformer, n_slots: int):
@@ -85,7 +87,7 @@ class StateCache:
         self._all = (inputs, matrices)
 
     def step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
-        """One token of the sequences in these slots."""
+        """Compute one token of the sequences in these slots, and update their states."""
         return delta_step(proj_BP, weights, self.layers[layer], slots_B)
 
     def rows(
@@ -97,7 +99,16 @@ class StateCache:
         slots_R: Tensor,
         goes_on_R: Tensor | None,
     ) -> Tensor:
-        """Packed tokens of the sequences in these slots. goes_on_R: which have earlier tokens; None: none has."""
+        """Compute packed tokens of the sequences in these slots, and update their states.
+
+        Args:
+            layer: Index among the layers with recurrent states.
+            proj_NP: Projections of the N packed tokens.
+            weights: Weights of the layer.
+            chunks: Cut of the rows into chunks.
+            slots_R: Slot of each row.
+            goes_on_R: Rows that continue an earlier chunk. None if no row does.
+        """
         states, before = self.layers[layer], None
         if goes_on_R is not None:
             given = [each.index_select(0, slots_R) for each in states]
@@ -109,32 +120,36 @@ class StateCache:
         return out_NI
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Give the target slots the states of the source slots, in all layers."""
+        """Copy the states of the source slots to the target slots, in all layers."""
         for each in self._all:
             each.index_copy_(1, targets, each.index_select(1, sources))
 
 
 def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
-    """Zeros in the other rows, whatever they hold."""
+    """Return x with zeros in the rows that are not chosen, whatever these rows contain."""
     return torch.where(chosen_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
 @dataclass(slots=True)
 class PendingRoutes:
-    """Routes on their way to the host."""
+    """Experts of a sample's tokens, on their way to the host."""
 
     routes: Tensor
     ready: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """(n tokens, L layers, k experts)."""
+        """Return the experts, (n tokens, L layers, k experts)."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.routes.numpy()
 
 
 class RouteCache:
-    """routes: (n_blocks + 1, block_size, L, k); the last block is scratch, as of the KV cache."""
+    """Experts of all cached tokens.
+
+    Attributes:
+        routes: (n_blocks + 1, block_size, L layers, k experts). The last block is scratch.
+    """
 
     def __init__(self, routing: Routing, n_blocks: int, block_size: int, device: torch.device):
         self._routing, self._block_size, self._device = routing, block_size, device
@@ -142,12 +157,16 @@ class RouteCache:
         self.routes = torch.full(shape, routing.none, dtype=routing.dtype, device=device)
 
     def store(self, places_N: Tensor) -> None:
-        """Keep what the last forward pass chose. places_N: block * block_size + offset of each of its tokens, int64."""
+        """Store the experts that the last forward pass has chosen.
+
+        Args:
+            places_N: block * block_size + offset of each token, int64.
+        """
         recorded_NLk = self._routing.recorded()[: len(places_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, places_N, recorded_NLk)
 
     def places(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Of the tokens at these positions of the sequences in these slots."""
+        """Return block * block_size + offset of the tokens at these positions of the sequences in these slots."""
         blocks_B = table_TW[slots_B, positions_B // self._block_size].long()
         return blocks_B * self._block_size + positions_B % self._block_size
 
@@ -156,7 +175,7 @@ class RouteCache:
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
     def read(self, blocks: Any, n_tokens: int) -> PendingRoutes:
-        """Begin to copy the routes of the first tokens of a sequence with these blocks to the host."""
+        """Start copying the experts of the first `n_tokens` tokens in these blocks to the host."""
         n_blocks = -(-n_tokens // self._block_size)
         chosen = torch.tensor(blocks[:n_blocks], dtype=torch.int64)
         if self._device.type != "cuda":

@@ -26,20 +26,32 @@ _PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the h
 
 
 class Decoder:
-    """Continuous batching over a paged KV cache. It uses the model's weights in place.
+    """Continuous batching over a paged KV cache. Uses the model's weights in place.
 
-    The host works one step behind the device: it starts a step, then reads the tokens of the step before. So a
-    sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same,
-    without the overlap. A completion depends on its request only, not on what else is in the batch.
+    The device is one step ahead of the host: a step is launched before the tokens of the previous step are read. So a
+    sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same.
+    A completion depends on its request alone, not on other requests in the batch.
 
-    n_blocks: memory of the cache, as the number of blocks that it would hold if each were for all layers. block_size:
-    in tokens. max_len: of the sequences to expect, in tokens, from which KVLayout is chosen; None is the context.
-    max_running: most sequences in the batch. max_prefill_tokens: most prompt tokens of a step. eos_token_ids: end a
-    completion unless `ignore_eos`. use_graphs: replay the decode step as a CUDA graph.
-    attn_backend: of the prefill, as returned by `choose_backend`. detokenize: turns completion tokens into text; stop
-    strings need it. weights_version: the caller sets it between steps, when the weights have changed. Each token gets
-    the version that was set when the step that sampled it was started. stream_every_s: least seconds between partial
-    outputs, except for the first token of a sample. keeps_routes: finished outputs have the experts of their tokens.
+    Args:
+        model: The model.
+        n_blocks: Memory of the cache, in blocks of all layers.
+        block_size: Tokens in a block.
+        max_running: Most sequences in the batch.
+        max_prefill_tokens: Most prompt tokens in a step.
+        max_len: Expected length of sequences in tokens, which decides the KVLayout. None takes the context.
+        eos_token_ids: Tokens that end a completion, unless the request has `ignore_eos`.
+        use_graphs: Replay the decode step as a CUDA graph.
+        attn_backend: Attention of the prefill, as `choose_backend` returns it.
+        exact: Compute log-probabilities with the bits of training, see engine.exact.
+        detokenize: Turns completion tokens into text; needed for stop strings.
+        compile_grammar: Compiles the grammar of a request; needed for grammars.
+        stream_every_s: Least seconds between partial outputs, except for the first token of a sample.
+        keeps_routes: Return the experts of tokens with finished samples.
+
+    Attributes:
+        limits: Which requests the decoder accepts.
+        weights_version: Version of the weights, set by the caller between steps. A token carries the version at the
+            launch of the step that sampled it.
     """
 
     def __init__(
@@ -69,9 +81,15 @@ class Decoder:
         self._blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
         self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
         self._runner = Runner(
-            model, self._blocks, layout, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact,
+            model,
+            self._blocks,
+            layout,
+            max_running,
+            use_graphs=use_graphs,
+            attn_backend=attn_backend,
+            exact=exact,
             keeps_routes=keeps_routes,
-        )  # fmt: skip
+        )
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=context_len,
@@ -93,12 +111,12 @@ class Decoder:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything left to do or to return."""
+        """Whether `step` has anything left to compute or to return."""
         return self._scheduler.has_work or bool(self._outputs) or bool(self._awaiting)
 
     @property
     def stats(self) -> RolloutStats:
-        """Counters since the decoder was made, or since `reset_stats`."""
+        """Counters since construction or the last `reset_stats`."""
         graphs = self._runner.graphs
         return RolloutStats(
             running=self._scheduler.n_running,
@@ -110,9 +128,11 @@ class Decoder:
         )
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; it joins the batch in one of the next steps.
+        """Queue a request. It joins the batch in one of the next steps.
 
-        Raises EngineError if it cannot be served, GrammarError if its grammar is none.
+        Raises:
+            EngineError: The request cannot be served.
+            GrammarError: Its grammar cannot be compiled.
         """
         max_new = self.limits.max_new(request)
         if request.request_id in self._unfinished:
@@ -145,13 +165,13 @@ class Decoder:
             )
 
     def abort(self, request_id: int) -> None:
-        """End the unfinished samples of a request; the next step returns them as they are, with reason "abort"."""
+        """End the unfinished samples of a request. The next step returns them with the finish reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
 
     def give_back(self, n_samples: int) -> None:
-        """Drop whole requests that have not begun, the youngest first, of about so many samples together.
+        """Drop whole requests that have not started, the youngest first, until `n_samples` samples are dropped.
 
-        The next step says so with an output for each of them, whose sample is GIVEN_BACK.
+        The next step returns an output with the sample GIVEN_BACK for each of them.
         """
         for request in self._scheduler.give_back(n_samples):
             request_id = request.request_id
@@ -163,15 +183,16 @@ class Decoder:
             )
 
     def clear(self) -> None:
-        """Drop all requests without returning anything for them."""
+        """Drop all requests without outputs."""
         for request_id in list(self._unfinished):
             self.abort(request_id)
         self._outputs, self._awaiting = [], []
 
     def step(self) -> list[GenerationOutput]:
-        """Start one step on the device, then read the tokens of the step before.
+        """Launch one step on the device, then read the tokens of the previous step.
 
-        Returns the samples that finished, whole, and partial outputs of requests that want them.
+        Returns:
+            Finished samples, whole, and partial outputs of requests that want them.
         """
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
@@ -197,13 +218,13 @@ class Decoder:
             self._has_bad_blocks = False
 
     def reset_stats(self) -> None:
-        """Count from 0 again."""
+        """Set all counters to 0."""
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
         if self._runner.graphs is not None:
             self._runner.graphs.n_replays = 0
 
     def _collect(self) -> None:
-        """Wait for the tokens in flight and append them to their sequences."""
+        """Wait for the tokens in flight, and append them to their sequences."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -236,7 +257,7 @@ class Decoder:
             self._finish(finished, routes)
 
     def _fail(self, sequence: Sequence) -> None:
-        """End a sample that has no finite log-probability. Raises EngineError if the weights are not finite."""
+        """End a sample whose log-probability is not finite. EngineError if the weights are not finite."""
         if self._finite_version != self.weights_version:
             parts = [part for part in self._runner.model.parameters() if part.numel()]
             if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
@@ -245,6 +266,7 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
+        """Queue the outputs of finished sequences."""
         for index, sequence in enumerate(sequences):
             if routes is None:
                 self._outputs.append(sequence.output())

@@ -1,8 +1,8 @@
-"""Constrained decoding: which tokens may come next, by a grammar. llguidance does the parsing.
+"""Constrained decoding: masks of the tokens that a grammar allows next. llguidance does the parsing.
 
-A grammar is a text in llguidance's form (https://github.com/guidance-ai/llguidance, docs/syntax.md), so it travels to
-the workers as it is. Each compiles it for its own tokenizer and keeps it. It ends with an end-of-sequence token: when
-nothing else can follow, that is the only token allowed.
+A grammar is a text in the form of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). Each worker
+receives the text, compiles it for its tokenizer and keeps the result. A completion ends with an end-of-sequence token;
+when nothing else can follow, no other token is allowed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ MOST_GRAMMARS = 128  # compiled ones that are kept
 
 
 def _library() -> Any:
+    """Import llguidance. GrammarError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -29,7 +30,12 @@ def _library() -> Any:
 
 
 class GrammarState:
-    """Where one completion is in its grammar."""
+    """The position of one completion in its grammar.
+
+    Attributes:
+        finished: Whether an end-of-sequence token has ended the completion.
+        error: Why no further token can be judged. Empty if there is no problem.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
         self.matcher, self.vocab_size, self._eos = matcher, vocab_size, eos_token_ids
@@ -37,29 +43,33 @@ class GrammarState:
         self.error = ""  # why no more tokens can be judged
 
     def mask(self) -> np.ndarray:
-        """The tokens that may come next: int32, (ceil(vocab / 32),); token t is bit t % 32 of entry t // 32."""
+        """Return the mask of allowed tokens, int32 (ceil(vocab / 32),): token t is bit t % 32 of entry t // 32."""
         return masks([self])[0]
 
     def accept(self, token: int) -> None:
-        """Go on with a token that the mask allows. Sets `finished` or, where the grammar is too complex, `error`."""
+        """Advance by an allowed token. Sets `finished`, or `error` if the grammar is too complex."""
         if not self.matcher.consume_token(token) or self.matcher.is_error():
             self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
         self.finished = not self.error and token in self._eos
 
 
 class Grammar:
-    """A compiled grammar, of which any number of completions are made. text: what it was compiled from."""
+    """A compiled grammar, used by any number of completions.
+
+    Attributes:
+        text: The source.
+    """
 
     def __init__(self, text: str, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
         self.text, self._matcher, self._vocab_size, self._eos = text, matcher, vocab_size, eos_token_ids
 
     def start(self) -> GrammarState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos)
 
 
 def masks(states: Sequence[GrammarState]) -> np.ndarray:
-    """The masks of some states of grammars for the same vocabulary: int32, (states, ceil(vocab / 32))."""
+    """Return the masks of several states with one vocabulary, int32 (states, ceil(vocab / 32))."""
     out_KW = np.zeros((len(states), -(-states[0].vocab_size // 32)), dtype=np.int32)
     for row, state in zip(out_KW, states, strict=True):
         state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -67,11 +77,15 @@ def masks(states: Sequence[GrammarState]) -> np.ndarray:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and model.
+    """Compiles grammars for one tokenizer. Construction takes about a second for a vocabulary of 150,000.
 
-    tokenizer: of transformers. vocab_size: of the model; ids that the tokenizer does not have are never allowed.
-    eos_token_ids: those that end a completion; empty takes the tokenizer's own. Raises GrammarError without llguidance
-    and for a tokenizer that it cannot use. Construction takes about a second for a vocabulary of 150,000.
+    Args:
+        tokenizer: A tokenizer of transformers.
+        vocab_size: Vocabulary of the model. Ids that the tokenizer lacks are never allowed.
+        eos_token_ids: Tokens that end a completion. Empty takes the tokenizer's own.
+
+    Raises:
+        GrammarError: llguidance is not installed, or cannot use the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()):
@@ -84,7 +98,11 @@ class GrammarCompiler:
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
 
     def compile(self, text: str) -> Grammar:
-        """The grammar of a text. GrammarError says why it is none."""
+        """Compile a grammar, or return the kept result.
+
+        Raises:
+            GrammarError: The text is no grammar.
+        """
         if text in self._grammars:
             self._grammars.move_to_end(text)
             return self._grammars[text]
@@ -99,17 +117,18 @@ class GrammarCompiler:
         return grammar
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
-        """The added tokens that a grammar must name by their id, since no text in it matches them."""
+        """Return the added tokens that a grammar must name by id, because no text matches them."""
         added = tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
 
 def _reason(message: str) -> str:
-    """The line of an error message that says what is wrong."""
+    """Return the first line of an error message of llguidance."""
     return message.strip().partition("\n")[0].removeprefix("at 1(8): ")
 
 
 def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
+    """Return the tokenizer in the form of llguidance."""
     library = _library()
     try:
         import llguidance.hf
@@ -124,7 +143,7 @@ def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> 
 
 
 class _Words:
-    """A tokenizer whose tokens are plain texts, in the form that the library takes."""
+    """A tokenizer whose tokens are plain texts, in the form that llguidance takes."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_id: int):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs, one for each batch size of a list; smaller batches are padded."""
+"""The decode step as CUDA graphs: one for each batch size of a list. Smaller batches are padded."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ _POWERS_UP_TO = 32
 
 
 def bucket_sizes(max_running: int) -> list[int]:
-    """1, 2, 4, .. 32, then every 32 up to max_running, which is the last one."""
+    """Return the batch sizes 1, 2, 4, .. 32, then every 32 up to max_running, which is the last one."""
     sizes = [1 << i for i in range(_POWERS_UP_TO.bit_length()) if 1 << i < max_running]
     sizes += range(2 * _POWERS_UP_TO, max_running, _POWERS_UP_TO)
     return [*sizes, max_running]
 
 
 class DecodeGraphs:
-    """Captures the body the first time a batch size is needed, and replays the capture from then on.
+    """Captures the decode step when a batch size first occurs, and replays the capture from then on.
 
-    The body must read only its arguments and tensors whose memory stays the same. Weights qualify, because training
-    updates them in place. So a graph stays valid for the whole run.
+    The step may read only its arguments and tensors whose memory never moves. Weights qualify, because training updates
+    them in place. So a graph stays valid for the whole run.
+
+    Args:
+        body: The decode step.
+        max_running: Largest batch size.
+        device: The GPU.
     """
 
     def __init__(self, body: DecodeBody, max_running: int, device: torch.device):
@@ -44,11 +49,20 @@ class DecodeGraphs:
         self.n_replays = 0
 
     def size_for(self, n_rows: int) -> int:
-        """The batch size with which `n_rows` rows run."""
+        """Return the batch size of the graph for `n_rows` rows."""
         return next(size for size in self._sizes if size >= n_rows)
 
     def run(self, rows: np.ndarray, split: AttentionSplit, flags: SamplingFlags) -> Tensor:
-        """The body's result for these rows, (4, B), valid until the next run."""
+        """Run the step for these rows.
+
+        Args:
+            rows: (4, B) int64, see Runner._decode.
+            split: Split of the attention.
+            flags: Features of sampling that the batch needs.
+
+        Returns:
+            The result of the step, valid until the next call.
+        """
         n_rows = rows.shape[1]
         size = self.size_for(n_rows)
         groups = split.prefix_groups_GR
@@ -73,6 +87,7 @@ class DecodeGraphs:
     def _capture(
         self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """Capture a graph."""
         spans, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
         groups = np.full(group_shape or 0, -1, dtype=np.int64)
         inputs = torch.from_numpy(np.concatenate((spans, rows.ravel(), groups.ravel()))).to(self._device)

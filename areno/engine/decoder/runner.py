@@ -1,11 +1,7 @@
-"""Where the tokens of a prefill have their keys and values in the cache. No tensors.
+"""Runs the plan of a step on the device: tensors from the plan, the model, sampled tokens back to the host.
 
-The place of a token in a block table is block * block_size + offset.
-
-Runs the plan of a step on the device: plan to tensors, through the model, to sampled tokens on their way back.
-
-On CUDA nothing in here waits for the device. Inputs are copied from pinned memory, results are copied to pinned memory
-and marked by an event, and the token that the next step reads stays on the device.
+On CUDA nothing here waits for the device. Inputs are copied from pinned memory, and results are copied to pinned memory
+and marked by an event. The token that the next step reads stays on the device.
 """
 
 from __future__ import annotations
@@ -39,10 +35,15 @@ from areno.types import TokenScores
 
 @dataclass(slots=True)
 class PrefillPlaces:
-    """In the block tables of one group of layers, of the N tokens of all chunks, and of the M that these see.
+    """Positions in the KV cache of the tokens of a prefill, for one group of layers.
 
-    stored_TN: int64, for each table of the group. keys_TM: the same of earlier tokens, too; None where the chunks see
-    themselves alone. cu_k: (chunks + 1,) int32, where those that a chunk sees begin; max_k: the most of them.
+    A position in a block table is block * block_size + offset. N: tokens of all chunks. M: tokens that the chunks see.
+
+    Attributes:
+        stored_TN: int64, positions of the computed tokens in each table of the group.
+        keys_TM: The same for all visible tokens. None if the chunks see only their own tokens.
+        cu_k: (chunks + 1,) int32, start of the visible tokens of each chunk.
+        max_k: Most visible tokens of a chunk.
     """
 
     stored_TN: np.ndarray
@@ -52,9 +53,12 @@ class PrefillPlaces:
 
 
 def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillPlaces]:
-    """For each group of layers.
+    """Return the positions of a prefill for each group of layers.
 
-    from_the_first: all earlier tokens of a sequence count as seen, those behind the window in the scratch block.
+    Args:
+        chunks: The chunks.
+        blocks: The KV blocks.
+        from_the_first: Count all earlier tokens as visible. Those before the window point to the scratch block.
     """
     return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
 
@@ -62,6 +66,7 @@ def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first:
 def _of_group(
     chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
 ) -> PrefillPlaces:
+    """Return the positions of a prefill for one group of layers."""
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
@@ -99,7 +104,7 @@ class PendingTokens:
     ready: torch.cuda.Event | None
 
     def wait(self) -> tuple[list[int], list[float], list[TokenScores]]:
-        """The tokens, their log-probabilities, and the K most likely tokens, in the order of `sequences`."""
+        """Return tokens, log-probabilities and most likely tokens, in the order of `sequences`."""
         if self.ready is not None:
             self.ready.synchronize()
         tokens, logprobs, *top = self.sampled.numpy()
@@ -107,10 +112,10 @@ class PendingTokens:
 
 
 class Runner:
-    """Owns everything of the decoder that lives on the device.
+    """Owns the device side of the decoder.
 
-    A sequence has a slot while it is in the batch. For each slot the device has the block tables (of `cache`), the
-    sampling settings and the last sampled token. The last slot belongs to rows that only pad a batch.
+    A sequence has a slot while it is in the batch. For each slot the device holds block tables (`cache`), sampling
+    settings and the last sampled token. The last slot belongs to padding rows.
     """
 
     def __init__(
@@ -150,7 +155,12 @@ class Runner:
     def _sample(
         self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None
     ) -> Tensor:
-        """Tokens and log-probabilities, (2, B) float64; with `edits` also their K top tokens, (2 + 2K, B)."""
+        """Sample a token for each row from whole logits.
+
+        Returns:
+            (2, B) float64 tokens and log-probabilities; with `edits` (2 + 2K, B), including the K most likely
+            tokens.
+        """
         head, first = self.model.output, self.model.output.first
         local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
         if edits is None:
@@ -160,9 +170,10 @@ class Runner:
         return self._scored(out_2B, local_BV, slots_B)
 
     def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
-        """`_sample` where each tensor-parallel rank has its columns of the logits (B, V / ranks).
+        """Sample when each tensor-parallel rank has its columns of the logits, (B, V / ranks).
 
-        It draws from its columns, or a share of the rows where filters need all columns; and tells the others.
+        Without filters each rank draws from its columns. With filters, which need all columns, each rank draws a share
+        of the rows. Returns as `_sample`.
         """
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if can_sample_columns(local_BV, flags):
@@ -180,11 +191,11 @@ class Runner:
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """The logits for `_scored`: a copy where drawing may write into them."""
+        """Return the logits for `_scored`, as a copy if the draw may overwrite them."""
         return local_BV.clone() if self.is_exact and flags.edits else local_BV
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
-        """With `engine.exact`, the log-probabilities as training computes them, of this rank's part of the logits."""
+        """Replace the log-probabilities by those that training computes, if `engine.exact` is set."""
         if self.is_exact:
             model = self.model
             out_2B[1] = self.sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
@@ -192,7 +203,7 @@ class Runner:
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> list[PendingTokens]:
-        """Start the forward passes of a plan and return without waiting for them."""
+        """Launch the forward passes of a plan, without waiting for them."""
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in plan.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         self._upload_slots(prefilled + plan.decode)
@@ -207,16 +218,18 @@ class Runner:
         return pending
 
     def _upload(self, array: np.ndarray) -> Tensor:
+        """Copy an array to the device."""
         host = torch.from_numpy(array)
         if self.device.type != "cuda":
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """The columns of a list of tuples, each as an int64 tensor."""
+        """Copy the columns of a list of tuples to the device, each as an int64 tensor."""
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
     def _download(self, sequences: list[Sequence], out: Tensor) -> PendingTokens:
+        """Start copying sampled tokens to the host."""
         if self.device.type != "cuda":
             return PendingTokens(sequences, out, None)
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
@@ -226,7 +239,7 @@ class Runner:
         return PendingTokens(sequences, host, ready)
 
     def _upload_slots(self, sequences: list[Sequence]) -> None:
-        """Send the blocks that sequences got since the last step, and the settings of sequences with a new slot."""
+        """Send new entries of block tables, and the settings of sequences with a new slot."""
         new = [sequence for sequence in sequences if sequence.held.n_uploaded == 0]
         entries: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
@@ -241,7 +254,7 @@ class Runner:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
     def _prefill(self, chunks: list[Chunk], prefilled: list[Sequence]) -> Tensor:
-        """One forward pass over the chunks; samples a token for each sequence whose prompt is complete with it."""
+        """Run one forward pass over the chunks. Sample a token for each sequence whose prompt it completes."""
         tokens: list[int] = []
         for chunk in chunks:
             tokens += chunk.prefill.leader.tokens[chunk.start : chunk.end]
@@ -295,7 +308,7 @@ class Runner:
         return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
-        """The attention of a prefill, with the recurrent states of its rows where the model has some."""
+        """Return the attention of a prefill with the recurrent states of its rows, if the model has any."""
         states = self.states
         if states is None:
             return attend
@@ -310,7 +323,14 @@ class Runner:
         return CachedAttend(attend, recur)
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, places_N: Tensor | None) -> Tensor:
-        """Hidden states. places_N: of the tokens in the cache, for a runner that keeps routes."""
+        """Return hidden states.
+
+        Args:
+            tokens_N: Input tokens.
+            positions_N: Their positions.
+            attend: The attention.
+            places_N: Positions in the cache, at which the experts of the tokens are stored.
+        """
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
         with sampling():
@@ -320,7 +340,7 @@ class Runner:
         return hidden_ND
 
     def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:
-        """Log-probabilities of the prompt tokens that a pass has computed, for the requests that want them."""
+        """Compute log-probabilities of the prompt tokens of this pass, for the requests that want them."""
         start = 0
         for chunk in chunks:
             leader, n_tokens = chunk.prefill.leader, chunk.end - chunk.start
@@ -336,6 +356,7 @@ class Runner:
             start += n_tokens
 
     def _launch_decode(self, sequences: list[Sequence]) -> Tensor:
+        """Launch the decode pass of these sequences."""
         n_rows = len(sequences)
         rows = np.zeros((4, n_rows), dtype=np.int64)
         rows[0] = [sequence.slot for sequence in sequences]
@@ -343,10 +364,15 @@ class Runner:
         rows[2] = [sequence.n_sampled - 1 for sequence in sequences]
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
         split = split_attention(
-            sequences, self.cache.block_size, group_size=self.group_size, n_processors=self.n_processors,
+            sequences,
+            self.cache.block_size,
+            group_size=self.group_size,
+            n_processors=self.n_processors,
             max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
-            n_heads=self.cache.n_heads, fixed_order=self.fixed_order, has_windows=self.blocks.has_windows,
-        )  # fmt: skip
+            n_heads=self.cache.n_heads,
+            fixed_order=self.fixed_order,
+            has_windows=self.blocks.has_windows,
+        )
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)
         edits = LogitEdits.of(sequences, self._upload)
@@ -366,17 +392,34 @@ class Runner:
         max_len: int | None = None,
         edits: LogitEdits | None = None,
     ) -> Tensor:
-        """Sample one token for each row; returns what `_sample` does.
+        """Sample one token for each row.
 
-        rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their completions,
-        lengths of the shared prefixes. The other arguments are those of `PagedBatch` and `_sample`.
+        Args:
+            rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their
+                completions, lengths of the shared prefixes.
+            spans: (2,) int64, see PagedBatch.
+            prefix_groups_GR: See PagedBatch.
+            splits: See PagedBatch.
+            flags: Features of sampling that the batch needs.
+            max_len: Longest row in tokens. None in a captured graph.
+            edits: Edits of logits.
+
+        Returns:
+            As `_sample`.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
-            table_TW=self.cache.tables[0], slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B,
-            spans=spans, prefix_groups_GR=prefix_groups_GR, splits=splits, fixed_order=self.fixed_order, pdl=True,
+            table_TW=self.cache.tables[0],
+            slots_B=slots_B,
+            lengths_B=positions_B + 1,
+            shared_lens_B=shared_lens_B,
+            spans=spans,
+            prefix_groups_GR=prefix_groups_GR,
+            splits=splits,
+            fixed_order=self.fixed_order,
+            pdl=True,
             max_len=max_len,
-        )  # fmt: skip
+        )
         batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:

@@ -1,13 +1,11 @@
-"""Sampling with the settings of each sequence in the batch, which are kept on the device.
+"""Sampling with the settings of each sequence in the batch.
 
-How a token is drawn from logits is in `kernels/sampling`. Here the settings find their rows.
+SlotSampler keeps the settings on the device, one entry for each slot, and calls the kernels of `kernels/sampling`.
+LogitEdits applies the settings that few requests use (bias, presence penalty, min-p, top log-probabilities). They run
+in torch on the rows of these requests alone, outside of captured graphs. Tokens are drawn from the edited logits, while
+log-probabilities stay those of the policy.
 
-What some draws need beside the sampling kernel: bias, presence penalty, min-p, the most likely tokens.
-
-Few requests ask for it, so it is done by torch on the rows of these requests alone, outside of captured graphs. The
-kernel then draws from the edited logits, while log-probabilities stay those of the policy.
-
-Shape letters: B rows of the batch, R rows of these that need something, V vocabulary.
+Shape letters: B rows of the batch, R rows among them with edits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,10 +27,15 @@ from areno.types import TokenScores
 
 
 class SlotSampler:
-    """Device tensors with one entry for each slot of the batch.
+    """Sampling settings on the device, one entry for each slot of the batch.
 
-    A sequence's settings are written when it takes its slot, so a decode step sends slot numbers only. A temperature
-    that counts as 0 means greedy, with log-probabilities at temperature 1.
+    Settings are written when a sequence takes its slot, so a decode step sends only slot numbers. A temperature of 0 is
+    greedy, with log-probabilities at temperature 1.
+
+    Attributes:
+        tensors: The settings, and the last token of each slot.
+        masks_SW: (slots, W) int32 masks of slots with a grammar; all bits are set in the others. None until a
+            grammar is used.
     """
 
     def __init__(self, n_slots: int, vocab_size: int, device: torch.device):
@@ -53,7 +56,7 @@ class SlotSampler:
         self._masked_slots: set[int] = set()  # whose bits are not all set
 
     def flags(self, sequences: list[Sequence]) -> SamplingFlags:
-        """What a batch of these needs."""
+        """Return the features of sampling that a batch of these sequences needs."""
         return SamplingFlags(
             filtered=any(sequence.is_filtered for sequence in sequences),
             n_banned=self.tensors.banned.shape[1] if any(sequence.bans_stop for sequence in sequences) else 0,
@@ -63,10 +66,13 @@ class SlotSampler:
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Slots and settings of new sequences as one int64 array (8 + n_banned, n), to be sent in one copy.
+        """Pack slots and settings of new sequences into one array, to be sent in one copy.
 
-        Floats are stored by their float64 bits. n_banned: as many as some sequence may not draw at first, rounded up to
-        a power of two, so that few kernels are compiled.
+        Floats are stored by their float64 bits. The number of banned tokens is rounded up to a power of two, so that
+        few kernels are compiled.
+
+        Returns:
+            (8 + n_banned, n) int64.
         """
         n_banned = max((len(sequence.stop_ids) for sequence in sequences if sequence.min_new > 0), default=0)
         n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
@@ -88,7 +94,7 @@ class SlotSampler:
         return packed
 
     def assign(self, packed: Tensor) -> None:
-        """Write what `pack` returned, once it is on the device."""
+        """Write the result of `pack` into the tensors, once it is on the device."""
         slots, tensors, banned_KN = packed[0], self.tensors, packed[8:]
         tensors.key[slots] = packed[1]
         tensors.greedy[slots] = packed[2].bool()
@@ -104,9 +110,10 @@ class SlotSampler:
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """(slots, (slot, token) pairs as (2, n)) of new sequences with a penalty; None without any.
+        """Pack the completion tokens of new sequences with a penalty. A preempted sequence already has some.
 
-        A sequence that was preempted has completion tokens when it takes a slot again.
+        Returns:
+            Slots, and (slot, token) pairs as (2, n). None if no sequence has a penalty.
         """
         penalized = [sequence for sequence in sequences if sequence.is_penalized]
         if not penalized:
@@ -116,7 +123,7 @@ class SlotSampler:
         return slots, np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
-        """Write what `pack_counts` returned, once it is on the device."""
+        """Write the result of `pack_counts` into the tensors, once it is on the device."""
         if self.tensors.counts is None:
             self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
         counts = self.tensors.counts
@@ -124,9 +131,12 @@ class SlotSampler:
         counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
 
     def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """(slots, their masks (n, W)) of the sequences that are to be sampled and have a grammar or had to reset one.
+        """Pack the masks of sequences with a grammar, and full masks for slots that had one before.
 
-        All tokens of those with a grammar must have arrived. None where nothing changes.
+        All tokens of sequences with a grammar must have arrived.
+
+        Returns:
+            Slots and masks (n, W). None if no mask changes.
         """
         with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
         freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
@@ -142,16 +152,19 @@ class SlotSampler:
         return slots, masks_KW
 
     def assign_masks(self, slots: Tensor, masks_KW: Tensor) -> None:
-        """Write what `pack_masks` returned, once it is on the device."""
+        """Write the result of `pack_masks` into the tensors, once it is on the device."""
         if self.masks_SW is None:
             shape = (self._counts_shape[0], masks_KW.shape[1])
             self.masks_SW = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
         self.masks_SW[slots] = masks_KW
 
     def sample(self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
-        """Sample a token for each row: (2, B) float64, tokens and log-probabilities, as `sample_slots` returns them.
+        """Sample a token for each row.
 
-        A mask changes what can be drawn but, like top-k and top-p, not the log-probability.
+        A mask, like top-k and top-p, restricts the draw but not the log-probability.
+
+        Returns:
+            (2, B) float64: tokens and log-probabilities.
         """
         if not flags.masked:
             return sample_slots(logits_BV, slots_B, index_B, self.tensors, flags)
@@ -170,7 +183,7 @@ class SlotSampler:
         index_B: Tensor,
         flags: SamplingFlags,
     ) -> Tensor:
-        """As `sample`, where each rank has some columns of the logits; see `kernels/sampling`."""
+        """Sample when each tensor-parallel rank has some columns of the logits. Returns as `sample`."""
         vocab = self._counts_shape[1]
         out_2B = sample_columns(
             columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.all_gather_stacked
@@ -192,7 +205,7 @@ class SlotSampler:
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
     def note(self, tokens_B: Tensor, slots_B: Tensor, drawn_here: slice, flags: SamplingFlags) -> None:
-        """Note tokens of which only the rows `drawn_here` were drawn by this sampler, as its draws note theirs."""
+        """Record the drawn tokens of all rows, of which `drawn_here` were already recorded by this sampler."""
         self.tensors.last_token[slots_B] = tokens_B
         if flags.penalized:
             assert self.tensors.counts is not None
@@ -203,10 +216,15 @@ class SlotSampler:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """What the rows of a batch need, on the device.
+    """Edits of the logits for some rows of a batch, on the device.
 
-    rows_R: int64, their places in the batch. bias: (rows, token ids, values) to add, one for each entry; rows count
-    within R. presence_R, frequency_R, min_p_R: float32. n_top: how many most likely tokens some row wants.
+    Attributes:
+        rows_R: int64, positions of the rows in the batch.
+        bias: Row within R, token id and value of each bias entry.
+        presence_R: Presence penalties, float32.
+        frequency_R: Frequency penalties, float32.
+        min_p_R: min-p, float32.
+        n_top: Most likely tokens to return, the largest number that a row requests.
     """
 
     rows_R: Tensor
@@ -218,7 +236,7 @@ class LogitEdits:
 
     @classmethod
     def of(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
-        """None where no sequence needs anything, as is the rule."""
+        """Return the edits of a batch. None if no sequence needs any, which is the rule."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.needs_edits]
         if not rows:
             return None
@@ -239,7 +257,8 @@ class LogitEdits:
     ) -> Tensor:
         """Return the logits with bias, presence penalty and min-p.
 
-        Frequency penalties, bans and masks are applied later. Here they only decide which tokens min-p compares with.
+        Frequency penalties, banned tokens and masks are applied later. Here they only decide which token min-p
+        compares with.
         """
         edited_RV, settings = logits_RV.clone(), sampler.tensors
         if self.bias is not None:
@@ -268,10 +287,12 @@ def sample_edited(
     flags: SamplingFlags,
     edits: LogitEdits,
 ) -> Tensor:
-    """`SlotSampler.sample` with edits.
+    """Sample a token for each row, with edited logits for some.
 
-    Returns (2 + 2 * n_top, B) float64: tokens, log-probabilities, then the ids of the most likely tokens and their
-    log-probabilities, which are -1 for the rows that need nothing.
+    Returns:
+        (2 + 2 * n_top, B) float64: tokens, log-probabilities, then ids and log-probabilities of the most likely tokens.
+        The
+        latter are -1 for rows without edits.
     """
     rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
     policy_RV = logits_BV[rows_R]
@@ -290,7 +311,13 @@ def sample_edited(
 
 
 def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
-    """For K places: the log-probability of a token under softmax(scaled), and the most likely tokens."""
+    """Return the log-probability of a token and the most likely tokens, for each of K positions.
+
+    Args:
+        scaled_KV: Logits divided by the temperature.
+        tokens: K token ids.
+        n_top: Number of most likely tokens.
+    """
     logprobs_KV = scaled_KV.double().log_softmax(-1)
     chosen = torch.tensor(tokens, device=scaled_KV.device)[:, None]
     values_KT, ids_KT = logprobs_KV.topk(n_top, dim=-1)
@@ -300,7 +327,7 @@ def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[fl
 
 
 def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
-    """(2T, n) ids and log-probabilities of the T most likely tokens at n places, as lists."""
+    """Convert (2T, n) ids and log-probabilities of the T most likely tokens at n positions to lists."""
     if not len(top):
         return [[] for _ in range(n)]
     ids, logprobs = np.split(top, 2)

@@ -1,15 +1,16 @@
-"""Continuous batching: which sequences run in the next step, and which blocks they use. No tensors.
+"""Continuous batching: which sequences run in the next step, and which KV blocks they use. Contains no tensors.
 
-Each step advances every running sequence by one token and also prefills up to `max_prefill_tokens` prompt tokens. So
-long prompts do not hold up the running sequences, nor the other way round. A sequence with a grammar takes a step only
-after its last token has arrived, so every second one. Sequences are admitted first come, first served, so the lists
-running, prefilling, waiting are ordered by age, the oldest first.
+A step advances every running sequence by one token and prefills up to `max_prefill_tokens` prompt tokens. So long
+prompts do not delay running sequences, and running sequences do not delay prompts. Sequences are admitted first come,
+first served; running, prefilling and waiting are ordered by age, the oldest first. A sequence with a grammar takes part
+in a step only when its last token has arrived, which is every second step.
 
-When blocks run out, the youngest sequence is preempted: it releases its blocks and waits again. The oldest always goes
-on, so there is no deadlock as long as each sequence fits on its own, which `RequestLimits` checks.
+When blocks run out, the youngest sequence is preempted: its blocks are freed, and it waits to be recomputed. The oldest
+sequence always continues. So there is no deadlock, as long as each sequence fits into the cache alone, which
+RequestLimits checks.
 
-Layers with a window need the blocks of the window alone (`kv/layout.py`). A prompt gets theirs chunk by chunk, and
-gives back what the next chunk does not see.
+Layers with a sliding window need only the blocks of the window (KVLayout). During prefill these blocks are allocated
+chunk by chunk, and blocks that no later chunk sees are freed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from areno.types import GenerationRequest
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A prompt that is being computed, for one sample (the leader) and others of the same request (the followers).
+    """A prompt in prefill, for one sample (the leader) and other samples of the same request (the followers).
 
-    The followers share the leader's full blocks. A last block that is not full is copied for each of them at the end.
+    The followers share the full blocks of the leader. A partly filled last block is copied for each follower at the
+    end.
     """
 
     leader: Sequence
@@ -34,14 +36,15 @@ class Prefill:
 
     @property
     def sequences(self) -> list[Sequence]:
+        """The leader and the followers."""
         return [self.leader, *self.followers]
 
     def slot_pairs(self) -> list[tuple[int, int]]:
-        """(source, destination) slots: what the leader's has once the prompt is computed, the followers' need."""
+        """Return (source, destination) slots: recurrent states to copy from the leader when the prompt is done."""
         return [(self.leader.slot, follower.slot) for follower in self.followers]
 
     def copies(self, blocks: BlockManager) -> list[tuple[int, int]]:
-        """(source, destination) blocks to copy once the prompt is in the cache."""
+        """Return (source, destination) blocks to copy when the prompt is in the cache."""
         if len(self.leader.tokens) % blocks.block_size == 0:
             return []
         return [
@@ -62,21 +65,33 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
+        """Whether the chunk completes the prompt."""
         return self.end == len(self.prefill.leader.tokens)
 
 
 @dataclass(slots=True)
 class Plan:
-    """What one step runs: one forward pass over the chunks, then one that samples a token for each of `decode`."""
+    """One step: a forward pass over the chunks, then a pass that samples one token for each of `decode`."""
 
     chunks: list[Chunk]
     decode: list[Sequence]
 
 
 class Scheduler:
-    """Keeps every unfinished sequence and decides what each step runs.
+    """Holds every unfinished sequence and plans each step.
 
-    reuses_prefixes: whether the blocks of a prefix are all that is needed to go on from it; else none is found again.
+    Args:
+        blocks: The KV blocks.
+        max_running: Most sequences in the batch.
+        max_prefill_tokens: Most prompt tokens in a step.
+        reuses_prefixes: Use the prefix cache. False for models with recurrent states, which KV blocks do not contain.
+
+    Attributes:
+        waiting: Sequences without a slot, the oldest first.
+        prefilling: Prompts that are partly computed.
+        running: Sequences that decode.
+        n_preemptions: Preempted sequences so far.
+        n_cached_tokens: Prompt tokens found in the prefix cache so far.
     """
 
     def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int, reuses_prefixes: bool = True):
@@ -92,22 +107,23 @@ class Scheduler:
 
     @property
     def n_running(self) -> int:
-        """Sequences that have a slot."""
+        """Number of sequences that have a slot."""
         return len(self.running) + sum(len(prefill.sequences) for prefill in self.prefilling)
 
     @property
     def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
         return bool(self.waiting or self.prefilling or self.running)
 
     def is_short_of_blocks(self) -> bool:
-        """Whether the running sequences need more blocks than there are, so that `schedule` would preempt some.
+        """Return whether the next step would preempt sequences for lack of blocks.
 
-        The caller should first wait for the tokens in flight, with which some of them may be finished.
+        The caller first reads the tokens in flight, since they may finish some sequences.
         """
         return sum(map(self._needs_block, self.running)) * self.blocks.per_stack > self.blocks.n_available
 
     def schedule(self) -> Plan:
-        """Plan the next step. Its positions count as cached from now on."""
+        """Plan the next step. From now on its positions count as cached."""
         self._release_behind_prefilled()
         decode = self._grow_running()
         chunks = self._next_chunks()
@@ -117,19 +133,28 @@ class Scheduler:
         return Plan(chunks, decode)
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
-        """Make the full blocks among a sequence's first `n_tokens` tokens (known, and cached) findable by content."""
+        """Add the full blocks of a sequence to the prefix cache.
+
+        Args:
+            sequence: The sequence.
+            n_tokens: The number of its tokens that are known and cached.
+        """
         if self.reuses_prefixes and n_tokens >= (sequence.held.n_registered + 1) * self.blocks.block_size:
             sequence.held.register(sequence.tokens, n_tokens)
 
     def remove_finished(self) -> None:
-        """Release the slots and blocks of running sequences that have a finish reason."""
+        """Free slots and blocks of running sequences that have a finish reason."""
         for sequence in self.running:
             if sequence.finish_reason is not None:
                 self._release(sequence)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
 
     def abort(self, request_id: int) -> list[Sequence]:
-        """Remove the unfinished sequences of a request; returns them with the finish reason "abort"."""
+        """Remove the unfinished sequences of a request.
+
+        Returns:
+            The removed sequences, with the finish reason "abort".
+        """
         dropped: list[Sequence] = []
         # All samples of a prefill belong to one request, so it is dropped as a whole.
         for prefill in [prefill for prefill in self.prefilling if prefill.leader.request.request_id == request_id]:
@@ -145,7 +170,11 @@ class Scheduler:
         return dropped
 
     def give_back(self, n_samples: int) -> list[GenerationRequest]:
-        """Remove whole requests that have not begun, the youngest first, until so many samples are gone."""
+        """Remove whole requests that have not started, the youngest first.
+
+        Args:
+            n_samples: Stop when this many samples are removed.
+        """
         fresh = Counter(each.request.request_id for each in self.waiting if each.is_fresh)
         found: dict[int, GenerationRequest] = {}
         for sequence in reversed(self.waiting):
@@ -159,15 +188,16 @@ class Scheduler:
         return list(found.values())
 
     def preempt_all(self) -> None:
-        """Send every sequence back to waiting, to be recomputed from its tokens."""
+        """Preempt every sequence. All are recomputed from their tokens."""
         while self.prefilling or self.running:
             self._preempt_youngest()
 
     def _needs_block(self, sequence: Sequence) -> bool:
+        """Return whether a sequence needs a block for its next position."""
         return sequence.n_kv == sequence.held.room and not sequence.reached_max_new
 
     def _grow_running(self) -> list[Sequence]:
-        """The running sequences that take a step, oldest first, each with a block for its next position."""
+        """Return the sequences that decode in this step, oldest first, each with a block for its next position."""
         decode: list[Sequence] = []
         for sequence in list(self.running):
             # slot < 0: preempted for an older one
@@ -185,13 +215,14 @@ class Scheduler:
         return decode
 
     def _release_behind_prefilled(self) -> None:
-        """Of what the step before has computed of prompts, release the blocks that no later token sees."""
+        """Free the blocks of the last step's chunks that no later token sees."""
         for sequence in self._prefilled:
             if sequence.slot >= 0:
                 sequence.held.release_behind(sequence.n_kv)
         self._prefilled = []
 
     def _next_chunks(self) -> list[Chunk]:
+        """Return the chunks of this step: first unfinished prompts, then newly admitted ones."""
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
         for prefill in self.prefilling:  # one at most, as nobody is admitted before it is complete
@@ -213,7 +244,11 @@ class Scheduler:
         return chunks
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
-        """Returns what is left of the budget: nothing where the prompt is still not complete."""
+        """Add the next chunk of a prompt.
+
+        Returns:
+            The remaining budget of tokens. 0 if the prompt is still incomplete.
+        """
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
         if self.blocks.has_windows:
@@ -228,7 +263,7 @@ class Scheduler:
         return budget if end == len(leader.tokens) else 0
 
     def _reach(self, leader: Sequence) -> int:
-        """Up to where there are blocks for a prompt whose layers with windows get them by chunks."""
+        """Return the position up to which blocks suffice for a prompt with sliding windows."""
         spare = self.blocks.n_available - len(self.running) * self.blocks.per_stack
         return leader.held.room + max(0, spare // self.blocks.per_window_stack) * self.blocks.block_size
 
@@ -268,7 +303,7 @@ class Scheduler:
         return prefill
 
     def _most_new(self, match: Match, n_tokens: int) -> int:
-        """Blocks that a prompt will need beside the prefix that was found: of windows, what it holds at once."""
+        """Return the blocks that a prompt will need beside its cached prefix: for windows, the most held at once."""
         size, n_blocks = self.blocks.block_size, 0
         for group, n_behind in zip(self.blocks.groups, match.n_behind, strict=True):
             n_held = match.n_stacks - n_behind
@@ -276,9 +311,11 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
+        """Return whether the next waiting sequence can share the prefill of `leader`."""
         return bool(self.waiting) and self.waiting[0].request is leader.request and self.waiting[0].is_fresh
 
     def _preempt_youngest(self) -> None:
+        """Preempt the youngest prefill or sequence."""
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
         for sequence in reversed(victims):
             assert sequence.n_sampled == len(sequence.logprobs), "preempted with a token in flight"
@@ -287,6 +324,7 @@ class Scheduler:
         self.n_preemptions += len(victims)
 
     def _release(self, sequence: Sequence) -> None:
+        """Free the slot and the blocks of a sequence."""
         sequence.held.release()
         self._slots.append(sequence.slot)
         sequence.leave_cache()

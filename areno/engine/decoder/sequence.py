@@ -1,7 +1,4 @@
-"""Strings that end a completion, found without decoding every token.
-
-One sample of one request, as the host knows it. No tensors.
-"""
+"""One sample of a request, as the host sees it, and the search for its stop strings. Contains no tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +18,14 @@ _PART_OF_A_CHARACTER = "\ufffd"
 
 
 class StopStrings:
-    """Some stop strings, and which tokens can complete one of them.
+    """Finds stop strings without decoding every token.
 
-    A stop string ends inside the text of the token that completes it. Most tokens have no text that fits, which is
-    looked up once for each; only after the others is the text of the completion made.
+    A stop string ends inside the text of the token that completes it. The text of most tokens fits no stop string. This
+    is looked up once for each token, and only the other tokens cause the completion to be decoded.
+
+    Args:
+        strings: The stop strings of a request.
+        detokenize: Turns tokens into text.
     """
 
     def __init__(self, strings: tuple[str, ...], detokenize: Detokenize):
@@ -34,12 +35,12 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def are_in(self, tokens: list[int]) -> bool:
-        """Whether the end of a completion has one of the strings."""
+        """Return whether the end of a completion contains one of the strings."""
         text = self._detokenize(tokens[-self._n_tail :])
         return any(string in text for string in self._strings)
 
     def can_end_with(self, token: int) -> bool:
-        """Whether a completion can have the last character of a stop string from this token."""
+        """Return whether this token can contribute the last character of a stop string."""
         can_end = self._can_end.get(token)
         if can_end is None:
             # A token whose text depends on what is before it can always end one; but for a space, which most
@@ -50,6 +51,7 @@ class StopStrings:
         return can_end
 
     def _fits(self, text: str) -> bool:
+        """Return whether a token's text contains a stop string, or the end of one."""
         if _PART_OF_A_CHARACTER in text:
             return True
         return any(
@@ -63,7 +65,7 @@ logger = logging.getLogger("areno")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One sample. The device runs one step ahead of the host, which has only the tokens that have arrived."""
+    """One sample of a request. The host knows only the tokens that have arrived from the device."""
 
     request: GenerationRequest
     sample: int
@@ -92,27 +94,28 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """Its stacks in the group of layers that see farthest."""
+        """The stacks of the group of layers with the longest window."""
         return self.held.stacks[0]
 
     @property
     def n_prompt(self) -> int:
+        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def is_fresh(self) -> bool:
-        """Nothing sampled yet, so it can share the prefill of another sample of its request."""
+        """Whether nothing has been sampled, so that it can share the prefill of another sample."""
         return len(self.tokens) == self.n_prompt
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k or top-p restricts what can be sampled."""
+        """Whether top-k or top-p restricts its draws."""
         params = self.request.params
         return not params.is_greedy and (params.top_k > 0 or params.top_p < 1)
 
     @property
     def is_penalized(self) -> bool:
-        """Whether its logits depend on the tokens that it has."""
+        """Whether its logits depend on its own tokens."""
         return self.request.params.frequency_penalty != 0 or self.request.params.presence_penalty != 0
 
     @property
@@ -122,26 +125,36 @@ class Sequence:
 
     @property
     def reached_max_new(self) -> bool:
-        """The token at its maximum length is sampled, though it may not have arrived: no further step is needed."""
+        """Whether the last token by length has been sampled, even if the token has not arrived."""
         return self.n_sampled >= self.max_new
 
     @property
     def awaits_token(self) -> bool:
-        """Its grammar has to see a token that is still in flight before it can judge the next one."""
+        """Whether its grammar needs a token that is still in flight before the next draw."""
         return self.grammar is not None and self.n_sampled > len(self.logprobs)
 
     @property
     def min_new(self) -> int:
-        """Before this many completion tokens none of `stop_ids` is sampled."""
+        """Number of completion tokens before which no token of `stop_ids` is sampled."""
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
     @property
     def bans_stop(self) -> bool:
-        """Whether the token being sampled (`n_sampled` counts it already) must not be one of `stop_ids`."""
+        """Whether the token being sampled (already counted in `n_sampled`) must not be in `stop_ids`."""
         return self.n_sampled <= self.min_new
 
     def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None) -> bool:
-        """Append a token that has arrived. Sets `finish_reason` and returns True if the sequence ends with it."""
+        """Append a token that has arrived.
+
+        Args:
+            token: Token id.
+            logprob: Its log-probability.
+            version: Version of the weights that sampled it.
+            top: Most likely tokens with their log-probabilities.
+
+        Returns:
+            Whether the sequence ends with this token. `finish_reason` is set then.
+        """
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -162,20 +175,21 @@ class Sequence:
         return self.finish_reason is not None
 
     def _has_stop_string(self, stop_strings: StopStrings) -> bool:
+        """Return whether the last token completes a stop string."""
         n_new, least = len(self.logprobs), self.request.params.min_new_tokens
         if n_new < least or (n_new > least and not stop_strings.can_end_with(self.tokens[-1])):
             return False
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self) -> None:
-        """Forget slot and blocks; the tokens that have arrived stay."""
+        """Forget slot and blocks. Tokens that have arrived stay."""
         self.slot, self.n_kv = -1, 0
         if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
         del self.held
 
     def output(self) -> GenerationOutput:
-        """The whole completion if it is finished, else the tokens since the partial output before."""
+        """Return the whole completion if it is finished, else the tokens since the previous partial output."""
         start = self.n_streamed if self.finish_reason is None else 0
         self.n_streamed = len(self.logprobs)
         return GenerationOutput(

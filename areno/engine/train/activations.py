@@ -1,7 +1,7 @@
-"""How much of a forward pass may be kept for the backward pass: as much as there is memory for.
+"""How many layers keep their activations for the backward pass: as many as memory allows.
 
-Recompute is the price of memory that is short; where it is not, nothing has to be computed twice. What is free is an
-estimate, since free memory may lie in pieces. So a step that runs out of memory is begun again and keeps less.
+Other layers recompute them. Free memory is an estimate, because it may be fragmented. So a step that runs out of memory
+is repeated with fewer kept layers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments,
 
 
 def free_bytes(device: torch.device) -> int:
-    """What could be allocated: free on the device, or held by torch without use."""
+    """Return the bytes that can be allocated on a device: free, or reserved by torch without use."""
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, free + idle - int(RESERVE * total))
 
 
 class KeptLayers:
-    """Of how many layers the large matrix products are kept in a micro-batch; the others compute them again.
+    """Chooses how many layers keep their large matrix products in a micro-batch.
 
-    free: bytes that could be allocated now; None keeps no layer. alone: no other rank waits for this one in a layer.
-    split: see Transformer.forward.
+    Args:
+        model: The model.
+        free: Returns the bytes that can be allocated now. None keeps no layer.
+        alone: No other rank waits for this one inside a layer.
+        split: See Transformer.forward.
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
@@ -44,14 +47,14 @@ class KeptLayers:
         self._last = 0  # layers kept in the micro-batch that was last begun
 
     def count(self, n_tokens: int) -> int:
-        """For a micro-batch of n_tokens."""
+        """Return the number of kept layers for a micro-batch of `n_tokens` tokens."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
         self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()), self._split)
         return self._last
 
     def fitting(self) -> str:
-        """For messages: how large a micro-batch would fit into what is free now."""
+        """Return the end of a message: the largest micro-batch that would fit the free memory."""
         if self._free is None:
             return ""
         n_tokens = fitting_tokens(self._model, self._free(), self._split) // 256 * 256
@@ -60,9 +63,12 @@ class KeptLayers:
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
     def keep_less(self) -> bool:
-        """After memory ran out: free what is idle and keep less from now on. False if no layer was kept when it did.
+        """Free idle memory after an out-of-memory error, and keep fewer layers from now on.
 
-        Nor can a rank begin again alone where others wait for it in the collectives of a layer.
+        Returns:
+            Whether the step can be repeated. False if no layer was kept, or if other ranks wait inside of the
+            collectives of a
+            layer.
         """
         if not self._last or not self._alone:
             return False
@@ -74,21 +80,21 @@ class KeptLayers:
 
 
 def layers_to_keep(model: Transformer, n_tokens: int, free: int, split: bool = False) -> int:
-    """Of how many layers the large matrix products can be kept over a micro-batch of n_tokens within `free` bytes."""
+    """Return the number of layers whose matrix products fit into `free` bytes for `n_tokens` tokens."""
     need = _Need.of(model, split)
     left = free - n_tokens * need.of_token - need.logits
     return max(0, min(len(model.layers), left // (n_tokens * need.of_kept_layer)))
 
 
 def fitting_tokens(model: Transformer, free: int, split: bool = False) -> int:
-    """Tokens of the largest micro-batch that can be trained within `free` bytes, with no layer kept; 0 if none can."""
+    """Return the tokens of the largest micro-batch that fits `free` bytes without kept layers. 0 if none fits."""
     need = _Need.of(model, split)
     return max(0, (free - need.logits) // need.of_token)
 
 
 @dataclass(frozen=True)
 class _Need:
-    """Bytes that training takes: for each token without kept layers, for a token of a kept layer, and for logits."""
+    """Bytes that training takes: for a token without kept layers, for a token of a kept layer, and for logits."""
 
     of_token: int
     of_kept_layer: int
@@ -96,6 +102,7 @@ class _Need:
 
     @staticmethod
     def of(model: Transformer, split: bool = False) -> _Need:
+        """Return the needs of a model."""
         itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
         kept = activation_bytes(model.config, itemsize, layout).kept
         logits = 0

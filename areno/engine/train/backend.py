@@ -1,4 +1,4 @@
-"""Trains one model on rows: pack, forward, loss, backward, update. Scores rows under a model by the same code."""
+"""Trains one model on rows: packing, forward pass, loss, backward pass, update. The same code scores rows."""
 
 from __future__ import annotations
 
@@ -39,17 +39,27 @@ LossFn = Callable[[DataPack, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainBackend:
-    """A model with its optimizer; None makes it a frozen model that only scores.
+    """A model with its optimizer, or a frozen model that only scores.
 
-    attn_backend: what kernels.attention.choose_backend returned. recompute: compute activations again in the backward
-    pass instead of keeping them (on CUDA in as many layers as memory requires).
-    dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
-    data: those of them that have this rank's place in different micro-batches; None is all of dp.
-    zero_stage, exact, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
-    router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/train/routes.py.
-    fill: see FlatParameters. stays: the frozen parameters are set and stay where they are. beside: see training_hint.
+    Loss functions receive log-probabilities or, for a model with the head "value", the value of the state before each
+    token.
 
-    Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
+    Args:
+        model: The model.
+        optimizer: Settings of the optimizer. None freezes the model.
+        attn_backend: Attention kernel, as `kernels.attention.choose_backend` returns it.
+        recompute: Recompute activations in the backward pass. On CUDA only in as many layers as memory requires.
+        dp: Ranks that hold copies of this model.
+        context: Ranks of `dp` that share the tokens of each micro-batch.
+        data: Ranks of `dp` at this rank's position in different micro-batches. None takes all of `dp`.
+        zero_stage: See engine.zero_stage.
+        exact: See engine.exact.
+        sequence_parallel: See engine.sequence_parallel.
+        section: Configuration section that messages name.
+        router_aux_loss_coef: Coefficient of the loss that balances experts, see StepRouting.
+        fill: Sets the parameters once they lie in the flat buffer, see FlatParameters.
+        stays: The frozen parameters are already set and stay where they are.
+        beside: Advice about other models on the device, see training_hint.
     """
 
     def __init__(
@@ -104,9 +114,12 @@ class TrainBackend:
             self.optimizer = Optimizer(self.flat, optimizer, model.tp)
 
     def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
-        """Take this rank's share of some optimizer steps, as `share_steps` cut them by `update`.
+        """Take this rank's share of some optimizer steps. Loss and gradient do not depend on ranks or micro-batches.
 
-        Loss and gradient are those of all rows together, whatever the number of ranks or micro-batches.
+        Args:
+            steps: This rank's share of each step, from `share_steps`.
+            loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns.
+            update: Settings of the update.
 
         Returns:
             The statistics by `over_steps`, and the old log-probabilities. skipped_steps counts updates that were not
@@ -144,13 +157,16 @@ class TrainBackend:
     def logprobs(
         self, token_rows: TokenRows, sampling: SamplingConfig, mb_spec: MicroBatchSpec, routes: TokenRows | None = None
     ) -> list[np.ndarray]:
-        """Return log p(token | tokens before it) for each token of each row, float32; 0 for the first token.
+        """Return log p(token | tokens before it) for each token of each row.
 
         Args:
             token_rows: Token ids of each row.
-            sampling: Settings that the rows were sampled with.
-            mb_spec: Rows of one forward pass.
-            routes: Experts of each row's tokens, see areno/engine/train/rows.py. None lets the router choose.
+            sampling: Sampling settings, whose temperature divides the logits.
+            mb_spec: Size of micro-batches.
+            routes: Experts of the tokens of each row, see RouteShape. None lets the router choose.
+
+        Returns:
+            One float32 array for each row, 0 for the first token.
         """
 
         def score(packed: PackedTokens) -> Tensor:
@@ -159,14 +175,14 @@ class TrainBackend:
         return self._score(token_rows, mb_spec, score, routes)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
-        """The value of the state before each token of each row, float32; 0 for the first one."""
+        """Return the value of the state before each token of each row, float32. 0 for the first token."""
         return self._score(token_rows, mb_spec, lambda packed: self._values(packed, _later(packed)))
 
     def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[float]:
-        """The score of each row: what the value head gives at its last token.
+        """Return the score of each row: the output of the value head at its last token.
 
-        Trailing padding tokens do not count, even where they are the row's own end-of-sequence token: transformers,
-        with which such models are trained, reads the score before them.
+        Trailing padding tokens are ignored, even if they are the end-of-sequence token of the row: transformers, which
+        trains such models, reads the score before them.
         """
         pad = self.model.config.hf.get("pad_token_id")
         token_rows = [_without_trailing(row, pad) for row in token_rows]
@@ -185,7 +201,7 @@ class TrainBackend:
         score: Callable[[PackedTokens], Tensor],
         routes: TokenRows | None = None,
     ) -> list[np.ndarray]:
-        """What `score` gives for each token, (N,) of a micro-batch, put back into rows."""
+        """Apply `score`, which returns (N,) for a micro-batch, to all rows, and return its results by row."""
         if not rows:
             return []
         batches = micro_batches([len(row) for row in rows], mb_spec, self.context.size)
@@ -203,7 +219,7 @@ class TrainBackend:
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
 
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
-        """The hidden states (n, D) of this rank's share of the tokens."""
+        """Return the hidden states (n, D) of this rank's share of the tokens."""
         multiple = self.model.tp.size if self._split else 1
         share = TokenShare.of(packed, self.context, self.attn_backend, multiple)
         if self._routing is not None:
@@ -213,13 +229,13 @@ class TrainBackend:
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:
-        """Values at `trained_T`, (N,) float32: the state before token t is what the model has seen at t - 1."""
+        """Return values at `trained_T`, (N,) float32. The state before token t is the hidden state at t - 1."""
         hidden_nD, share = self._hidden(packed)
         trained_T = share.predicted_here(trained_T)
         return share.aligned(trained_T, self.model.values(share.before(hidden_nD, trained_T)))
 
     def _logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy at `trained_T`, each (N,) float32 aligned with the tokens and 0 elsewhere."""
+        """Return log-probability and entropy at `trained_T`, each (N,) float32, 0 at other tokens."""
         tp, head = self.model.tp, self.model.output
         hidden_nD, share = self._hidden(packed)
         trained_T = share.predicted_here(trained_T)
@@ -240,7 +256,7 @@ class TrainBackend:
     def _step(
         self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
-        """Take one optimizer step. is_first: no update of this call came before."""
+        """Take one optimizer step. `is_first`: no update of this call came before."""
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         if self._routing is not None:
@@ -259,8 +275,9 @@ class TrainBackend:
                 "with, before any update; give such rows the rollout's own log-probabilities and temperature, and set "
                 "TrainSequence.staleness where the weights were updated since. If they have them, this is a fault of "
                 "areno: please report it with your model and device",
-                Key("engine.exact"), apart,
-            )  # fmt: skip
+                Key("engine.exact"),
+                apart,
+            )
         gradient = self.optimizer.gradient_stats()
         applies = step.step_tokens > 0 and math.isfinite(gradient.norm) and math.isfinite(numbers["loss"])
         numbers |= {
@@ -280,7 +297,7 @@ class TrainBackend:
     def _accumulate(
         self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> StepStats:
-        """Leave the gradient of a step over all ranks in the flat buffer. Without memory, begin again and keep less."""
+        """Compute the gradient of a step over all ranks. If memory runs out, repeat and keep fewer activations."""
         self._gradients.begin(step)
         given = [pack.old_logprobs for _, pack in batches]
         while True:
@@ -299,6 +316,7 @@ class TrainBackend:
             self._gradients.begin(step, again=True)
 
     def _accumulate_once(self, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool) -> StepStats:
+        """Run forward and backward passes of all micro-batches of a step."""
         stats = StepStats(self.device)
         if self._routing is not None:
             self._routing.restart()
@@ -323,7 +341,7 @@ class TrainBackend:
         return stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
-        """Around forward and backward passes of these micro-batches."""
+        """Return the context that explains an out-of-memory error in these micro-batches."""
         recomputes = self.recompute or not torch.is_grad_enabled()
         in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
         fitting = self._kept_layers.fitting
@@ -331,7 +349,7 @@ class TrainBackend:
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss function returned. EngineError where that is not a loss with statistics."""
+    """Return loss and statistics of a loss function. EngineError if it returned anything else."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(
             f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
@@ -357,6 +375,7 @@ def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _described(value: Any) -> str:
+    """Return a short description of a value for a message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):
@@ -365,11 +384,11 @@ def _described(value: Any) -> str:
 
 
 def _later(packed: PackedTokens) -> Tensor:
-    """All tokens but the first of each row."""
+    """Return the positions of all tokens but the first of each row."""
     return packed.positions_N.nonzero().squeeze(-1)
 
 
 def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:
-    """The row up to its last token that is not `pad`, or its first token."""
+    """Return a row up to its last token that is not `pad`. At least its first token stays."""
     kept = np.flatnonzero(np.asarray(tokens) != pad)
     return tokens[: kept[-1] + 1 if kept.size else 1]

@@ -1,8 +1,8 @@
-"""All trained parameters of a model in one buffer, their gradients in another, their fp32 masters in a third.
+"""Flat buffers: all trained parameters of a model in one, their gradients in another, fp32 masters in a third.
 
-One buffer means one collective for all gradients, and an update in a few large elementwise operations. Over several
-data-parallel ranks the optimizer may be divided (ZeRO, arXiv 1910.02054). Then the buffer is cut into buckets, and each
-rank owns an equal part of every bucket: it has masters and moments of these parts only.
+One buffer allows one collective for all gradients, and an update of a few large elementwise operations. The optimizer
+may be divided over data-parallel ranks (ZeRO, arXiv 1910.02054). Then the buffer is cut into buckets, and each rank
+owns an equal part of every bucket. It has masters and moments of these parts only.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ class Segment:
 class Bucket:
     """A stretch of the buffers that data-parallel ranks reduce and gather at once.
 
-    place: in params. own: what this rank owns of it, in params too. local: the same in masters and moments.
-    grads: in grads; the whole stretch, or `own` alone where the gradients are divided.
-    stage: the least stage of its parameters, for the backward pass comes by the largest first.
-    segments: what it consists of.
+    Attributes:
+        place: Its elements in params.
+        own: The elements in params that this rank owns.
+        local: The elements of `own` in masters and moments.
+        grads: Its elements in grads. Only those of `own` if the gradients are divided.
+        stage: The least stage of its parameters. The backward pass completes stages in descending order.
+        segments: Its segments.
     """
 
     place: slice
@@ -55,18 +58,25 @@ class Bucket:
 
     @property
     def is_whole(self) -> bool:
-        """Whether grads has all of it."""
+        """Whether grads holds the gradients of the whole bucket."""
         return length(self.grads) == length(self.place)
 
     @property
     def own_grads(self) -> slice:
-        """What this rank owns, in grads."""
+        """The elements of `own` in grads."""
         return self.grads if not self.is_whole else _shifted(self.own, self.grads.start - self.place.start)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of what this rank owns, within one segment: its place in params, in masters and moments, and in grads."""
+    """A part of the elements that this rank owns, inside one segment.
+
+    Attributes:
+        place: Its elements in params.
+        local: Its elements in masters and moments.
+        grads: Its elements in grads.
+        segment: The segment.
+    """
 
     place: slice
     local: slice
@@ -77,27 +87,43 @@ class Chunk:
 def flatten(
     named: Named, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
 ) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
-    """Make named parameters views of one buffer of their dtype: (buffer, its segments, name -> place in it)."""
+    """Make named parameters views of one buffer of their dtype.
+
+    Args:
+        named: Parameters with their names.
+        is_sharded: Whether tensor-parallel ranks hold different pieces of a parameter.
+        align: Every parameter starts at a multiple of this number of elements.
+
+    Returns:
+        The buffer, its segments, and the place of each parameter by name.
+    """
     segments, places, end = _arranged(named, is_sharded, align, 0)
     return _moved(named, places, end), segments, places
 
 
 class FlatParameters:
-    """Moves the trained parameters of `model` into one buffer and gives each a gradient in another.
+    """Moves the trained parameters of a model into one buffer, and gives each of them a gradient in another.
 
-    places: name -> its slice of params. shapes: name -> shape. grads: float32, whatever the model's dtype. Each
-    `parameter.grad` is a view of it, so it is cleared by `grads.zero_()` and must never be set to None.
-    masters: float32, the values that the optimizer updates; `params` itself where that is float32 and not divided.
-    frozen: the parameters whose requires_grad is False. They stay where they are: there may be no room for a copy.
-    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
-    in_parts: `Transformer.partial_gradients`.
-    align: elements; every trained parameter starts at a multiple of it, and so does what a rank owns.
+    Args:
+        model: The model. Parameters with requires_grad=False stay where they are.
+        is_sharded: Whether tensor-parallel ranks hold different pieces of a parameter.
+        align: Every parameter, and every part that a rank owns, starts at a multiple of this number of elements.
+        in_parts: See Transformer.in_parts.
+        stage: See Transformer.stage. With it and several ranks in `dp`, masters are divided over these ranks.
+        dp: The ranks that hold copies of the model.
+        divide_grads: Divide the gradients of layers, too. Until they are reduced, they lie in `workspace`, which two
+            buckets share (see ReducedGradients).
+        fill: Sets the parameters once they lie in `params`. A model that has no memory before (see WeightSpec.placed)
+            is never in memory twice.
 
-    stage: see Transformer.stage. With it and a group `dp` of several ranks, masters are divided over these, and with
-    `divide_grads` the gradients of layers, too. Those have no place as a whole: until they are reduced they are in
-    `workspace`, which two buckets share (see ReducedGradients).
-    fill: sets the parameters, once they lie in `params`. A model that has no memory before (see WeightSpec.placed) is
-    never in memory twice.
+    Attributes:
+        params: All trained parameters, in the dtype of the model.
+        grads: float32. Each `parameter.grad` is a view of it. Clear it by `grads.zero_()`; never set a gradient to
+            None.
+        masters: float32 values that the optimizer updates. `params` itself if that is float32 and not divided.
+        places: Elements of each parameter in params, by name.
+        shapes: Shape of each parameter by name.
+        frozen: The parameters that are not trained.
     """
 
     def __init__(
@@ -163,24 +189,28 @@ class FlatParameters:
         return self.dp.size > 1
 
     def slot(self, bucket: Bucket) -> torch.Tensor:
-        """Where the gradients of a bucket accumulate: in grads, or in the workspace."""
+        """Return the buffer in which the gradients of a bucket accumulate: a part of grads or of the workspace."""
         if bucket.is_whole:
             return self.grads[bucket.grads]
         divided = [each for each in self.buckets if not each.is_whole]
         return self.workspace[divided.index(bucket) % 2, : length(bucket.place)]
 
     def _gradient(self, place: slice) -> torch.Tensor:
+        """Return the gradient buffer of one parameter."""
         bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
         return self.slot(bucket)[_shifted(place, -bucket.place.start)]
 
     def chunks(self, bucket: Bucket | None = None) -> Iterator[Chunk]:
-        """What this rank owns (of a bucket, or of all) in parts of at most CHUNK elements."""
+        """Yield the elements that this rank owns, of a bucket or of all, in parts of at most CHUNK elements."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
                 yield from _chunks(each, segment, segment.start, segment.stop)
 
     def copies(self, bucket: Bucket | None = None) -> Iterator[tuple[Chunk, int]]:
-        """Of what this rank owns, that whose gradients are in parts, and the ranks that hold copies of it."""
+        """Yield the owned elements whose gradient is split over tensor-parallel ranks.
+
+        Each chunk comes with the number of ranks that share it.
+        """
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
                 for place, n in self._copied:
@@ -188,19 +218,19 @@ class FlatParameters:
                     yield from ((chunk, n) for chunk in _chunks(each, segment, low, high))
 
     def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
-        """What this rank owns of a stretch of params: (its place there, its place in masters and moments)."""
+        """Yield the owned parts of a stretch of params: elements in params, and in masters and moments."""
         for bucket in self.buckets:
             part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
             if part.start < part.stop:
                 yield part, _shifted(part, bucket.local.start - bucket.own.start)
 
     def gather(self, bucket: Bucket) -> Any:
-        """Begin to fill the bucket in params with what the ranks own of it; see ParallelGroup.all_gather."""
+        """Start filling a bucket of params with the parts of all ranks, see ParallelGroup.all_gather."""
         return self.dp.all_gather(self.params[bucket.place])
 
     @torch.no_grad()
     def from_masters(self) -> None:
-        """Set params to the rounded masters. A collective call over the data-parallel ranks where they are divided."""
+        """Set params to the rounded masters. All data-parallel ranks must call this if masters are divided."""
         if self.params is not self.masters:
             for bucket in self.buckets:
                 self.params[bucket.own].copy_(self.masters[bucket.local])
@@ -209,7 +239,7 @@ class FlatParameters:
 
 
 def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[Chunk]:
-    """What this rank owns of a stretch of a segment."""
+    """Yield the owned elements of a stretch of a segment."""
     high = min(high, bucket.own.stop)
     for start in range(max(low, bucket.own.start), high, CHUNK):
         place = slice(start, min(start + CHUNK, high))
@@ -218,7 +248,10 @@ def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[C
 
 
 def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each bucket, by ascending stage: whole stages, with those before and after the layers alone."""
+    """Yield the parameters of each bucket by ascending stage.
+
+    A bucket holds whole stages. Parameters before and after the layers have buckets of their own.
+    """
     last = max(stages.values())
     group: list[tuple[str, nn.Parameter]] = []
     for stage in sorted(set(stages.values())):
@@ -232,7 +265,7 @@ def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn
 def _arranged(
     named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
 ) -> tuple[list[Segment], dict[str, slice], int]:
-    """Parameters one after another from `start` on, by kind: (segments, name -> place, end)."""
+    """Arrange parameters one after another, sorted by kind. Return segments, places by name, and the end."""
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
     kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -253,7 +286,7 @@ def _arranged(
 
 
 def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
-    """The parameters as views of one buffer, which is returned."""
+    """Move parameters into one buffer and return the buffer."""
     first = named[0][1]
     buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
     for name, parameter in named:
@@ -264,9 +297,10 @@ def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
 
 
 def length(place: slice) -> int:
-    """Elements in it."""
+    """Return the number of elements of a slice."""
     return place.stop - place.start
 
 
 def _shifted(place: slice, by: int) -> slice:
+    """Return a slice moved by a number of elements."""
     return slice(place.start + by, place.stop + by)

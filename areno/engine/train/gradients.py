@@ -1,9 +1,7 @@
-"""The gradient of an optimizer step, which micro-batches add up on each rank and data-parallel ranks sum.
+"""The gradient and the statistics of an optimizer step, summed over micro-batches and data-parallel ranks.
 
-Where the optimizer is divided, each rank needs the sum for what it owns only, so buckets are reduce-scattered while the
-backward pass goes on (ZeRO, arXiv 1910.02054).
-
-Statistics of an optimizer step, gathered on the device over micro-batches and ranks, read once at its end.
+If the optimizer is divided, each rank needs only the sum of the elements that it owns. Then buckets are
+reduce-scattered during the backward pass (ZeRO, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -22,26 +20,31 @@ from areno.models.transformer import Transformer
 
 
 class Gradients:
-    """Every rank has the whole sum: one all-reduce after the last micro-batch."""
+    """The gradient of a step, whole on every rank: one all-reduce after the last micro-batch."""
 
     def __init__(self, flat: FlatParameters, dp: ParallelGroup, tp: ParallelGroup):
         self._flat, self._dp, self._tp = flat, dp, tp
 
     def begin(self, step: StepShare, again: bool = False) -> None:
-        """Before the first micro-batch of a step. again: memory ran out in this step, which starts anew here alone."""
+        """Clear the gradients before the first micro-batch of a step.
+
+        Args:
+            step: This rank's share of the step.
+            again: Whether memory ran out, so that this rank alone repeats the step.
+        """
         self._flat.grads.zero_()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of the next micro-batch."""
+        """Add the gradient of a micro-batch."""
         loss.backward()
 
     def finish(self) -> None:
-        """After the last one: leave the sum over the ranks in `flat.grads`, at least where this rank owns it."""
+        """Sum over the ranks after the last micro-batch. `flat.grads` then holds the sum of the owned elements."""
         self._dp.all_reduce(self._flat.grads)
         self._join_parts()
 
     def _join_parts(self) -> None:
-        """Sum over tensor-parallel ranks what each has a part of. Once for a step, so not in every micro-batch."""
+        """Sum gradients that are split over tensor-parallel ranks. Once a step, not in every micro-batch."""
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
@@ -56,15 +59,15 @@ class Gradients:
 
 
 class ReducedGradients(Gradients):
-    """Each rank has the sum of what it owns.
+    """The gradient of a step, where each rank has the sum of the elements that it owns.
 
-    A bucket that grads has as a whole is reduced once, in the backward pass of the last micro-batch. The others are
-    reduced after every micro-batch (ZeRO-2). They accumulate in one of two slots of the workspace. The reduction of a
-    bucket runs while the next one fills the other slot; then it is added to what this rank owns.
+    A bucket that grads holds as a whole is reduced once, in the backward pass of the last micro-batch. The other
+    buckets are reduced after every micro-batch (ZeRO-2). They accumulate in one of two slots of the workspace. While
+    the next bucket fills the other slot, the reduction runs; then the sum is added to the owned elements.
 
-    All ranks must begin the same reductions in the same order. So each takes part in `step.rounds` micro-batches, with
-    nothing to add where it has fewer. And a rank that begins a step again does not repeat the reductions that it took
-    part in: what it would give is the same as before.
+    All ranks must start the same reductions in the same order. So each rank takes part in `step.rounds` micro-batches,
+    even without a row of its own. A rank that repeats a step after an out-of-memory error skips the reductions that it
+    has already taken part in, since its contribution would be the same.
     """
 
     def __init__(self, flat: FlatParameters, model: Transformer):
@@ -80,6 +83,7 @@ class ReducedGradients(Gradients):
         model.passed = self._passed
 
     def begin(self, step: StepShare, again: bool = False) -> None:
+        """Clear the gradients before the first micro-batch of a step, see Gradients.begin."""
         flat = self._flat
         if again:
             whole = [bucket for bucket, _ in self._works if bucket.is_whole]
@@ -95,11 +99,13 @@ class ReducedGradients(Gradients):
         self._rounds = step.rounds if self._divided else len(step.micro_batches)
 
     def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch, and reduce the buckets that are complete."""
         self._open_round()
         loss.backward()
         self._close_round()
 
     def finish(self) -> None:
+        """Take part in the remaining reductions, and wait for all of them."""
         while self._round < self._rounds:
             self._open_round()
             self._close_round()
@@ -109,24 +115,25 @@ class ReducedGradients(Gradients):
         self._join_parts()
 
     def _open_round(self) -> None:
-        """A micro-batch: buckets are reduced in order, as soon as the backward pass is past them."""
+        """Start a micro-batch: list the buckets to reduce in it."""
         self._left = iter(self._order if self._round == self._rounds - 1 else self._divided)
         self._next = next(self._left, None)
         for bucket in self._divided[:1]:
             self._free(bucket)
 
     def _close_round(self) -> None:
-        """What the backward pass has not called for: its last bucket, and all where there was none."""
+        """Reduce the buckets that the backward pass has not reported: its last one, or all without a backward pass."""
         while self._next is not None:
             self._reduce(self._next)
         self._round += 1
 
     def _passed(self, stage: int) -> None:
-        """Called in the backward pass, when the gradients of all stages from this one on are there."""
+        """Reduce the buckets whose gradients are complete. The backward pass calls this after each stage."""
         while self._next is not None and self._next.stage >= stage:
             self._reduce(self._next)
 
     def _reduce(self, bucket: Bucket) -> None:
+        """Start the reduction of the next bucket, unless a first attempt at the step has done it."""
         if self._at >= self._begun:
             self._works.append((bucket, self._dp.reduce_scatter(self._flat.slot(bucket))))
             self._begun += 1
@@ -136,14 +143,14 @@ class ReducedGradients(Gradients):
             self._free(self._divided[at])
 
     def _free(self, bucket: Bucket) -> None:
-        """Make the slot of a bucket ready for its gradients. The one that had it before must be reduced."""
+        """Clear the slot of a bucket, once the previous bucket in the slot is reduced."""
         slot = self._flat.slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
         self._wait([each for each in users if self._flat.slot(each).data_ptr() == slot.data_ptr()])
         slot.zero_()
 
     def _wait(self, buckets: list[Bucket] | None = None) -> None:
-        """Until these reductions are done, or all. On CUDA the stream waits, not the host."""
+        """Wait for the reductions of these buckets, or for all. On CUDA the stream waits, not the host."""
         done, self._works = self._works, []
         if buckets is not None:
             self._works = [pair for pair in done if pair[0] not in buckets]
@@ -157,7 +164,7 @@ class ReducedGradients(Gradients):
 
 
 class StepStats:
-    """Adds up what micro-batches report. Names arrive in the same order on every data-parallel rank."""
+    """Sums the statistics of micro-batches on the device. Every data-parallel rank adds names in the same order."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -165,7 +172,12 @@ class StepStats:
         self._maxima: dict[str, Tensor] = {}  # (1,) float64
 
     def add(self, stats: Mapping[str, Tensor]) -> None:
-        """0-dim tensors are shares and are summed; 1-dim tensors are observations, reported as mean, std and max."""
+        """Add statistics.
+
+        Args:
+            stats: 0-dim tensors are shares and are summed. 1-dim tensors are observations, reported as mean, std and
+                max.
+        """
         for name, value in stats.items():
             value = value.detach().double()
             if value.dim():
@@ -174,12 +186,12 @@ class StepStats:
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Report the largest of all values given under this name; 0 where there were none."""
+        """Report the largest of all values that are added under this name; 0 without values."""
         low = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.device)
         self._maxima[name] = torch.cat([values.detach().double(), self._maxima.get(name, low)]).amax(0, keepdim=True)
 
     def finish(self, dp: ParallelGroup) -> dict[str, float]:
-        """Waits for the device. A collective call over the data-parallel ranks."""
+        """Return the statistics over all data-parallel ranks, which must all call this. Waits for the device."""
         empty = torch.zeros(0, dtype=torch.float64, device=self.device)
         added = dp.all_reduce(torch.cat([empty, *(value.view(-1) for value in self._sums.values())]))
         largest = dp.all_reduce(torch.cat([empty, *self._maxima.values()]), torch.distributed.ReduceOp.MAX)
@@ -201,8 +213,9 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Join the statistics of several optimizer steps.
 
     Returns:
-        The mean of each number over the steps that have it, which the first one does; the largest of `*_max`, the last
-        `lr` and the sum of `skipped_steps`.
+        The mean of each number over the steps that have it. The first step has all of them. For `*_max` the largest
+        value,
+        for `lr` the last and for `skipped_steps` the sum.
     """
     found = {name: [step[name] for step in steps if name in step] for name in steps[0]}
     out = {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}

@@ -1,8 +1,6 @@
-"""Cuts rows into optimizer steps, data-parallel shares and micro-batches. The driver does this, so it imports no torch.
+"""Rows to optimizer steps, data-parallel shares and micro-batches. Runs in the driver, so it imports no torch.
 
-A unit is a number of adjacent rows that are never separated: a single row, or the two rows of a preference pair.
-
-Rows to score: checked, and shared out over the copies of a model. The driver does this, so no torch in here.
+A unit is a number of adjacent rows that stay together: a single row, or the two rows of a preference pair.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from areno.types import TrainSequence
 
 @dataclass(slots=True)
 class StepShare:
-    """What one data-parallel rank does in one optimizer step."""
+    """The work of one data-parallel rank in one optimizer step."""
 
     micro_batches: list[list[Row]]  # the rows of each forward pass
     step_tokens: int  # trained tokens of the whole step over all ranks
@@ -45,12 +43,12 @@ class StepShare:
 
 @dataclass(slots=True)
 class TrainResult:
-    """What one rank returns from its optimizer steps.
+    """The result of one rank's optimizer steps.
 
     Attributes:
         stats: Numbers by name, equal on all ranks.
         old_logprobs: For each optimizer step the old log-probabilities of this rank's tokens, (N,) float32, in the
-            order of its micro-batches. None where the step had none, or did not recompute them.
+            order of its micro-batches. None if the step had none or did not recompute them.
     """
 
     stats: dict[str, float]
@@ -85,6 +83,7 @@ def keep_old_logprobs(
 
 
 def _of_flat(flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int) -> StepShare:
+    """Unpickle a StepShare."""
     rows = iter(flat.rows())
     return StepShare([list(itertools.islice(rows, size)) for size in sizes], step_tokens, step_rows, rounds)
 
@@ -97,12 +96,21 @@ def share_steps(
     cost: Cost | None = None,
     cp_size: int = 1,
 ) -> list[list[StepShare]]:
-    """The optimizer steps of each data-parallel rank, all ranks having equally many: result[rank][step].
+    """Return the optimizer steps of each data-parallel rank: result[rank][step].
 
-    section: the configuration section that messages name. cost: of a token in the model, so that ranks have equally
-    much to compute; None counts tokens. cp_size: of `micro_batches`. A rank without a row of its own has one in which
-    nothing is trained: samples may be dropped, and a run must not end over it. DataError where rows do not fill the
-    units, or a step has fewer units of several rows than there are ranks.
+    All ranks have equally many steps. A rank without a row of its own gets a short row without trained tokens, since
+    samples may have been dropped.
+
+    Args:
+        rows: All rows of the update.
+        update: Settings of the update.
+        dp_size: Number of data-parallel ranks.
+        section: Configuration section that messages name.
+        cost: Arithmetic of a token, which balances the ranks. None counts tokens.
+        cp_size: Context-parallel ranks that share a micro-batch.
+
+    Raises:
+        DataError: The rows do not fill the units, or a step has fewer units of several rows than there are ranks.
     """
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
@@ -113,8 +121,10 @@ def share_steps(
             raise DataError(
                 f"an optimizer step has {len(step) * update.rows_per_unit} rows, in units of {update.rows_per_unit}, "
                 f"for {dp_size} copies of the model; each needs one: raise {{}}, or lower {{}} or {{}}",
-                Key("train_dataset.batch_size"), Key(f"{section}.ppo_n_minibatches"), Key("engine.world_size"),
-            )  # fmt: skip
+                Key("train_dataset.batch_size"),
+                Key(f"{section}.ppo_n_minibatches"),
+                Key("engine.world_size"),
+            )
         trained = [row.n_trained for index in step for row in units[index]]
         batches: list[list[list[Row]]] = []
         for share in split_balanced([costs[index] for index in step], dp_size):
@@ -130,18 +140,19 @@ def share_steps(
 
 
 def _untrained(rows: Iterable[Row]) -> Row:
-    """The beginning of the shortest row, for a forward pass that costs little and trains nothing."""
+    """Return the first tokens of the shortest row without trained tokens, for a cheap forward pass."""
     row = min(rows, key=lambda row: row.n_tokens)
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
     return replace(row, tokens=row.tokens[:2], trained=np.zeros_like(row.trained[:2]), fields=fields)
 
 
 def _row_cost(row: Row, cost: Cost | None) -> float:
+    """Return the arithmetic of training on a row."""
     return row.n_tokens if cost is None else train_flops(cost, [row.n_tokens], row.n_trained)
 
 
 def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
-    """Units of `rows_per_unit` rows each, and `update` with rows counted in units. DataError where rows are left."""
+    """Return the rows in units, and `update` with rows counted in units. DataError if rows are left over."""
     rows_per_unit, spec = update.rows_per_unit, update.mb_spec
     if rows_per_unit < 1:
         raise DataError(f"rows_per_unit is {rows_per_unit}; expected the number of adjacent rows that belong together")
@@ -156,9 +167,12 @@ def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]]
 
 
 def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1) -> list[list[int]]:
-    """Unit indices of each optimizer step, from the number of tokens in each unit. `update` counts units, not rows.
+    """Return the unit indices of each optimizer step.
 
-    cp_size: of `micro_batches`.
+    Args:
+        lengths: Tokens of each unit.
+        update: Settings of the update, with rows counted in units.
+        cp_size: Context-parallel ranks that share a micro-batch.
     """
     if (n := update.gradient_accumulation_steps) is not None:
         if update.n_minibatches != 1:
@@ -173,11 +187,11 @@ def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1
 
 
 def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1) -> list[list[int]]:
-    """Unit indices of each micro-batch: `mini_bs` at a time, or first-fit decreasing under `max_tokens_per_mb`.
+    """Return the unit indices of each micro-batch: `mini_bs` at a time, or first-fit decreasing by tokens.
 
-    The budget is that of one device; cp_size of them share a micro-batch. A unit longer than it gets a micro-batch of
-    its own. Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so that training
-    follows the order of the data as far as possible.
+    The budget `max_tokens_per_mb` holds for one device, and `cp_size` devices share a micro-batch. A longer unit gets
+    its own micro-batch. Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so
+    training follows the order of the data as far as possible.
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
@@ -196,9 +210,10 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
 
 
 def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
-    """Unit indices of `n` shares that cost nearly the same: the most expensive unit left goes to the lightest share.
+    """Return the unit indices of `n` shares of nearly equal cost.
 
-    No share is empty as long as there are `n` units. Indices ascend within a share.
+    The most expensive remaining unit goes to the cheapest share. No share is empty if there are at least `n` units.
+    Indices ascend within a share.
     """
     shares: list[list[int]] = [[] for _ in range(n)]
     load = [0.0] * n
@@ -212,9 +227,19 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
 def share_rows(
     rows: Sequence[Any], routes: Sequence[np.ndarray] | None, n_shares: int, info: EngineInfo
 ) -> tuple[list[list[int]], list[list[list[np.ndarray]]]]:
-    """The indices of each share, and its rows, followed by their routes where there are any.
+    """Check rows to score, and distribute them over the copies of a model.
 
-    The shares take about equally long. DataError for a row that is none.
+    Args:
+        rows: Token ids of each row.
+        routes: Experts of the tokens of each row, or None.
+        n_shares: Number of copies.
+        info: Facts about the model.
+
+    Returns:
+        The row indices of each share, and for each share its rows and, if given, their routes.
+
+    Raises:
+        DataError: A row is no list of token ids of the model.
     """
     checked = [
         read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)

@@ -1,8 +1,8 @@
-"""The log-probabilities that an importance ratio divides by, for each optimizer step of a batch of rows.
+"""The log-probabilities that importance ratios divide by, for each optimizer step of a batch of rows.
 
-A ratio compares the policy with itself before the first update of the batch, both computed by the training pass. The
-rollout's own log-probabilities (`DataPack.rollout_logprobs`) differ from these by rounding, which in bfloat16 exceeds a
-narrow clip range such as GSPO's.
+A ratio compares the policy with the policy before the first update of the batch, both computed by the training pass.
+The log-probabilities of the rollout (`DataPack.rollout_logprobs`) differ from these by rounding. In bfloat16 the
+difference exceeds a narrow clip range such as GSPO's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Batches = list[tuple[PackedTokens, DataPack]]
 
 
 def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
-    """Fill the entries that rows did not bring (NaN, or no tensor at all) with found ones, (N,)."""
+    """Fill entries that rows did not bring (NaN, or no tensor) with found ones, (N,)."""
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
 
@@ -54,6 +54,7 @@ def set_before_first_update(
 
 
 def _is_on_policy(pack: DataPack) -> bool:
+    """Return whether all rows were sampled by the current weights."""
     return pack.staleness is not None and not bool(pack.staleness.any())
 
 

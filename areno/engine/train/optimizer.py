@@ -1,7 +1,4 @@
-"""The learning rate of each optimizer update: warm-up, then decay.
-
-AdamW (arXiv 1711.05101) and SGD on flat buffers, and the global gradient norm.
-"""
+"""AdamW (arXiv 1711.05101) and SGD on flat buffers, the global gradient norm, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ DECAY_STEPS = 1000
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the rate of update number `step`, counted from 0.
+    """Return the learning rate of update number `step`, counted from 0.
 
-    Linear warm-up over the first W = round(warmup_steps_proportion * lr_decay_steps) updates, the last of which has the
-    full rate; then the chosen shape down to min_lr_ratio * lr at update `lr_decay_steps`, and constant from there.
+    The first W = round(warmup_steps_proportion * lr_decay_steps) updates warm up linearly, and the last of them has the
+    full rate. The chosen shape then falls to min_lr_ratio * lr at update `lr_decay_steps`, and stays there.
     """
     length = config.lr_decay_steps or DECAY_STEPS
     warmup = round(config.warmup_steps_proportion * length)
@@ -39,25 +36,26 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 @dataclass(frozen=True)
 class GradientStats:
-    """Of the whole model, all tensor-parallel ranks together."""
+    """Statistics of the gradient of the whole model, over all tensor-parallel ranks."""
 
     norm: float  # global 2-norm, before clipping
     zero_frac: float  # share of entries that are exactly 0
 
 
 class Optimizer:
-    """AdamW or SGD: updates `flat.masters` from `flat.grads` and writes the result into `flat.params`, in place.
+    """AdamW or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
 
-    Where the buffers are divided over data-parallel ranks, each rank updates its part and gathers the others.
+    If the buffers are divided over data-parallel ranks, each rank updates its part and gathers the others.
 
     Attributes:
-        steps: updates applied; the learning-rate schedule counts these.
-        moments_from: updates applied before the moments were last zero; Adam's bias correction counts from here.
+        steps: Applied updates. The learning-rate schedule counts these.
+        skipped_steps: Updates that were not applied.
+        moments_from: Updates applied before the moments were last zero. Adam's bias correction counts from here.
         exp_avg, exp_avg_sq: float32 moments in the layout of the masters; empty for SGD. They exist from the start,
-            because the KV cache is sized by the memory that is free before the first update. With `type: adam_8bit`
-            they are uint8 codes, and scales_1, scales_2 the float32 scales of each BLOCK elements; flat must be aligned
-            to BLOCK, so that no block belongs to two parameters.
-        copied: the next update waits for this event, until which masters and moments are being copied.
+            because the KV cache is sized by the free memory before the first update. With `type: adam_8bit` they are
+            uint8 codes, and scales_1 and scales_2 hold one float32 scale for each BLOCK elements. The flat buffer must
+            then be aligned to BLOCK, so that no block belongs to two parameters.
+        copied: CUDA event that the next update waits for, while masters and moments are copied.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
@@ -74,7 +72,7 @@ class Optimizer:
         self.clear_moments()
 
     def clear_moments(self) -> None:
-        """Set the moments to zero, as before the first update. The schedule goes on."""
+        """Set the moments to zero, as before the first update. The learning-rate schedule continues."""
         for buffer in self.moments.values():
             buffer.zero_()
         if self.in_8_bits:  # the padding between parameters must hold zeros, whatever scale its block is given
@@ -83,7 +81,7 @@ class Optimizer:
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that updates change beside masters and parameters, by name. SGD has none."""
+        """Buffers that updates change beside masters and parameters, by name. SGD has none."""
         if self.config.type == "sgd":
             return {}
         scales = {"exp_avg_scale": self.scales_1, "exp_avg_sq_scale": self.scales_2} if self.in_8_bits else {}
@@ -91,11 +89,14 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The rate that the next update will have."""
+        """Learning rate of the next update."""
         return learning_rate(self.config, self.steps)
 
     def gradient_stats(self) -> GradientStats:
-        """Waits for the device. A collective call over all ranks that hold a part of the gradient."""
+        """Return the gradient norm and the share of zeros. Waits for the device.
+
+        All ranks that hold a part of the gradient must call this.
+        """
         flat = self.flat
         totals_3 = torch.zeros(3, dtype=torch.float64, device=flat.grads.device)  # squares, non-zeros, entries
         for chunk in flat.chunks():
@@ -115,12 +116,16 @@ class Optimizer:
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
     def skip(self) -> None:
-        """Count an update that must not be applied. Nothing else changes."""
+        """Count an update that is not applied. Nothing else changes."""
         self.skipped_steps += 1
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
-        """One update. grad_norm: finite, of `gradient_stats`; gradients are scaled down to gradient_clipping."""
+        """Apply one update.
+
+        Args:
+            grad_norm: Finite norm from `gradient_stats`. Larger gradients are scaled down to gradient_clipping.
+        """
         config, flat = self.config, self.flat
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
@@ -129,10 +134,15 @@ class Optimizer:
         self.steps += 1
         n_updates = self.steps - self.moments_from
         update = Update(
-            lr=lr, beta1=config.beta1, beta2=config.beta2, eps=config.eps, decay=1.0,
+            lr=lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            decay=1.0,
             scale=min(1.0, config.gradient_clipping / (grad_norm + 1e-6)) if config.gradient_clipping else 1.0,
-            correction_1=1.0 - config.beta1**n_updates, correction_2=math.sqrt(1.0 - config.beta2**n_updates),
-        )  # fmt: skip
+            correction_1=1.0 - config.beta1**n_updates,
+            correction_2=math.sqrt(1.0 - config.beta2**n_updates),
+        )
         decayed = replace(update, decay=1.0 - lr * config.weight_decay)
         works = []
         for bucket in flat.buckets:
@@ -145,9 +155,10 @@ class Optimizer:
             wait_for(work)
 
     def _equal_copies(self, bucket: Bucket) -> None:
-        """Let what several ranks hold be as on the first of them.
+        """Copy parameters that several ranks hold from the first of these ranks to the others.
 
-        A block of 8-bit moments may hold other elements beside a copy. So its scale differs from rank to rank.
+        A block of 8-bit moments may contain elements of other parameters on each rank, so its scale differs between
+        ranks.
         """
         flat = self.flat
         for chunk, n in flat.copies(bucket):
@@ -173,5 +184,5 @@ class Optimizer:
 
 
 def blocks(place: slice) -> slice:
-    """The blocks of 8-bit moments that hold these elements, the first of which starts a block."""
+    """Return the blocks of 8-bit moments that contain these elements, the first of which starts a block."""
     return slice(place.start // BLOCK, -(-place.stop // BLOCK))

@@ -1,9 +1,8 @@
-"""Rows to tensors: packed end to end, without padding.
+"""Rows to tensors: packed end to end without padding, and divided over context-parallel ranks.
 
-Context parallel: the ranks of a group share the tokens of each micro-batch, and so of rows too long for one device.
-
-A rank computes the layers for its tokens. Only attention looks at other tokens; see `PackedAttend`. What is found for
-single tokens is added up, so each rank has it for all of them, and losses do not know of the sharing.
+The ranks of a context-parallel group share the tokens of each micro-batch. So a row may be too long for one device. A
+rank computes the layers for its tokens, and only attention exchanges data (see PackedAttend). Results of single tokens
+are summed over the group, so each rank has them for all tokens, and losses need no code for it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from areno.loss_fns.pack import DataPack
 
 @dataclass(slots=True)
 class PackedTokens:
-    """What the model's forward pass needs of R packed rows with N tokens together, on the device."""
+    """The input of a forward pass: R packed rows with N tokens in all, on the device."""
 
     tokens_N: Tensor  # int64
     positions_N: Tensor  # int64, from 0 in each row
@@ -37,7 +36,13 @@ class PackedTokens:
 def pack_tokens(
     token_rows: Sequence[np.ndarray], device: torch.device, routes: Sequence[np.ndarray] | None = None
 ) -> PackedTokens:
-    """Rows of int64 token ids, end to end, with the routes of each."""
+    """Pack rows of int64 token ids end to end.
+
+    Args:
+        token_rows: Token ids of each row.
+        device: Destination.
+        routes: Experts of the tokens of each row, or None.
+    """
     lengths = np.array([len(row) for row in token_rows])
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -50,7 +55,7 @@ def pack_tokens(
 def pack_rows(
     rows: Sequence[Row], step: StepShare, rows_per_unit: int, device: torch.device
 ) -> tuple[PackedTokens, DataPack]:
-    """One micro-batch of a step, for the model and for the loss."""
+    """Return one micro-batch of a step as input of the model and as input of the loss."""
     trained = np.concatenate([row.trained for row in rows])
     arrays = {
         "row_of_token": np.repeat(np.arange(len(rows)), [row.n_tokens for row in rows]),
@@ -75,7 +80,7 @@ def pack_rows(
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """This rank's n of the N tokens of a micro-batch, from the one at `first` on."""
+    """The n of N tokens of a micro-batch that this rank computes, starting at token `first`."""
 
     tokens_n: Tensor
     positions_n: Tensor
@@ -85,10 +90,20 @@ class TokenShare:
 
     @classmethod
     def of(cls, packed: PackedTokens, context: ParallelGroup, attn_backend: str, multiple: int = 1) -> TokenShare:
-        """Equal shares, whose size is a multiple of a number; a row of padding fills them up."""
+        """Divide the tokens of a micro-batch equally over a group.
+
+        Args:
+            packed: The micro-batch.
+            context: The context-parallel group.
+            attn_backend: Attention kernel.
+            multiple: The size of a share is a multiple of this number; a row of padding fills it up.
+        """
         tokens_N, positions_N, cu_seqlens, n_tokens = (
-            packed.tokens_N, packed.positions_N, packed.cu_seqlens, len(packed.tokens_N)
-        )  # fmt: skip
+            packed.tokens_N,
+            packed.positions_N,
+            packed.cu_seqlens,
+            len(packed.tokens_N),
+        )
         if more := -n_tokens % (context.size * multiple):
             tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
             cu_seqlens = F.pad(cu_seqlens, (0, 1), value=n_tokens + more)
@@ -98,16 +113,16 @@ class TokenShare:
         return cls(tokens_N[mine], positions_N[mine], attend, mine.start, n_tokens)
 
     def predicted_here(self, places_T: Tensor) -> Tensor:
-        """Those of some places whose token is predicted in this share, from the place before."""
+        """Return the positions whose token is predicted in this share, from the position before."""
         if self.attend.context.size == 1:
             return places_T
         return places_T[(places_T > self.first) & (places_T <= self.first + len(self.tokens_n))]
 
     def before(self, hidden_nD: Tensor, places_T: Tensor) -> Tensor:
-        """(T, D): the hidden states that predict the tokens at places `predicted_here`."""
+        """Return the hidden states (T, D) that predict the tokens at positions from `predicted_here`."""
         return hidden_nD.index_select(0, places_T - (self.first + 1))
 
     def aligned(self, places_T: Tensor, numbers_T: Tensor) -> Tensor:
-        """(N,) float32: the numbers that this rank and the others have at their places; 0 elsewhere."""
+        """Return (N,) float32 with the numbers of all ranks at their positions, 0 elsewhere."""
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=places_T.device)
         return self.attend.context.reduce_out(numbers_N.index_copy(0, places_T, numbers_T))

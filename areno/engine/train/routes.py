@@ -1,9 +1,10 @@
-"""The experts of a model over the micro-batches of an optimizer step: given, counted, and balanced.
+"""The experts of a model over the micro-batches of an optimizer step: replayed, counted, and balanced.
 
 The auxiliary loss is that of the Switch Transformer (arXiv 2101.03961, equations 4 to 6) over all layers together, as
-transformers has it (load_balancing_loss_func): E sum_e f_e P_e, with f_e the choices of expert e and P_e the router's
-probabilities of it, both over all tokens and layers. f_e is of the whole step and has no gradient, so the gradient of a
-micro-batch needs what the others choose: one more forward pass over all of them comes first.
+in transformers (load_balancing_loss_func): E sum_e f_e P_e. f_e is the share of choices of expert e, and P_e the mean
+router probability of e, both over all tokens and layers. f_e belongs to the whole step and has no gradient. So the
+gradient of a micro-batch depends on the choices in all micro-batches, and a forward pass over all of them comes
+first.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from areno.layers.routing import Routing
 
 
 class StepRouting:
-    """coefficient: of the auxiliary loss; 0 is none. dp: the ranks that hold copies of the model.
+    """Routing of experts during an optimizer step.
 
-    For each step: `begin_step`, then for each micro-batch `begin` before its forward pass and `add` after it, then
-    `finish`. A pass whose numbers are not wanted needs `begin` only.
+    Call `begin_step` for each step; then for each micro-batch `begin` before its forward pass and `add` after it; then
+    `finish`. A pass without statistics needs only `begin`.
+
+    Args:
+        routing: Routing of the model's layers.
+        coefficient: Coefficient of the auxiliary loss. 0 for none.
+        dp: Ranks that hold copies of the model.
     """
 
     def __init__(self, routing: Routing, coefficient: float, dp: ParallelGroup):
@@ -33,7 +39,7 @@ class StepRouting:
         self.restart()
 
     def begin(self, packed: PackedTokens, share: TokenShare) -> None:
-        """Tell the layers what holds for this rank's share of a micro-batch."""
+        """Set the experts and the balance of the layers for this rank's share of a micro-batch."""
         n = len(share.tokens_n)
         self._n_tokens = max(0, min(n, share.n_tokens - share.first))  # the rest is padding
         given = None if packed.routes_NLk is None else packed.routes_NLk[share.first : share.first + n]
@@ -41,11 +47,16 @@ class StepRouting:
         self._routing.begin(given, self._balance_E, self._n_tokens, observes=observes)
 
     def end(self) -> None:
-        """After the passes of a command: nothing of them stays in memory."""
+        """Free the tensors of the last passes."""
         self._routing.begin()
 
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:
-        """A collective call over the copies where there is an auxiliary loss. run: the forward pass."""
+        """Count the choices of a step for the auxiliary loss. All copies must call this if there is such a loss.
+
+        Args:
+            batches: Micro-batches of the step.
+            run: Forward pass.
+        """
         self._balance_E = None
         if not self._coefficient:
             return
@@ -63,12 +74,12 @@ class StepRouting:
         self._balance_E = (scale * counts[:-1] / rows.square()).float()
 
     def restart(self) -> None:
-        """Count from 0 again, because the step begins, or begins anew."""
+        """Set all counts to 0, because the step starts or is repeated."""
         self._chosen_LE = self._probability_E = self._entropy = self._changed = torch.zeros(())
         self._n_seen = torch.zeros((), dtype=torch.int64)
 
     def add(self) -> None:
-        """Count what the layers saw in the last pass."""
+        """Count the choices of the last pass."""
         loads = [self._routing.loads[layer] for layer in range(self._routing.n_layers)]
         chosen_LE = torch.stack([load.chosen_E for load in loads])
         where = chosen_LE.device
@@ -80,12 +91,18 @@ class StepRouting:
         self._n_seen = self._n_seen.to(where) + self._n_tokens
 
     def finish(self) -> dict[str, float]:
-        """Numbers of the step. Waits for the device. A collective call over the copies.
+        """Return the statistics of the step. Waits for the device. All copies must call this.
 
-        router_max_violation, router_mean_violation: how far the load of an expert is from an even one, as a fraction of
-        it: of the largest, and on average; mean over the layers. router_entropy: of the router's probabilities, as a
-        fraction of that of even ones. router_changed: with given experts, the share of choices that the router would
-        not have made itself. router_aux_loss: before its coefficient; k choices of each token, spread evenly, give k.
+        Returns:
+            router_max_violation, router_mean_violation: How far the load of an expert is above an even load, as a
+                fraction of
+            the even load; the largest, and the mean of absolute values; averaged over layers. router_entropy: Entropy
+            of the
+            router's probabilities as a fraction of the largest entropy. router_changed: With replayed experts, the
+            share of
+            choices that the router would not make. router_aux_loss: Before its coefficient; with k choices of each
+            token,
+            an even load gives k.
         """
         experts, n_layers = self._routing.experts, self._routing.n_layers
         counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]
@@ -104,5 +121,5 @@ class StepRouting:
         }
 
     def weighed(self, aux_loss: float) -> float:
-        """The auxiliary loss times its coefficient."""
+        """Return the auxiliary loss times its coefficient."""
         return self._coefficient * aux_loss

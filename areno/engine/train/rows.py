@@ -1,9 +1,7 @@
-"""Checks the rows of a caller once and turns them into arrays. The driver does this, so it imports no torch.
+"""Checks the rows of a caller once, and converts them to arrays. Runs in the driver, so it imports no torch.
 
-Routes of rows: which experts their tokens went through, as an array. The driver checks them, so no torch in here.
-
-Routes of a row are (n, L, k): the experts of its first n tokens in each of L layers, in uint8 where these numbers are
-below 256, else int16. The largest number of the type stands for a token whose experts are not known.
+Routes are the experts that tokens went through: (n, L, k) for the first n tokens of a row in each of L layers, uint8 if
+the model has fewer than 256 experts, else int16. The largest number of the type marks a token with unknown experts.
 """
 
 from __future__ import annotations
@@ -35,16 +33,22 @@ class Row:
 
     @property
     def n_tokens(self) -> int:
+        """Number of tokens."""
         return len(self.tokens)
 
     @property
     def n_trained(self) -> int:
+        """Number of trained tokens."""
         return int(np.count_nonzero(self.trained))
 
 
 @dataclass(slots=True)
 class FlatRows:
-    """The arrays of many rows, one behind another. lengths: tokens of each row. The other fields are those of Row."""
+    """The arrays of many rows, concatenated.
+
+    Attributes:
+        lengths: Tokens of each row.
+    """
 
     lengths: np.ndarray
     tokens: np.ndarray  # int32 is enough on the way to a worker
@@ -55,7 +59,7 @@ class FlatRows:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> FlatRows:
-        """Copies of the arrays of at least one row. All rows have the same fields."""
+        """Concatenate the arrays of at least one row. All rows have the same fields."""
         return FlatRows(
             lengths=np.array([row.n_tokens for row in rows]),
             tokens=np.concatenate([row.tokens for row in rows], dtype=np.int32, casting="same_kind"),
@@ -66,22 +70,32 @@ class FlatRows:
         )
 
     def rows(self) -> list[Row]:
-        """The rows, whose arrays are views of these."""
+        """Return the rows, whose arrays are views of these arrays."""
         ends = np.cumsum(self.lengths).tolist()
         bounds, tokens = list(zip([0, *ends], ends, strict=False)), self.tokens.astype(np.int64, copy=False)
         return [
             Row(
-                tokens[start:end], self.trained[start:end],
-                {name: values[start:end] for name, values in self.fields.items()}, reward, staleness,
+                tokens[start:end],
+                self.trained[start:end],
+                {name: values[start:end] for name, values in self.fields.items()},
+                reward,
+                staleness,
             )
             for (start, end), reward, staleness in zip(bounds, self.rewards, self.staleness, strict=True)
-        ]  # fmt: skip
+        ]
 
 
 def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None = None) -> np.ndarray:
-    """The token ids of one row as an (n,) int64 array. `name` says in messages which row it is.
+    """Return the token ids of one row as an (n,) int64 array.
 
-    Raises DataError unless there is at least one id, the model has them all, and they fit its context.
+    Args:
+        tokens: Token ids of the caller.
+        name: Name of the row in messages.
+        vocab_size: Vocabulary of the model.
+        context_len: Context of the model, in tokens. None allows any length.
+
+    Raises:
+        DataError: There are no ids, the model lacks one of them, or they exceed the context.
     """
     if isinstance(tokens, str):
         raise DataError(f"{name} is a string; token ids are expected: tokenizer.encode(text)")
@@ -113,7 +127,17 @@ def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None
 def read_rows(
     rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None, name: str = "row {}"
 ) -> list[Row]:
-    """Check every row and turn it into arrays. DataError names the row and the field. name: with {} for the index."""
+    """Check every row and convert it to arrays.
+
+    Args:
+        rows: Rows of the caller.
+        vocab_size: Vocabulary of the model.
+        context_len: Context of the model, in tokens. None allows any length.
+        name: Name of a row in messages, with {} for its index.
+
+    Raises:
+        DataError: A row is invalid. The message names the row and the field.
+    """
     if not rows:
         raise DataError("there are no rows to train on")
     given = [field for field in FIELDS if vars(rows[0])[field] is not None or (field == OLD and _any_old(rows))]
@@ -124,13 +148,14 @@ def read_rows(
 
 
 def _any_old(rows: Sequence[TrainSequence]) -> bool:
+    """Return whether a row carries old log-probabilities."""
     return any(row.old_logprobs is not None for row in rows)
 
 
 def _read_arrays(
     rows: Sequence[TrainSequence], given: list[str], vocab_size: int, context_len: int | None
 ) -> FlatRows | None:
-    """Rows of arrays, all at once. None where something is wrong, or is no array: to be looked at row by row."""
+    """Convert rows of arrays all at once. None if a check fails; then rows are read one by one."""
     columns = {name: [vars(row)[name] for row in rows] for name in ("tokens", "prompt_mask", *FIELDS)}
     shapes = [np.shape(tokens) for tokens in columns["tokens"]]
     for name, arrays in columns.items():
@@ -166,6 +191,7 @@ def _read_arrays(
 def _read_row(
     row: TrainSequence, called: str, first: str, given: list[str], vocab_size: int, context_len: int | None
 ) -> Row:
+    """Check one row and convert it to arrays."""
     tokens = read_tokens(row.tokens, f"{called}: tokens", vocab_size, context_len)
     _check_row(row, called, first, given, len(tokens))
     trained = ~_read_mask(row.prompt_mask, called)
@@ -189,7 +215,7 @@ def _read_row(
 
 
 def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_tokens: int) -> None:
-    """What can be said of a row before its values are looked at."""
+    """Check which fields a row has, their lengths, its reward and its staleness."""
     if row.prompt_mask is None:
         raise DataError(f"{called}: prompt_mask is missing; give True for each token that is not trained")
     for name in ("prompt_mask", *FIELDS):
@@ -214,7 +240,10 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
 
 
 def _read_mask(prompt_mask: Any, called: str) -> np.ndarray:
-    """(n,) bool. Text would count as True, so only True and False, or 1 and 0, are accepted."""
+    """Return a prompt mask as (n,) bool.
+
+    Only True and False, or 1 and 0, are accepted, since any text would count as True.
+    """
     try:
         mask = np.asarray(prompt_mask)
     except ValueError:  # lists of different lengths inside
@@ -228,7 +257,13 @@ FIELD = "routes"  # of Row.fields
 
 
 class RouteShape(NamedTuple):
-    """What a model's routes look like. bytes_per_token: of memory, for a token in the KV cache and of a sample."""
+    """The form of a model's routes.
+
+    Attributes:
+        n_layers: Layers with experts.
+        top_k: Experts of a token in each layer.
+        n_experts: Experts of a layer.
+    """
 
     n_layers: int
     top_k: int
@@ -236,20 +271,32 @@ class RouteShape(NamedTuple):
 
     @property
     def dtype(self) -> Any:
+        """Data type of an expert number."""
         return np.uint8 if self.n_experts < 2**8 else np.int16
 
     @property
     def none(self) -> int:
-        """For a token whose experts are not known."""
+        """Number that marks a token with unknown experts."""
         return int(np.iinfo(self.dtype).max)
 
     @property
     def bytes_per_token(self) -> int:
+        """Memory of a token's routes, in the KV cache and with a sample."""
         return self.n_layers * self.top_k * np.dtype(self.dtype).itemsize
 
 
 def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str) -> np.ndarray:
-    """The routes of a row of n_tokens, for all of them. None: of no token. DataError, with `name`, if they are none."""
+    """Return the routes of a row for all of its tokens.
+
+    Args:
+        routes: Routes of the first tokens. None for no token.
+        n_tokens: Tokens of the row.
+        shape: Form of the model's routes. None for a model without experts.
+        name: Name of the row in messages.
+
+    Raises:
+        DataError: The routes have another form, or the model has no experts.
+    """
     if shape is None:
         raise DataError(f"{name}: routes are given, but the model has no experts; leave them out")
     whole = np.full((n_tokens, shape.n_layers, shape.top_k), shape.none, dtype=shape.dtype)
@@ -277,7 +324,11 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
 def routes_of_rows(
     routes: Sequence[Any] | None, token_rows: Sequence[Any], shape: RouteShape | None, role: str
 ) -> list[np.ndarray] | None:
-    """Those of all rows; None where none is given. EngineError unless there are as many, and of the actor."""
+    """Return the routes of all rows. None if no row has any.
+
+    Raises:
+        EngineError: The number of routes differs from the number of rows, or the role is not the actor.
+    """
     if routes is None or all(each is None for each in routes):
         return None
     if role != "actor":
@@ -289,9 +340,13 @@ def routes_of_rows(
 
 
 def add_routes(rows: Sequence[Row], given: Sequence[TrainSequence], shape: RouteShape | None, name: str) -> None:
-    """Give checked rows the routes they came with. Where some came with none, their tokens have unknown experts.
+    """Add the routes of the caller's rows to the checked rows, if any row has some.
 
-    name: of a row in messages, with {} for its index.
+    Args:
+        rows: Checked rows.
+        given: The caller's rows.
+        shape: Form of the model's routes.
+        name: Name of a row in messages, with {} for its index.
     """
     if any(row.routes is not None for row in given):
         for index, (row, source) in enumerate(zip(rows, given, strict=True)):

@@ -43,17 +43,24 @@ def main(folder):
     texts = ["system user assistant tool Tools", *map(chr, range(32, 127)), "\n"]
     for row in load_dataset("train", count=4000):
         texts += [message["content"] for message in row["messages"]]
-        texts += [f"{tool['function']['name']} {' '.join(tool['function']['parameters']['properties'])}"
-                  for tool in row["tools"]]  # fmt: skip
+        texts += [
+            f"{tool['function']['name']} {' '.join(tool['function']['parameters']['properties'])}"
+            for tool in row["tools"]
+        ]
     words = {piece for text in texts for piece, _ in pieces.pre_tokenize_str(text)}
     tokens = [*SPECIAL, *CALL, *sorted(words)]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pieces, decoders.Fuse()
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in CALL])
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>",
-        additional_special_tokens=["<|im_start|>"], chat_template=TEMPLATE, model_max_length=512,
-    ).save_pretrained(folder)  # fmt: skip
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE,
+        model_max_length=512,
+    ).save_pretrained(folder)
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=len(tokens),
