@@ -39,11 +39,10 @@ class SamplingParams(SamplingConfig):
         ignore_eos: Do not end at the model's own end-of-sequence tokens.
         skip_special_tokens: Leave special tokens out of decoded text. Only the training loops decode.
         max_prompt_len: Longest prompt, in tokens. Longer prompts are refused.
-        min_new_tokens: No stop token is sampled before this many tokens.
-        frequency_penalty: In [-2, 2]. Lowers a token's logit once for each earlier occurrence in the completion.
-        presence_penalty: In [-2, 2]. Lowers a token's logit once if the completion contains the token.
-        min_p: In [0, 1]. Keep the tokens that are at least this many times as likely as the most likely one
-            (arXiv 2407.01082).
+        **more: `min_new_tokens` (no stop token is sampled before this many tokens), `frequency_penalty` (in [-2, 2],
+            lowers a token's logit once for each earlier occurrence in the completion), `presence_penalty` (in [-2, 2],
+            lowers a token's logit once if the completion contains the token) and `min_p` (in [0, 1], keeps the tokens
+            that are at least this many times as likely as the most likely one, arXiv 2407.01082).
     """
 
     max_context_len: int | None = setting(None, help="longest prompt plus completion in tokens", gt=0)

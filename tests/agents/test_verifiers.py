@@ -231,7 +231,7 @@ def test_what_the_settings_need() -> None:
     given = ["actor.path=folder", "agent.fn=verifiers:wordle", "train_dataset.path=null", "reward.fn=null"]
     config = load(GSPOConfig, "prompts", given)
     assert config.brings_rows()
-    with pytest.raises(ConfigError, match=r"reward\.workers: is 3, but reward\.fn is null and the agent brings its"):
+    with pytest.raises(ConfigError, match=r"reward\.workers: is 3, but reward\.fn is null, so no function is called"):
         load(GSPOConfig, "prompts", [*given, "reward.workers=3"])
     with pytest.raises(ConfigError, match=r"train_dataset\.path: missing"):
         load(GSPOConfig, "prompts", [*given, "agent.fn=agent.py"])

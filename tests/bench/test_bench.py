@@ -33,7 +33,7 @@ from tests.helpers.tiny_engine import model_folder as tiny_folder
         ("_logprob_gradient_kernel", "head"),
         ("_qk_norm_rope_backward_kernel", "norm/rope/activation"),
         ("_states_kernel", "recurrent state"),
-        ("_mix_kernel", "recurrent state"),  # of a folder within that of the delta rule
+        ("_conv_and_gates_kernel", "recurrent state"),
         ("_gated_norm_backward_kernel", "recurrent state"),
         ("triton_poi_fused_mul_silu_0", "norm/rope/activation"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<c10::BFloat16>>", "small torch kernels"),
@@ -52,7 +52,7 @@ def test_a_name_of_our_kernels_is_in_one_group() -> None:
         for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.M):
             groups[name].add(OWN_FOLDERS[file.relative_to(folder).parts[0]])
     assert {name: found for name, found in groups.items() if len(found) > 1} == {}
-    assert group_of("_meet_add_norm_kernel") == "between GPUs"
+    assert group_of("_all_reduce_norm_kernel") == "between GPUs"
 
 
 def test_every_folder_of_our_kernels_has_a_group() -> None:

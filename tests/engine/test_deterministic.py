@@ -228,7 +228,7 @@ def test_the_benchmark_tells_its_price(
     start = Engine.__init__
 
     def note(self: Engine, spec: Any, *how: Any) -> None:
-        begun.append((spec.exact, spec.deterministic))
+        begun.append((spec.engine.exact, spec.engine.deterministic))
         start(self, spec, *how)
 
     monkeypatch.setattr(Engine, "__init__", note)

@@ -363,7 +363,7 @@ def test_recipe_runs_under_its_own_name(tmp_path):
         "def run(config, run_dir):\n"
         "    (run_dir / 'own.pkl').write_bytes(pickle.dumps(Own()))\n"
         "    return 1.0\n"
-        "ALGORITHM = SimpleNamespace(name='custom', config=GSPOConfig, default='gsm8k', run=run)\n"
+        "ALGORITHM = SimpleNamespace(name='custom', config=GSPOConfig, default='gsm8k', run=run, file=None)\n"
         "if __name__ == '__main__':\n"
         "    from areno.launch.command import run_recipe\n"
         "    run_recipe('custom')\n"

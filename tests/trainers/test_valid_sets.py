@@ -80,7 +80,7 @@ def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
         ),
         (
             ["valid_dataset.columns.prompt=x", "valid_dataset.sets={a: {}, b: {batch_size: 3}}"],
-            {"valid_dataset.columns": "is set, but examples/quickstart/dataset_loader.py makes the rows"},
+            {"valid_dataset.columns.prompt": "is x, but valid_dataset.loader is examples/quickstart/dataset_loader.py"},
         ),
         (
             ["valid_dataset.sets={a: null, b: 3}"],
@@ -93,7 +93,7 @@ def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
             ["valid_dataset.loader=null", "valid_dataset.sets={a: {path: x.jsonl}, b: {}}"],
             {"valid_dataset.sets.b.path": "missing ("},
         ),
-        (["evaluator.metric=accuracy"], {"evaluator.metric": "is accuracy, but patience is null"}),
+        (["evaluator.metric=accuracy"], {"evaluator.metric": "is accuracy, but evaluator.patience is null"}),
         (["evaluator.patience=2"], {"evaluator.patience": "is 2, but nothing is evaluated during training"}),
         (
             ["evaluator.patience=2", "evaluator.freq_steps=1", "evaluator.metric=pass@4"],

@@ -74,7 +74,9 @@ def test_skip_special_tokens_is_of_texts(tokenizer_of: Any) -> None:
     texts: list[str] = []
     scoring = SimpleNamespace(add=lambda records: texts.extend(record.completion for record in records.values()))
     rewards = SimpleNamespace(scoring=lambda: scoring)
-    setup: Any = SimpleNamespace(tokenizer=tokenizer, rewards=rewards, run=SimpleNamespace(step=0, epoch=0))
+    setup: Any = SimpleNamespace(
+        tokenizer=tokenizer, rewards=rewards, run=SimpleNamespace(step=0, progress=SimpleNamespace(epoch=0))
+    )
     output = GenerationOutput(
         request_id=0,
         sample=0,

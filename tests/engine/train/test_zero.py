@@ -103,7 +103,9 @@ def test_the_backward_pass_reports_stages_in_time(tmp_path: Path, how: dict[str,
 
 def test_the_backward_pass_of_fused_layers_reports_stages_in_time(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, num_hidden_layers=2)
-    run_interpreted(f"from test_zero import fused_stages; fused_stages({str(folder)!r})", timeout=200)
+    run_interpreted(
+        f"from tests.engine.train.test_zero import fused_stages; fused_stages({str(folder)!r})", timeout=200
+    )
 
 
 def fused_stages(folder: str) -> None:
