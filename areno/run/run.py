@@ -126,6 +126,11 @@ class Run:
         """The current step. The first is 1."""
         return self.progress.step
 
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Name of a main number -> its values in each step, oldest first."""
+        return self.progress.history
+
     def steps(self) -> Iterator[Batch[Any]]:
         """Yield the batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
