@@ -1,4 +1,4 @@
-"""Settings of the models: the actor with its optimizer and micro-batches, the reference and the critic.
+"""Settings of the models: the actor with its optimizer, adapters and micro-batches, the reference and the critic.
 
 Imports no torch. What only some policy algorithms have is elsewhere: settings of the importance ratio in
 `areno.config.ratio`, those of a loss beside its formula in `areno.loss_fns` or in the recipe.
@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.lora import LoraConfig
 from areno.errors import Problem
 from areno.schema.fields import Needs, Section, check, forbid, setting
 
 OptimizerType = Literal["adam", "adam_8bit", "sgd"]
+ALL_LINEAR = "all-linear"
+FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")
+"""Settings that the adapters of init_lora_from bring with them."""
+_ADAPTERS = Needs("use_lora", so="there are no adapters")
 _MOMENTS = Needs("type", "adam", "adam_8bit", so="there are no moments")
 
 
@@ -150,6 +153,46 @@ class UpdatedModelConfig(Section):
         unknown = self.gradient_accumulation_steps is not None and self.mb_spec.max_tokens_per_mb is not None
         decays = self.optimizer.lr_scheduler_type != "constant"
         return unknown and decays and self.optimizer.lr_decay_steps is None
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA 2106.09685): W x becomes W x + scale * B A x, and only A and B are trained."""
+
+    use_lora: bool = setting(
+        False,
+        help="Train low-rank adapters on the linear layers (LoRA 2106.09685) and leave the model's weights as they "
+        "are. The reference policy is then the model without its adapters",
+    )
+    lora_rank: int = setting(32, help="Rank of the adapters", gt=0, only_with=_ADAPTERS)
+    lora_alpha: float = setting(16.0, help="Adapters are scaled by lora_alpha / lora_rank", gt=0, only_with=_ADAPTERS)
+    target_modules: list[str] = setting(
+        factory=lambda: [ALL_LINEAR],
+        help="Linear layers that have adapters, such as [q_proj,v_proj]. [all-linear]: all that the model has",
+        only_with=_ADAPTERS,
+    )
+    peft_type: Literal["lora"] = setting("lora", help="Kind of adapters")
+    use_rslora: bool = setting(
+        False,
+        help="Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA 2312.03732). For high ranks",
+        only_with=_ADAPTERS,
+    )
+    init_lora_from: str | None = setting(
+        None,
+        help="Folder or hub id of adapters in the form of peft to start from, which bring their own rank, alpha and "
+        "target modules. null: new adapters, with which the model computes what it did without",
+        only_with=_ADAPTERS,
+    )
+
+    @forbid("target_modules", "is empty; name linear layers, or leave it out for all of them")
+    def adapters_of_nothing(self) -> bool:
+        """Return whether no layer has adapters."""
+        return not self.target_modules
+
+    @forbid("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
+    def all_and_some(self) -> bool:
+        """Return whether all-linear stands beside other layers."""
+        return ALL_LINEAR in self.target_modules and len(self.target_modules) > 1
 
 
 @dataclass(kw_only=True)

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areno.config.lora import LoraConfig
-from areno.config.models import OptimizerType
+from areno.config.models import LoraConfig, OptimizerType
 from areno.config.run import ALONE, Layout
 from areno.engine.memory import RESTING, may_have_adapters
 from areno.engine.spec import EngineSpec, RoleSpec

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.lora import LoraConfig
-from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
+from areno.config.models import LoraConfig, MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
 from areno.config.run import DecoderConfig, EngineConfig, Layout, RolloutConfig
 from areno.errors import Problem
 from areno.plan.devices import find_devices

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
-from areno.config.models import ModelConfig
+from areno.config.models import ALL_LINEAR, FROM_FOLDER, LoraConfig, ModelConfig
 from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
 from areno.files.paths import existing_path, model_setting
