@@ -9,7 +9,7 @@ from typing import Any
 from areno.config.experiments import ExperimentConfig, metric_problems
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError
-from areno.run.checkpoints import Trigger
+from areno.run.progress import Trigger
 
 Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
 """(name of a validation set, its batches) -> its metrics by name."""

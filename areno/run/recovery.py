@@ -294,7 +294,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             earlier.refuse_other(self.config, None)
         refuse(found, self.folder, explicit=earlier is not None)
         given, now = state.record["inputs"], self._inputs
-        changed = {change.key for change in found if change.kind == "later"}
+        changed = {change.key for change in found if change.kind == "explicit"}
         text = "is not what the run in {} began with ({} instead of {})"
         hints = {"train_dataset": "; its rows must be the same, in the same order, at every start"}
         problems = [

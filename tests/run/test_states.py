@@ -14,10 +14,11 @@ from areno.config.run import RecoverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.files.durable import locked
+from areno.files.paths import find_file
 from areno.run.recovery import StateWriter
 from areno.run.states import States
 from tests import kill_runs
-from tests.helpers.resumed import folder_of, go, log, states, stopped_sft, whole
+from tests.helpers.resumed import folder_of, go, killed_after, log, states, stopped_sft, whole
 from tests.helpers.waiting import until
 
 OFTEN = ["recover.freq_steps=1"]
@@ -304,3 +305,17 @@ def test_sgd_goes_on_to_the_bit(tmp_path, monkeypatch, tmp_path_factory):
     assert go("sft", *OFTEN, *sgd) == 0
     expected = whole("sft", tmp_path_factory, *sgd)
     assert kill_runs.differences(expected, kill_runs.left_by(folder_of("sft"))) == []
+
+
+def test_another_reference_that_the_user_asked_for(tmp_path, monkeypatch):
+    """A changed setting that --resume accepts may name a model of other content."""
+    monkeypatch.chdir(tmp_path)
+    kill_runs.write_rows("dpo", tmp_path)
+    shutil.copytree(find_file("examples/quickstart/model"), "first")
+    shutil.copytree("first", "second")
+    config = json.loads((tmp_path / "second/config.json").read_text())
+    (tmp_path / "second/config.json").write_text(json.dumps({**config, "rope_theta": 5000.0}))
+    with killed_after(2):
+        go("dpo", *OFTEN, "ref.path=first")
+    assert go("dpo", "ref.path=second", resume=folder_of("dpo")) == 0
+    assert "changed: ref.path" in log()
