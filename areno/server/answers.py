@@ -30,8 +30,7 @@ def scores_of(output: GenerationOutput) -> list[TokenScore]:
 
     Returns:
         One (token id, log-probability, [(token id, log-probability), ...]) for each token in `output.tokens`. The list
-        is
-        empty if the request asked for no alternatives.
+        is empty if the request asked for no alternatives.
     """
     top = output.top_logprobs or [[]] * len(output.tokens)
     return list(zip(output.tokens, output.logprobs, top, strict=True))

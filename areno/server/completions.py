@@ -218,8 +218,7 @@ class _Part:
 
         Returns:
             (new text that later tokens cannot change, the tokens that end in this text, number of characters before
-            these
-            tokens). The list is empty without `wants_scores`.
+            these tokens). The list is empty without `wants_scores`.
         """
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion

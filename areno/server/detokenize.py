@@ -238,8 +238,7 @@ class TokenTextCache:
 
         Returns:
             The token's text. A token that is part of a character is named by its bytes as "bytes:\xNN...". A token
-            whose name
-            is empty or taken is named "token_id:N". The notation is vLLM's.
+            whose name is empty or taken is named "token_id:N". The notation is vLLM's.
         """
         text, data = self.of(token, is_first)
         if PART_OF_A_CHARACTER in text:

@@ -138,8 +138,7 @@ def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
 
     Returns:
         "open" if the prompt ends with `<think>`, so that reasoning follows. "optional" if the template contains
-        `<think>`
-        and the prompt does not end with `</think>`. Otherwise "none".
+        `<think>` and the prompt does not end with `</think>`. Otherwise "none".
     """
     end = prompt.rstrip()
     if end.endswith(THINK):

@@ -224,8 +224,7 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
 
     Returns:
         ("none", "auto" or "required"; name of the function that must be called, or None for any function). A named
-        function
-        is "required". An absent field is "auto" with tools and "none" without tools.
+        function is "required". An absent field is "auto" with tools and "none" without tools.
 
     Raises:
         ApiError: With status 400 if the value is wrong or names an unknown function.

@@ -138,6 +138,7 @@ class LlamaJsonParser(ToolCallParser):
         """Find the next place at which a call may begin.
 
         This is an opening brace at the start of the answer, a `;` before a further call, or the tag `<|python_tag|>`.
+        Before a brace there is no tag, so the second index of the result is that of the brace itself.
 
         Args:
             text: All text so far.
@@ -146,9 +147,8 @@ class LlamaJsonParser(ToolCallParser):
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (start of the opening tag, index after it). Without a tag, (index from which the text may still become a
-            tag,
-            None).
+            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
+            text may be the beginning of a tag, None).
         """
         if is_fresh:
             start = after_space(text, at)

@@ -132,9 +132,8 @@ class ToolCallParser:
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (start of the opening tag, index after it). Without a tag, (index from which the text may still become a
-            tag,
-            None).
+            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
+            text may be the beginning of a tag, None).
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:

@@ -48,6 +48,8 @@ class PythonicParser(ToolCallParser):
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
         """Find the next place at which a list of calls may begin: a `[` at the start of the answer, or a tag.
 
+        A list without a tag gives the index of its `[` twice.
+
         Args:
             text: All text so far.
             at: Index of the first character to search.
@@ -55,9 +57,8 @@ class PythonicParser(ToolCallParser):
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (start of the opening tag, index after it). Without a tag, (index from which the text may still become a
-            tag,
-            None).
+            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
+            text may be the beginning of a tag, None).
         """
         if is_fresh and not after_call:
             at = after_space(text, at)

@@ -32,10 +32,10 @@ def after_space(text: str, at: int) -> int:
 
 
 def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
-    """Return the index at which the text ends in the beginning of a tag, or len(text) if it does not.
+    """Return the index from which the end of the text may be the beginning of a tag, or len(text) if it is not.
 
     Args:
-        text: Any text, without complete tags from `at` on.
+        text: Any text.
         tags: The tags.
         at: Index of the first character to look at.
     """
