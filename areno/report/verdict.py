@@ -280,7 +280,7 @@ def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _title(overrides: Mapping[str, str]) -> str:
-    """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, cut off after a few."""
+    """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, with at most 4 of them."""
     given = [f"{key}={value}" for key, value in overrides.items()]
     more = f" and {len(given) - _MOST_SETTINGS} more" if len(given) > _MOST_SETTINGS else ""
     return " ".join(given[:_MOST_SETTINGS]) + more

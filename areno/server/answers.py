@@ -143,6 +143,9 @@ def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> 
     Args:
         prompt: Fields about the prompt, such as `prompt_token_ids`.
         outputs: The finished samples, one for each choice.
+
+    Returns:
+        The fields of `prompt`, and `choices` with "index", "token_ids", "logprobs", "versions" and "finish_reason".
     """
     choices = [
         {

@@ -215,7 +215,7 @@ class _Chat:
         return answers.finish_reason(output)
 
     def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """Return the `usage` object of the answer."""
+        """Return the `usage` object for the finished samples of all choices."""
         n_completion = sum(len(output.tokens) for output in outputs)
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
@@ -304,7 +304,7 @@ class _Choice:
         return self._kept(self._message.feed(text))
 
     def finish(self) -> list[MessageDelta]:
-        """Return the deltas that were held back until the end of the completion."""
+        """Return the deltas that were held back because later text could have changed them. Call it at the end."""
         text = self._text.finish()
         if self._n_top is not None:
             self._add_texts(self._token_texts.finish(self._n_characters + len(text)))

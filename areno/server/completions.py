@@ -133,7 +133,7 @@ class _Completion:
         return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
 
     def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
-        """Return the answer as JSON."""
+        """Return the JSON of the answer. `found` has the finished samples of each prompt."""
         choices = []
         for number, outputs in enumerate(found):
             echo = self._echo(number) if self._request.echo else ("", [])
@@ -166,7 +166,7 @@ class _Completion:
         return {"index": index, "text": echo + text, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
-        """Return the `usage` object of the answer."""
+        """Return the `usage` object for the finished samples of each prompt."""
         n_prompt = sum(len(one.prompt) for one in self._sampled)
         n_new = sum(len(output.tokens) for outputs in found for output in outputs) if self._request.wants_new else 0
         return answers.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))

@@ -206,7 +206,7 @@ class Conversations:
     ):
         self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
         self._max_prompt_tokens = max_prompt_tokens
-        # Turns by the conversation that each ends, and prompts of first turns, which the samples of a prompt share.
+        # Key of a conversation -> the sampled turn that ends it, or the prompt of its first turn, shared by samples.
         self._cache = TokenCache(max_cached_tokens)
         self._pending: dict[Key, _PendingPrompt] = {}
         self._threads = threads or prompt_threads(tokenizer)

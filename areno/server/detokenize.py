@@ -50,7 +50,7 @@ class TextStream:
     ):
         self._tokenizer, self._hidden, self._stops = tokenizer, hidden, tuple(stops)
         self._tokens = self._end_of(before)
-        # The number of tokens whose text was returned, and the first token to decode, so that each call decodes few.
+        # The text of the first `_n_returned` tokens was returned. Each call decodes only the tokens from `_context` on.
         self._n_returned, self._context = len(self._tokens), 0
         self._tokens += partial
         self._held = ""  # text that may be the beginning of a stop string

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONTEXT_FULL = "context_length_exceeded"
-"""The code of a request whose prompt leaves no room for an answer."""
+"""Error code for a prompt that leaves no room for an answer."""
 
 _MAX_MESSAGE, _MAX_PARAM = 2000, 200  # characters
 

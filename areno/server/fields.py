@@ -185,7 +185,7 @@ class Fields:
 
 
 MAX_DEPTH = 128
-"""The most levels of nested lists and objects in a request, so that code that reads it may recurse."""
+"""Maximum nesting of lists and objects in a request, so that recursive functions can read the request."""
 _MAX_PARTS = 200_000  # values other than numbers for the scanner in C, during which no other thread can run
 _MAX_OBJECTS = 200_000  # lists and objects, all of which Python's garbage collector scans at once
 

@@ -21,7 +21,7 @@ from areno.server.parsers.reading import Schema
 __all__ = ["Constraint", "Grammar", "GrammarState", "Reasoning", "compile_grammar", "reasoning_after"]
 
 Reasoning = Literal["none", "open", "optional"]
-"""Reasoning before the answer: none, the rest of reasoning that the prompt opened, or optional reasoning."""
+"""Reasoning before the answer: none, the rest of the reasoning that the prompt has opened, or optional reasoning."""
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref.WeakKeyDictionary()
 

@@ -26,7 +26,7 @@ _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _KINDS = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 MAX_SCHEMA = 1_000_000
-"""The most characters of a schema, of all tools, or of the arguments of a call."""
+"""Maximum number of characters in a schema, in all tools, or in the arguments of a call."""
 _LONG_TEXT = 1000  # characters of a text that is hashed without JSON
 TOO_LARGE = f"has more than {MAX_SCHEMA:,} characters"
 
@@ -250,10 +250,10 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
     """Return a key for the conversation up to and including each message.
 
     Args:
-        messages: The conversation, in the form of `read_messages`.
+        messages: The conversation, as returned by `read_messages`.
 
     Returns:
-        One hash for each message. Equal keys mean equal messages.
+        One hash for each message. Two equal keys mean that all messages up to there are equal.
     """
     key, keys = "", []
     for message in messages:

@@ -34,7 +34,7 @@ MAX_MESSAGES = 10_000
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP = 1000  # characters of a stop string
 _MAX_DIGITS = 10  # of a token id
-# Settings of sampling that are numbers between two bounds are fields of requests, too. OpenAI's has a lower limit.
+# Each sampling setting that is a float with two bounds is also a field of requests. OpenAI limits temperature to 2.
 _NUMBERS = {
     name: (known.bounds["ge"], known.bounds["le"])
     for name, known in settings(SamplingConfig).items()

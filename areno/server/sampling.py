@@ -305,7 +305,11 @@ class Sampler:
         return sorted(found, key=lambda output: output.sample)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """Return the current state of the engine's decoders, as (name, help text, value) for /metrics."""
+        """Return the numbers of running, waiting and preempted samples for the page /metrics.
+
+        Returns:
+            (name, help text, value) of each gauge, summed over the engine's decoders.
+        """
         stats = self.engine.rollout_stats()
         return [
             ("areno_samples_running", "Samples in the batch.", sum(one.running for one in stats)),

@@ -1,6 +1,6 @@
-"""Run work and the server in threads of their own.
+"""Run CPU-heavy work and the server in threads of their own.
 
-`Threads` are worker threads for CPU-heavy work that would block an event loop, such as encoding a long prompt.
+`Threads` is a pool of worker threads for work that would block an event loop, such as encoding a long prompt.
 `ServerThread` runs an application in a thread with its own event loop, so that user code cannot block the server.
 """
 

@@ -77,10 +77,13 @@ def source_runs(
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Merge neighbouring runs of the same source and drop empty ones.
+    """Merge neighbouring runs with the same source, and drop empty runs.
 
     Args:
         runs: (source, number of tokens) of consecutive tokens.
+
+    Returns:
+        (source, number of tokens) of the same tokens.
     """
     found: Runs = []
     for source, n in runs:

@@ -14,7 +14,7 @@ from areno.errors import GrammarError
 from areno.server.parsers.reading import Schema, json_type, properties_of
 
 MAX_CHARACTERS = 2_000_000
-"""The most characters of a grammar. Larger ones take many seconds to compile."""
+"""Maximum number of characters in a grammar. Larger grammars take many seconds to compile."""
 
 # The form of `json.dumps` and the chat templates: a model has seen its own calls in this form.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

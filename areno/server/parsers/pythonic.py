@@ -33,7 +33,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Malformed(Exception):
-    """The text is not a list of calls."""
+    """Raised if the text is not a list of calls."""
 
 
 class PythonicParser(ToolCallParser):

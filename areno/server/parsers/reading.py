@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 Reading = Generator[None, None, Answer]
-"""A generator that yields while text is missing, and returns its answer."""
+"""A generator that yields while text has not arrived, and returns its result to `yield from`."""
 
 _JSON_PAIRS = {"}": "{", "]": "["}
 _JSON_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789truefalsenullE")
