@@ -81,7 +81,7 @@ class Completions:
 
 
 class _Completion:
-    """One request in progress.
+    """One request to /v1/completions in progress.
 
     Attributes:
         sampled: The engine's request for each prompt, in the order of the prompts.

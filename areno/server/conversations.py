@@ -314,7 +314,10 @@ class Conversations:
         return self._cached(await self._threads.run(work), messages)
 
     def _build(self, draft: _Draft | None, *arguments: Any) -> Prompt:
-        """Encode a draft in a thread and hash its tokens. None makes it from the arguments of `_draft`."""
+        """Encode a draft and hash its tokens. Runs in a thread.
+
+        If `draft` is None, `arguments` are those of `_draft`, which makes the draft first.
+        """
         prompt = self._encoded(draft or self._draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop
         return prompt

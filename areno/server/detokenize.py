@@ -72,7 +72,7 @@ class TextStream:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all tokens have been decoded, so that none waits for the rest of its character."""
+        """Whether all tokens have been decoded, so that no token waits for the rest of its character."""
         return self._n_returned == len(self._tokens)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:

@@ -70,7 +70,7 @@ class Fields:
             maximum: Largest allowed value.
 
         Raises:
-            ApiError: With status 400 if the field has another value.
+            ApiError: With status 400 if the field is not such a number.
         """
         value = self.take(field)
         if value is None:
@@ -88,7 +88,7 @@ class Fields:
             maximum: Largest allowed value.
 
         Raises:
-            ApiError: With status 400 if the field has another value.
+            ApiError: With status 400 if the field is not such a number.
         """
         value = self.take(field)
         if value is None:
@@ -107,7 +107,7 @@ class Fields:
             default: Value if the field is absent.
 
         Raises:
-            ApiError: With status 400 if the field has another value.
+            ApiError: With status 400 if the field is not a boolean.
         """
         value = self.take(field)
         if value is not None and not isinstance(value, bool):
@@ -140,7 +140,7 @@ class Fields:
             choices: The allowed strings.
 
         Raises:
-            ApiError: With status 400 if the field has another value.
+            ApiError: With status 400 if the field is not among the choices.
         """
         value = self.text(field)
         if value is not None and value not in choices:
@@ -155,7 +155,7 @@ class Fields:
             max_items: Maximum length of the list. The elements are not checked.
 
         Raises:
-            ApiError: With status 400 if the field has another value.
+            ApiError: With status 400 if the field is not a list or is too long.
         """
         value = self.take(field)
         if value is None:

@@ -263,7 +263,7 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def form_key(tools: Any, template: Any) -> str:
-    """Return a key for the tools and the template variables of a prompt, or "" if it has none of them.
+    """Return a key for the tools and the template variables of a prompt. It is "" without tools and variables.
 
     Args:
         tools: Tools in OpenAI's form, or None.

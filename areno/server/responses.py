@@ -72,7 +72,10 @@ class TurnTokens:
 
 
 def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
-    """Return a field that must be a list of `n` numbers. `n` None allows any length but 0."""
+    """Return a field that must be a list of numbers whose types are in `kinds`.
+
+    The list must have `n` elements, or at least one if `n` is None.
+    """
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
         raise BadTrajectory(f"{name} is {show(numbers)}; a list of numbers is expected")
@@ -85,7 +88,10 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
 
 
 def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
-    """Return a field that must be a list of `n` whole numbers from 0 to `maximum`. None allows any `n` but 0."""
+    """Return a field that must be a list of whole numbers from 0 to `maximum`.
+
+    The list must have `n` elements, or at least one if `n` is None.
+    """
     numbers = _numbers(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
         wrong = min(numbers) if min(numbers) < 0 else max(numbers)

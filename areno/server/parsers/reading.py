@@ -167,7 +167,7 @@ def load_json(text: str) -> Any:
     """Parse a JSON text.
 
     Args:
-        text: The text.
+        text: Text of one JSON value.
 
     Raises:
         ValueError: If the text is not JSON, has NaN or infinity, or is nested too deeply.
