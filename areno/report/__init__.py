@@ -1,1 +1,1 @@
-"""Reports and tables of runs."""
+"""Reports, tables and replays of runs."""

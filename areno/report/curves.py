@@ -1,4 +1,4 @@
-"""The curves of a report: their order, their headings, and the units of scalars."""
+"""The charts of a report: their order, their headings, and the units of scalars."""
 
 from __future__ import annotations
 
@@ -47,7 +47,13 @@ _COUNTS = ("tokens/s", "tokens", "samples", "prompts", "updates")
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a scalar. For an unknown scalar, this is the last part of its name in words."""
+    """Return the unit of a scalar, such as "tokens" for "rollout/response_len_mean".
+
+    The unit of an unknown scalar is the last part of its name in words.
+
+    Args:
+        name: Name of the scalar.
+    """
     for unit, patterns in _UNITS.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return unit
@@ -55,7 +61,11 @@ def unit_of(name: str) -> str:
 
 
 def is_count(unit: str) -> bool:
-    """Return whether numbers of this unit are counts, which are shown as 15k, for example."""
+    """Return whether values in a unit are counts, which are shown as 15k, for example.
+
+    Args:
+        unit: A unit from `unit_of`.
+    """
     return unit in _COUNTS
 
 
@@ -64,12 +74,12 @@ MOST_POINTS = 4_000  # of one curve; more than a screen can show
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """One chart of a report.
 
     Attributes:
-        title: Its title.
-        names: The scalars that it shows.
-        stacked: Whether the scalars are stacked, as parts of a sum.
+        title: Title above the chart.
+        names: Names of the scalars in the chart, which share one unit.
+        stacked: Whether the curves are stacked, because the scalars are parts of a sum.
     """
 
     title: str
@@ -83,7 +93,7 @@ class Chart:
 
     @property
     def counts(self) -> bool:
-        """Whether the numbers are counts, see is_count."""
+        """Whether the values are counts, which are shown as 15k, for example."""
         return is_count(self.unit)
 
 
@@ -119,14 +129,18 @@ _TIMES, _WHOLE_TIME = "time/", "time/step"
 
 
 def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
-    """Return heading -> charts.
+    """Group recorded scalars into charts, and charts under headings.
 
-    Scalars without a chart of their own are under "More". For one run, the phases of a step are stacked. Several runs
-    are compared by the time of the whole step, since stacks cannot be drawn over each other.
+    Each scalar without a predefined chart gets its own chart under the heading "More". For one run, the phases of a
+    step are stacked in one chart. For several runs, the chart has only the time of the whole step, because stacks
+    cannot be drawn over each other.
 
     Args:
-        names: The scalars that the runs have recorded.
-        n_runs: The number of runs.
+        names: Names of the scalars that the runs have recorded.
+        n_runs: Number of runs in the report.
+
+    Returns:
+        Heading -> charts, in the order of the page. A chart has only recorded scalars.
     """
     there = set(names)
     phases = tuple(sorted(name for name in there if name.startswith(_TIMES) and name != _WHOLE_TIME))
@@ -145,15 +159,18 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """Reduce a curve to about `most` points. Each interval of steps keeps its minimum and maximum, so no peak is lost.
+    """Reduce a curve to about `most` points.
+
+    The curve is cut into intervals of steps, and the minimum and maximum of each interval are kept, so no peak is lost.
 
     Args:
-        steps: Steps of the curve.
-        values: Its values. NaN stands for a value that was not finite; it is kept if its interval has no other value.
-        most: The number of points.
+        steps: Steps of the curve, ascending.
+        values: Value at each step. NaN stands for a value that was not finite. It is kept only if its interval has no
+            finite value.
+        most: Approximate number of points to keep. A curve with no more points is returned unchanged.
 
     Returns:
-        The steps and values of the kept points.
+        The steps and the values of the kept points.
     """
     if len(steps) <= most:
         return list(steps), list(values)

@@ -1,6 +1,6 @@
-"""The report of runs: one HTML page that needs no network and no other file.
+"""Write the report of runs: one HTML page that needs no network and no other file.
 
-`contents` collects the data of the page, and `write_report` writes the page.
+`contents` collects the data of the page, `render` makes the HTML, and `write_report` does both and writes the file.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
 
     Args:
         runs: The runs.
-        sample_bytes: The most bytes that the compressed samples of all runs take in the page.
+        sample_bytes: Maximum size of the compressed samples of all runs in the page, in bytes.
 
     Returns:
-        A dictionary with these keys. "title": the title of the page. "runs": for each run "name", "path", "status",
-        "steps", "duration", "versions", "settings", "overrides", "series" and "samples". "verdict": see verdict.
-        "headlines": for each main number "name", "title", "unit", "counts" and, by run, [first, best, last, step of the
-        best]. "charts": heading -> charts with "title", "names", "stacked", "unit" and "counts". "constant": scalars
-        with one value in all steps. "differences": setting -> its value in each run.
+        A dictionary with these keys.
+        "title": title of the page.
+        "runs": for each run "name", "path", "status", "steps", "duration", "versions", "settings", "overrides",
+        "series" and "samples".
+        "verdict": result of `verdict`.
+        "headlines": for each main scalar "name", "title", "unit", "counts" and "runs", a list with [first value, best
+        value, last value, step of the best value] or None for each run.
+        "charts": heading -> charts, each with "title", "names", "stacked", "unit" and "counts".
+        "constant": scalar -> value, for scalars that have one value in all steps of all runs.
+        "differences": setting -> its value in each run, for settings that differ.
     """
     names = run_names(runs)
     metrics = [run.metrics() for run in runs]
@@ -77,7 +82,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
 
 
 def _title(runs: Sequence[RunReader]) -> str:
-    """`experiment/trial` of a run or a sweep, with the number of runs if there are several."""
+    """Return `experiment/trial` of the run or sweep, and the number of runs if there are several."""
     folders = {run.sweep or run.path for run in runs}
     of = "/".join(folders.pop().absolute().parts[-2:]) if len(folders) == 1 else ""
     several = f"{len(runs)} runs" if len(runs) > 1 else ""
@@ -85,7 +90,7 @@ def _title(runs: Sequence[RunReader]) -> str:
 
 
 def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """Return the charts, and the values of scalars that are constant over all steps of all runs."""
+    """Return the charts, and scalar -> value for scalars that are constant over all steps of all runs."""
     values: dict[str, list[float]] = {}
     for of_run in metrics:
         for name, series in of_run.items():
@@ -99,7 +104,7 @@ def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Char
 
 
 def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
-    """Return one row for each number, with the values of all runs."""
+    """Return one row for each main scalar, with the first, best and last value of each run."""
     found = [headlines(of_run) for of_run in metrics]
     rows = []
     for name, (title, _) in NAMES.items():
@@ -118,16 +123,16 @@ def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
 def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
     """Return the samples of a run as gzipped JSON in base64.
 
-    If they do not fit, the values of single tokens are left out first. Then whole steps are left out at equal
-    distances, but never the first and the last.
+    If the samples do not fit, the per-token values are left out first. Then whole steps are left out at equal
+    distances, except for the first and the last step.
 
     Args:
         run: The run.
-        most_bytes: The most bytes of the result.
+        most_bytes: Maximum size of the result in bytes.
 
     Returns:
-        {"index": a line for each sample, "steps": {step: its samples in full}, "left_out": a sentence about samples
-        that did not fit, or ""}.
+        {"index": packed list with the values of each sample that the table shows, "steps": {step: its packed samples},
+        "left_out": sentence about the samples that did not fit, or ""}.
     """
     steps = run.sampled_steps()
     if not steps:
@@ -159,7 +164,10 @@ def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
 
 
 def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Return as many steps as fit in `most_bytes`, at equal distances, with the first and the last."""
+    """Return as many steps as fit in `most_bytes`, at equal distances, with the first and the last step.
+
+    `sizes` is the size of each step in bytes. The result is empty if not even two steps fit.
+    """
     for stride in range(1, len(steps) + 1):
         kept = [*steps[:-1:stride], steps[-1]]
         if _total(sizes, kept) <= most_bytes:
@@ -168,9 +176,10 @@ def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> 
 
 
 def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
-    """Return step, number in the step, group, the values of _INDEX, the task, and the beginning of the completion.
+    """Return the values that the table of samples shows for one sample.
 
-    Without a task, the end of the prompt is shown, since examples come before the question.
+    These are step, number in the step, group, the fields in _INDEX, the beginning of the task, and the beginning of the
+    completion. Without a task, the end of the prompt is shown, because few-shot examples come before the question.
     """
     task = task_of(sample)
     return [
@@ -184,7 +193,14 @@ def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
 
 
 def task_of(sample: Mapping[str, Any]) -> str:
-    """Return the task of a sample without its chat template, or the first user message of an agent's sample."""
+    """Return the task of a recorded sample without its chat template.
+
+    Args:
+        sample: A recorded sample.
+
+    Returns:
+        The first user message if the sample is an agent's, otherwise the field `task`. "" if it has neither.
+    """
     try:
         messages = sample["trajectory"]["turns"][0]["messages"]
         content = next(message["content"] for message in messages if message["role"] == "user")
@@ -201,7 +217,11 @@ def task_of(sample: Mapping[str, Any]) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities by None, since the JSON of other programs has no NaN."""
+    """Return a copy of a JSON value with None in place of NaN and infinities, which JSON does not allow.
+
+    Args:
+        value: A JSON value, searched at any depth.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -210,7 +230,11 @@ def without_nan(value: Any) -> Any:
 
 
 def pack(value: Any) -> str:
-    """Return a value as gzipped JSON in base64. The page unpacks it with the DecompressionStream of the browser."""
+    """Return a value as gzipped JSON in base64. The page unpacks it with the browser's DecompressionStream.
+
+    Args:
+        value: A JSON value. Objects that JSON cannot express become their `str`.
+    """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
@@ -220,14 +244,17 @@ _SCRIPTS = ("elements", "summary", "curves", "samples", "settings", "printing", 
 
 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
-    """Write the report of runs to an HTML file and return its path. A file of this name is replaced.
+    """Write the report of runs to an HTML file. An existing file is replaced.
 
     Args:
-        runs: Folders of runs.
-        path: The HTML file.
+        runs: Folders of the runs.
+        path: Path of the HTML file.
+
+    Returns:
+        The path, with ~ expanded.
 
     Raises:
-        ArenoError: A folder is not that of a run, plotly is missing, or the file cannot be written.
+        ArenoError: If a folder does not contain a run, plotly is not installed, or the file cannot be written.
     """
     if not runs:
         raise ArenoError("a report needs the folder of at least one run")
@@ -246,7 +273,14 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the HTML of the data that `contents` returns."""
+    """Return the HTML of the page.
+
+    Args:
+        data: The data that `contents` returns.
+
+    Raises:
+        ArenoError: If plotly is not installed.
+    """
     names = ", ".join(run["name"] for run in data["runs"])
     parts = {
         "TITLE": html.escape(f"areno: {names}"),
@@ -262,7 +296,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def _inside_script(value: Any) -> str:
-    """Return JSON for a script element. No text in it can end the element."""
+    """Return a value as JSON for a script element. "<" is escaped, so that no text can end the element."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str).replace("<", "\\u003c")
 
 

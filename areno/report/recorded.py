@@ -1,7 +1,7 @@
-"""Reads a recorded sample, a line of rollouts/<step>.jsonl, and makes a row of tokens of it.
+"""Convert a recorded sample, a line of rollouts/<step>.jsonl, to a row of tokens.
 
 A run may come from another machine or be damaged, so `check_sample` checks each field first. `recorded_row` takes the
-token ids of the sample, or encodes its text if no ids are recorded.
+token ids of the sample, or encodes its text if no token ids are recorded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MOST = 2**31  # limit of token ids, weight versions and lengths
 
 
 def check_sample(sample: Mapping[str, Any], number: int) -> None:
-    """Check the fields of a sample that areno reads.
+    """Check the fields of a recorded sample that areno reads.
 
     Args:
         sample: The sample.
-        number: Its number in the step, for messages.
+        number: Number of the sample in its step, for error messages.
 
     Raises:
-        ArenoError: A field has another type or length than expected.
+        ArenoError: If a field has another type or length than expected.
     """
     _check(sample, _FORMS, f"sample {number}")
     trajectory = sample.get("trajectory")
@@ -100,16 +100,18 @@ _ROW_FORMS = {"tokens": _COUNTS, "sources": _RUNS, "trained": _RUNS, "logprobs":
 
 @dataclass(kw_only=True)
 class RecordedRow:
-    """The row of a recorded sample. Arrays have the shape (n_tokens,); NaN stands for values that are not recorded.
+    """The tokens of a recorded sample with their recorded values.
+
+    Arrays have the shape (n_tokens,). NaN stands for a value that is not recorded.
 
     Attributes:
         tokens: Token ids of prompt and completion.
-        trained: Whether the token was trained, bool.
-        logprobs: Log-probabilities of the rollout, under the policy that sampled the token.
-        train_logprobs: Log-probabilities of the training pass, under the policy before the update.
-        advantages: Advantages of the trained tokens.
-        versions: The oldest and the newest version of the weights that sampled the tokens; None if not recorded.
-        missing: Descriptions of values that are not recorded.
+        trained: Whether each token was trained, bool.
+        logprobs: Log-probabilities from the rollout, under the policy that sampled the token, float64.
+        train_logprobs: Log-probabilities from the training pass, under the policy before the update, float64.
+        advantages: Advantages of the trained tokens, float64.
+        versions: Oldest and newest version of the weights that sampled the tokens. None if not recorded.
+        missing: Descriptions of the values that are not recorded, for the user.
     """
 
     tokens: list[int]
@@ -122,15 +124,15 @@ class RecordedRow:
 
 
 def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> RecordedRow:
-    """Return the row of a recorded sample.
+    """Return the row of tokens of a recorded sample.
 
     Args:
-        sample: The sample, checked by check_sample.
-        tokenizer: Encodes the text if no token ids are recorded.
-        number: Which row of an agent's trajectory, from 0.
+        sample: The sample, checked by `check_sample`.
+        tokenizer: Tokenizer of transformers, which encodes the text if no token ids are recorded.
+        number: Index of the row in an agent's trajectory, from 0. Other samples have only row 0.
 
     Raises:
-        ArenoError: The sample has no tokens, or no row of this number.
+        ArenoError: If the sample has no tokens, or no row with this index.
     """
     if sample.get("trajectory") is not None:
         return _row_of_agent(sample, number)
@@ -198,7 +200,7 @@ def _text(sample: Mapping[str, Any], name: str) -> str:
 
 
 def _ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:
-    """Return the token ids under the first of these names that has some; None without."""
+    """Return the token ids of the first field in `names` that has token ids, or None if no field has any."""
     for name in names:
         value = sample.get(name)
         if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
@@ -212,7 +214,10 @@ def _note_length(missing: list[str], what: str, found: int, recorded: int | None
 
 
 def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
-    """Set an array at `places` from recorded values. If the numbers differ, add a text to `row.missing`."""
+    """Set the array `name` at `places` (a bool mask) to recorded values, of which None becomes NaN.
+
+    If the number of values does not match the mask, add a description to `row.missing` instead.
+    """
     if values is None:
         return
     if len(values) != places.sum():
@@ -222,7 +227,10 @@ def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[floa
 
 
 def _bounds(versions: Any) -> tuple[int, int] | None:
-    """Return the oldest and the newest version. versions: one per token, or pairs (version, number of tokens)."""
+    """Return the oldest and the newest weight version, or None without versions.
+
+    `versions` has one version for each token, or (version, number of tokens) pairs.
+    """
     if not versions:
         return None
     plain = [version[0] if isinstance(version, list) else version for version in versions]

@@ -1,4 +1,4 @@
-"""Computes a recorded sample again under a checkpoint: log-probabilities, loss and gradient of each token."""
+"""Recompute a recorded sample under a checkpoint: log-probabilities, loss and gradient of each token."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 def attribute_loss(
     loss_fn: LossFn, row: TrainSequence, logprobs: Sequence[float]
 ) -> tuple[float, np.ndarray | None, np.ndarray]:
-    """Compute the loss of a step that has one row, and the part of each token in it.
+    """Compute the loss of a step with a single row, and the contribution of each token to it.
 
-    A policy loss is linear in the weights of tokens (`DataPack.weights`). So the part of a token is the derivative by
-    its weight times the weight, and the parts add up to the policy term of the loss.
+    A policy loss is linear in the token weights (`DataPack.weights`). So the contribution of a token is the derivative
+    of the loss with respect to its weight, times the weight. The contributions add up to the policy term of the loss.
 
     Args:
         loss_fn: The loss function.
-        row: The row, of n tokens.
+        row: The row, with n tokens.
         logprobs: Log-probabilities of all tokens under the model, (n,).
 
     Returns:
-        The loss. The part of each token, (n,), or None if the loss does not use weights. The gradient of the loss by
-        each log-probability, (n,): negative if training makes the token more likely, 0 if it is clipped or not trained.
+        (loss, contributions, gradient). The contributions are a float32 array (n,), or None if the loss does not use
+        token weights. The gradient of the loss with respect to each log-probability is a float32 array (n,). It is
+        negative if training makes the token more likely, and 0 if the token is clipped or not trained.
     """
     pack, given = pack_of([row]), torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
     weights = torch.ones_like(given) if pack.weights is None else pack.weights.clone()
@@ -53,17 +54,17 @@ def attribute_loss(
 
 @dataclass(kw_only=True)
 class Token:
-    """One token of a replayed sample. Unknown numbers are None.
+    """One token of a replayed sample. An unknown value is None.
 
     Attributes:
         token: Token id.
-        text: Its text.
-        trained: Whether it was trained.
+        text: Text of the token.
+        trained: Whether the token was trained.
         then: Log-probability in the rollout.
-        now: Log-probability under the checkpoint.
-        advantage: Its advantage.
-        loss: Its part in the loss, see attribute_loss.
-        gradient: Gradient of the loss by its log-probability.
+        now: Log-probability under the checkpoint. None for the first token.
+        advantage: Advantage of the token. None if the token was not trained.
+        loss: Contribution of the token to the loss, see `attribute_loss`.
+        gradient: Gradient of the loss with respect to the token's log-probability.
     """
 
     token: int
@@ -77,22 +78,23 @@ class Token:
 
     @property
     def difference(self) -> float | None:
-        """The logarithm of the importance ratio, now - then."""
+        """Logarithm of the importance ratio, `now` - `then`. None if either value is unknown."""
         return None if self.then is None or self.now is None else self.now - self.then
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """A replayed sample.
+    """A recorded sample, recomputed under a checkpoint.
 
     Attributes:
         sample: The recorded sample.
         checkpoint: Folder of the checkpoint.
-        checkpoint_step: Step after which it was written; None for a folder outside of the run.
+        checkpoint_step: Step after which the checkpoint was written. 0 for the model that the run began with, None for
+            a folder outside of the run.
         tokens: The tokens of the row.
-        versions: The oldest and the newest version of the weights that sampled the tokens.
-        loss: Loss of a step that has this sample alone.
-        missing: Descriptions of values that are not known.
+        versions: Oldest and newest version of the weights that sampled the tokens. None if not recorded.
+        loss: Loss of a step with this sample alone. None if it cannot be computed.
+        missing: Descriptions of the unknown values, for the user.
     """
 
     sample: Mapping[str, Any]
@@ -107,19 +109,22 @@ class Replay:
 def replay(
     run: RunReader, step: int, number: int, *, checkpoint: str | None = None, row: int = 0, device: str = "auto"
 ) -> Replay:
-    """Compute a recorded sample again.
+    """Recompute a recorded sample under a checkpoint.
 
     Args:
         run: The run.
-        step: The step that sampled it.
-        number: Its number in the step, from 0.
-        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint nearest to the weights
-            that sampled it.
-        row: The row of an agent's sample, from 0.
+        step: Training step whose recorded samples contain the sample.
+        number: Number of the sample in the step, from 0.
+        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint whose step is nearest to
+            the weights that sampled the sample.
+        row: Index of the row of an agent's sample, from 0.
         device: "auto", "cpu" or "cuda".
 
+    Returns:
+        The tokens of the sample with their values, and the loss.
+
     Raises:
-        ArenoError: There is no such sample or checkpoint, or the run samples nothing.
+        ArenoError: If there is no such sample or checkpoint, or the algorithm of the run does not sample.
     """
     samples = run.samples(step)
     if not 0 <= number < len(samples):
@@ -154,15 +159,19 @@ def replay(
 
 
 def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Path, int | None]:
-    """Return the folder of a checkpoint and its step; 0 for the model that the run began with.
+    """Return the folder and the step of the checkpoint under which a sample is replayed.
 
     Args:
         run: The run.
-        step: The step that sampled the sample.
-        wanted: The checkpoint that the user has named, see replay.
+        step: Training step whose recorded samples contain the sample.
+        wanted: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint whose step is nearest to
+            `step` - 1, whose weights sampled the sample.
+
+    Returns:
+        (folder, step). The step is 0 for the model that the run began with, and None for a folder outside of the run.
 
     Raises:
-        ArenoError: There is no such checkpoint.
+        ArenoError: If there is no such checkpoint.
     """
     there = run.checkpoints()
     if wanted is None:
@@ -186,7 +195,10 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
 
 
 def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> tuple[Any, Algorithm]:
-    """Return the configuration of the run, with the checkpoint as its model, and its algorithm."""
+    """Return the run's configuration with the checkpoint as its actor model, and its algorithm.
+
+    If the reference model is unknown, a description is added to `missing`.
+    """
     from areno.launch.compose import load, told_version
 
     algorithm = algorithm_of(run.path)
@@ -213,7 +225,7 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
 def _logprobs(
     plan: TrainerPlan, config: PolicyExperimentConfig, tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the log-probabilities of all tokens under the checkpoint, and under the reference if there is one."""
+    """Return the log-probabilities of all tokens under the checkpoint, and under the reference model or None."""
     from areno.engine.engine import Engine
 
     with Engine(plan.spec.frozen(), plan.workers) as engine:
@@ -246,7 +258,10 @@ def _compute_advantage(
     algorithm: Algorithm,
     missing: list[str],
 ) -> None:
-    """Compute the advantage of the sample from the recorded rewards of its step, if the settings allow it."""
+    """Compute the advantage of the sample from the recorded rewards of its step, if the settings allow it.
+
+    Set `row.advantages`, or add to `missing` why the advantage is unknown.
+    """
     own = algorithm.advantage_fn is not None  # which may read any field of the rows
     if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:
         missing.append("the advantage, which needs more than the rewards")
@@ -264,7 +279,7 @@ def _compute_advantage(
 
 
 def _scored(sample: Mapping[str, Any]) -> ScoredSample:
-    """Return a sample with the fields that the shaping of rewards reads."""
+    """Return a recorded sample as a ScoredSample with only the fields that reward shaping reads."""
     return ScoredSample(
         item=PromptItem(prompt="", text="", tokens=[]),
         sequence=RolloutSequence(resp_tokens=[0] * (sample.get("response_tokens") or 0), resp_logprobs=[]),
@@ -283,7 +298,11 @@ def _add_loss(
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
-    """Add the loss and the gradient of each token. step: the step that trained on the sample."""
+    """Add the loss to `found`, and the contribution and gradient to each of its tokens.
+
+    `step` is the step that trained on the sample. `now` and `ref` are the log-probabilities of all tokens under the
+    checkpoint and the reference model.
+    """
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(
         prompt_mask=~recorded.trained,

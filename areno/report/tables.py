@@ -1,4 +1,4 @@
-"""Tables in a terminal: runs (`areno runs`, `areno compare`) and rewards of samples (`areno reward`)."""
+"""Tables for the terminal: runs (`areno runs`, `areno compare`) and rewards of samples (`areno reward`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ _COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
 
 
 def runs_table(root: str | Path) -> Table:
-    """Return a table of the runs below a folder. Raises ArenoError if there is none."""
+    """Return a table of the runs in a folder and its subfolders.
+
+    Args:
+        root: The folder.
+
+    Raises:
+        ArenoError: If there is no run in the folder.
+    """
     runs = list_runs(root)
     if not runs:
         raise ArenoError("there is no run below {}; the setting cluster.fileroot says where runs are", root)
@@ -42,13 +49,13 @@ def _row(run: RunReader) -> list[str]:
 
 
 def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
-    """Return tables of the settings and versions in which runs differ, and of their results.
+    """Return tables of the settings and package versions that differ between runs, and of the results.
 
     Args:
-        paths: Folders of runs.
+        paths: Folders of the runs.
 
     Raises:
-        ArenoError: A folder is not that of a run.
+        ArenoError: If a folder does not contain a run.
     """
     runs = [RunReader(path) for path in paths]
     names = run_names(runs)
@@ -80,12 +87,20 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
 
 
 def right(title: str) -> Column:
-    """Return the heading of a right-aligned column."""
+    """Return a right-aligned column for a table of rich.
+
+    Args:
+        title: Heading of the column.
+    """
     return Column(title, justify="right")
 
 
 def cell(value: Any) -> str:
-    """Return the text of a value in a table: numbers with four digits, `-` for None."""
+    """Return the text of a value in a table: floats with four significant digits, `-` for None.
+
+    Args:
+        value: Any value.
+    """
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
@@ -99,13 +114,13 @@ def _part_names(outcomes: Sequence[Any]) -> list[str]:
 
 
 def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> table.Table:
-    """Return a table of the first samples: reward, parts of the reward, the recorded reward, and completion.
+    """Return a table of the first samples: reward, parts of the reward, recorded reward and completion.
 
     Args:
         rows: The recorded samples, with their recorded rewards.
         records: The same samples in the form that reward functions get.
-        outcomes: The new rewards.
-        most: How many samples are shown.
+        outcomes: The result of scoring each sample again.
+        most: Maximum number of samples in the table.
     """
     names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
     shown = table.Table(box=box.SIMPLE)
@@ -122,13 +137,17 @@ def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequenc
 
 
 def _recorded(row: Mapping[str, Any]) -> float | None:
-    """Return the recorded reward of a row; None if it has no such number."""
+    """Return the recorded reward of a sample, or None if it has no finite reward."""
     value = row.get("reward")
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
 
 
 def summary_table(outcomes: Sequence[Any]) -> table.Table:
-    """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each part."""
+    """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each part.
+
+    Args:
+        outcomes: The result of scoring each sample. Samples without a reward do not count.
+    """
     shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
     values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}
     for name in _part_names(outcomes):
@@ -140,7 +159,15 @@ def summary_table(outcomes: Sequence[Any]) -> table.Table:
 
 
 def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
-    """Yield sentences: how many rewards are at least 1, and how many differ from the recorded rewards."""
+    """Yield one or two sentences that summarise the rewards.
+
+    The first has the number of rewards that are at least 1. The second has the number of rewards that differ from the
+    recorded rewards, if any are recorded.
+
+    Args:
+        rows: The recorded samples.
+        outcomes: The result of scoring each sample again.
+    """
     right = sum(each.value is not None and each.value >= 1.0 - 1e-6 for each in outcomes)
     yield f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)"
     pairs = [(_recorded(row), each.value) for row, each in zip(rows, outcomes, strict=True)]
@@ -154,7 +181,11 @@ _WIDE = 250  # columns without a terminal, such as in a pipe, so that each run h
 
 
 def show(*tables: Any) -> None:
-    """Print tables of rich in the width of the terminal."""
+    """Print tables of rich in the width of the terminal, or 250 columns wide if the output is not a terminal.
+
+    Args:
+        *tables: Tables or texts of rich.
+    """
     from rich.console import Console
 
     console = Console()

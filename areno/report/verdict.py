@@ -1,4 +1,4 @@
-"""Compares runs: the settings in which they differ, their best numbers, and the verdict at the top of a report.
+"""Compare runs: the settings in which they differ, their best results, and the verdict at the top of a report.
 
 The verdict says which setting is best, by how much, and how large the standard deviation over its seeds is.
 """
@@ -25,9 +25,15 @@ RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of eq
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return setting -> its values in all configurations, for the settings whose values differ.
+    """Return setting -> its value in each configuration, for the settings whose values differ.
 
-    A setting that a configuration lacks is None. The names of the runs do not count.
+    The settings `trial_name` and `experiment_name` are left out.
+
+    Args:
+        configs: The settings of each run, nested.
+
+    Returns:
+        Dotted key -> one value for each configuration, None for a configuration without the setting.
     """
     settings = [flat(config) for config in configs]
     keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
@@ -36,13 +42,21 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def settings_today(run: RunReader) -> Mapping[str, Any]:
-    """Return the settings of a run under the names that they have today."""
+    """Return the settings of a run, with settings that have been renamed since under their current names.
+
+    Args:
+        run: The run. The settings of an unknown algorithm are returned as recorded.
+    """
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as are needed to tell the paths apart."""
+    """Return the last parts of each path, as many as distinguish the paths.
+
+    Args:
+        paths: Folders of runs.
+    """
     parts = [path.absolute().parts for path in paths]
     names = [str(path) for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
@@ -53,7 +67,13 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def run_names(runs: Sequence[RunReader]) -> list[str]:
-    """Return short names of runs. Runs of a sweep also get the overrides in which they differ, cut off if long."""
+    """Return a short name of each run.
+
+    The name of a run in a sweep also has the overrides in which the runs differ, cut off after 48 characters.
+
+    Args:
+        runs: The runs.
+    """
     names = short_names([run.path for run in runs])
     given = [set(run.overrides) for run in runs if run.sweep]
     common = set.intersection(*given) if given else set()
@@ -66,7 +86,7 @@ def run_names(runs: Sequence[RunReader]) -> list[str]:
 
 
 def _in_short(override: str) -> str:
-    """Shorten `actor.optimizer.lr=0.1` to `lr=0.1`, `train_dataset.path=/data/rows.jsonl` to `path=rows.jsonl`."""
+    """Shorten an override to the last part of its key and of a path, such as `a.path=/b/c.jsonl` to `path=c.jsonl`."""
     key, equals, value = override.partition("=")
     return key.rpartition(".")[2] + equals + value.rstrip("/").rpartition("/")[2]
 
@@ -82,15 +102,20 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
     Args:
         runs: The runs.
-        names: Their names.
-        metrics: Their metrics.
+        names: Name of each run.
+        metrics: The scalars of each run, by name.
 
     Returns:
-        A dictionary with these keys. "about": the comparison in words. "title", "value" and "std" of the best setting;
-        std is the sample standard deviation over seeds, or None. "spread": the meaning of std in words. "notes":
-        sentences. "places": settings with "title", "value", "std", "runs" and "values", best first. "best": the index
-        of the best run in `runs`. A single run has no places, and "scalar" names its main number. Without a result,
-        "value" and "best" are None.
+        A dictionary with these keys.
+        "about": the comparison in words.
+        "title", "value" and "std": title and result of the best setting, and the sample standard deviation of the
+        result over seeds or None.
+        "spread": the meaning of "std" in words.
+        "notes": sentences.
+        "places": the ranking of the settings, best first, each with "title", "value", "std", "runs" and "values".
+        "best": index of the best run in `runs`.
+        For a single run, "places" is empty, and "scalar" names its main scalar. Without a result, "value" and "best"
+        are None.
     """
     if len(runs) == 1:
         return _of_one(runs[0], names[0], metrics[0])
@@ -100,17 +125,23 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
 
 def best_of(metrics: Mapping[str, Series]) -> Headline | None:
-    """Return the number by which a run is judged, with its best value; None if the run has recorded none.
+    """Return the first, best and last value of the scalar by which a run is judged.
 
-    This is its evaluation or its reward. A run of SFT or DPO without evaluation has the loss or the accuracy of
-    training.
+    The scalar is a result of evaluation or the reward. A run of SFT or DPO without evaluation is judged by the accuracy
+    or the loss of training.
+
+    Args:
+        metrics: The scalars of the run, by name.
+
+    Returns:
+        The values, or None if the run has recorded no such scalar.
     """
     found = [line for line in headlines(metrics).values() if line.best is not None]
     return next(iter(found or headlines(metrics, _OF_TRAINING).values()), None)
 
 
 def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
-    """Return the verdict of a single run: its state, and how its main number has changed."""
+    """Return the verdict of a single run: its state, and how its main scalar has changed."""
     steps, taken = last_step(metrics), seconds(run)
     state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
     state = ", ".join(filter(None, (run.status(), state)))
@@ -130,7 +161,10 @@ def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[st
 
 
 def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
-    """Return the sweep of all runs, or None if they are not of one sweep; and sentences about its other runs."""
+    """Return the sweep to which all runs belong, and sentences about runs of it without a result.
+
+    The sweep is None if the runs do not belong to one sweep, or its sweep.json is damaged.
+    """
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
     if folder is None or folders or (content := read_if_exists(folder / "sweep.json")) is None:
@@ -148,7 +182,10 @@ def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
 
 
 def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, list[str]]:
-    """Return the sweep in the content of a sweep.json, and the names of its runs without a result."""
+    """Return the sweep described by the content of a sweep.json, and the names of its runs without a result.
+
+    `index` maps the name of each compared run to its index. Other runs are left out of the sweep.
+    """
     sweep = Sweep(folder, str(read["objective"]), "min" if read["mode"] == "min" else "max")
     missing = []
     for one in read["runs"]:
@@ -164,7 +201,10 @@ def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, l
 
 
 def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
-    """Return runs of any folders as a sweep over the settings in which they differ, by their main number."""
+    """Return runs of any folders as a sweep over the settings in which they differ.
+
+    The objective is the main scalar that most of the runs have recorded.
+    """
     choices = [(name, choose) for name, (_, choose) in NAMES.items() if choose] + [_FALLBACK]
     scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))
     what = " of the last evaluation" if scalar.startswith("eval/") else f", mean of the last {_LAST_STEPS} steps"
@@ -179,13 +219,16 @@ def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]])
 
 
 def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
-    """Return the last finite value of a scalar of evaluation, or the mean of the last ones of training."""
+    """Return the last finite value of an evaluation scalar, or the mean of the last 5 values of a training scalar.
+
+    The result is None without a finite value.
+    """
     finite = [value for value in metrics.get(scalar, Series([], [])).values if math.isfinite(value)]
     return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
 
 
 def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
-    """Return the verdict of several runs."""
+    """Return the verdict of several runs as plain data. `kind` begins its description, such as "a sweep of"."""
     better = "more" if sweep.mode == "max" else "less"
     places = _places(sweep, names)
     found: dict[str, Any] = {
@@ -214,7 +257,10 @@ def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -
 
 
 def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the settings of a sweep, averaged over seeds, best first. Without several seeds, return its runs."""
+    """Return the ranking of the settings of a sweep by their mean over seeds, best first.
+
+    If no setting has several seeds, return the ranking of the single runs.
+    """
     values = {one.number: one.objective for one in sweep.outcomes}
     found = [(one.overrides, one.mean, one.std, one.runs) for one in sweep.averages()]
     if not found:
@@ -234,14 +280,17 @@ def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _title(overrides: Mapping[str, str]) -> str:
-    """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, cut off after a few."""
+    """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, with at most 4 of them."""
     given = [f"{key}={value}" for key, value in overrides.items()]
     more = f" and {len(given) - _MOST_SETTINGS} more" if len(given) > _MOST_SETTINGS else ""
     return " ".join(given[:_MOST_SETTINGS]) + more
 
 
 def _lead(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Return the sentence that compares the winner with the next, and the difference with the spread over seeds."""
+    """Return the sentence that compares the best setting with the second.
+
+    If the settings have several seeds, it also compares their difference with the standard deviation over seeds.
+    """
     lead = abs(first["value"] - second["value"])
     if lead == 0:
         return f"Equal to {second['title']}."

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server over one engine: the proxy of a rollout session, and `areno serve`."""
+"""An OpenAI-compatible HTTP server over one engine. `areno serve` runs it, and so do training sessions with agents."""

@@ -23,13 +23,14 @@ ScoredText = tuple[TokenScore, TokenText]
 
 
 def scores_of(output: GenerationOutput) -> list[TokenScore]:
-    """Pair each completion token with its log-probability and its top log-probabilities.
+    """Pair each token of an output with its log-probability and its most likely alternatives.
 
     Args:
-        output: Any output of the engine.
+        output: A partial or finished output of the engine.
 
     Returns:
-        One (token id, log-probability, top log-probabilities) for each token of `output`.
+        One (token id, log-probability, [(token id, log-probability), ...]) for each token in `output.tokens`. The list
+        is empty if the request asked for no alternatives.
     """
     top = output.top_logprobs or [[]] * len(output.tokens)
     return list(zip(output.tokens, output.logprobs, top, strict=True))
@@ -53,9 +54,12 @@ def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
     """Return the `usage` object of an answer.
 
     Args:
-        n_prompt: Tokens of all prompts of the request.
-        n_completion: Sampled tokens of all choices.
-        n_cached: Prompt tokens whose keys and values came from the prefix cache.
+        n_prompt: Number of tokens in all prompts of the request.
+        n_completion: Number of sampled tokens in all choices.
+        n_cached: Number of prompt tokens whose keys and values came from the prefix cache.
+
+    Returns:
+        `prompt_tokens`, `completion_tokens`, `total_tokens` and `prompt_tokens_details`.
     """
     return {
         "prompt_tokens": n_prompt,
@@ -66,9 +70,10 @@ def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, Any]:
 
 
 def finish_reason(output: GenerationOutput) -> str:
-    """Return the API's finish reason: "stop" or "length".
+    """Return the finish reason in the API's terms: "stop" or "length".
 
-    A completion that ended because its grammar became too complex counts as cut off, so it is "length".
+    Every finish reason of the engine other than "stop" becomes "length". This includes "abort", with which a completion
+    ends when its grammar becomes too complex.
 
     Args:
         output: A finished sample.
@@ -80,8 +85,12 @@ def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[s
     """Return the `logprobs` object of a chat choice.
 
     Args:
-        texts: Texts of vocabulary tokens, for the alternatives at each position.
+        texts: Cache that gives the text and bytes of the alternative tokens.
         scores: Tokens of the choice with their log-probabilities and texts, in order.
+
+    Returns:
+        `content`, one entry for each token, and `refusal`, which is None. Log-probabilities below -9999 become
+        -9999.
     """
 
     def named(text: str, data: bytes, logprob: float) -> dict[str, Any]:
@@ -99,11 +108,14 @@ def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: in
     """Return the `logprobs` object of a choice of /v1/completions.
 
     Args:
-        texts: Texts of vocabulary tokens, for the alternatives at each position. Tokens with the same text get distinct
-            names, since the names are keys of an object.
+        texts: Cache that gives the text of the alternative tokens. Two tokens with the same text at one position get
+            distinct names, because the names are the keys of a JSON object.
         scores: Tokens with their log-probabilities and texts, in order.
-        n_top: Number of alternatives that the request asked for.
-        offset: Characters of the choice's text before the first token.
+        n_top: Number of alternatives that the request asked for. 0 makes `top_logprobs` null.
+        offset: Number of characters in the choice's text before the first token of `scores`.
+
+    Returns:
+        `tokens`, `token_logprobs`, `top_logprobs` and `text_offset`, each with one element for each token.
     """
     offsets, tops = list[int](), list[dict[str, float] | None]()
     for (token, logprob, top), token_text in scores:
@@ -131,6 +143,9 @@ def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> 
     Args:
         prompt: Fields about the prompt, such as `prompt_token_ids`.
         outputs: The finished samples, one for each choice.
+
+    Returns:
+        The fields of `prompt`, and `choices` with "index", "token_ids", "logprobs", "versions" and "finish_reason".
     """
     choices = [
         {
@@ -146,10 +161,10 @@ def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> 
 
 
 class TokenFieldWriter:
-    """Encode the `areno` entry of one choice as JSON while the choice is sampled.
+    """Incremental JSON encoder of one choice's entry in the extra field `areno`.
 
-    The result equals the entry that `token_field` builds at the end. Encoding piece by piece avoids a long pause when
-    many samples finish at once.
+    The result equals the entry that `token_field` builds at the end. Encoding the tokens while they are sampled avoids
+    a long pause when many samples finish at once.
     """
 
     _LISTS = (("token_ids", "tokens"), ("logprobs", "logprobs"), ("versions", "versions"))
@@ -162,7 +177,8 @@ class TokenFieldWriter:
         """Encode the tokens of an output that are not encoded yet.
 
         Args:
-            output: The next output of the engine. The last one repeats the whole completion.
+            output: The next output of the engine for this choice. A finished output has the whole completion, and only
+                its new tokens are encoded.
         """
         start = 0 if output.finish_reason is None else self._n_written
         numbers: list[Any] = []
@@ -175,8 +191,8 @@ class TokenFieldWriter:
         """Return the JSON object of the choice.
 
         Args:
-            index: Index of the choice.
-            reason: Finish reason, or None.
+            index: Index of the choice in the answer.
+            reason: Finish reason of the engine, or None for null.
         """
         lists = b"".join(b'"%b":[%b],' % (name.encode(), b",".join(parts)) for name, parts in self._pieces.items())
         return b'{"index":%d,%b"finish_reason":%b}' % (index, lists, to_json(reason))
@@ -187,18 +203,18 @@ def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[byte
 
     Args:
         body: All other fields of the answer.
-        prompt: JSON object of the fields about the prompt.
+        prompt: JSON object with the fields of `areno` about the prompt.
         choices: JSON object of each choice, from `TokenFieldWriter.text`.
     """
     return b'%b,"areno":%b,"choices":[%b]}}' % (to_json(body)[:-1], prompt[:-1], b",".join(choices))
 
 
 def tail(output: GenerationOutput, field: str, start: int) -> list[Any]:
-    """Return the values of a list or array field from position `start` on, as a list.
+    """Return the values of a per-token field from position `start` on, as a list.
 
     Args:
         output: An output of the engine.
-        field: Name of the field.
+        field: Name of a list or array field of `output`, such as "logprobs".
         start: First position. Only values from here on are converted to Python objects.
     """
     numbers = vars(output)[field][start:]
@@ -216,5 +232,8 @@ def event(data: dict[str, Any]) -> bytes:
 
     Args:
         data: JSON object of the event.
+
+    Returns:
+        The event as sent, `data: {...}` and an empty line.
     """
     return b"data: %b\n\n" % to_json(data)

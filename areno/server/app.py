@@ -46,16 +46,16 @@ _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 @dataclass(kw_only=True)
 class Server:
-    """The server behind the application: endpoints, sampler and access rules. Built by `build_server`.
+    """The OpenAI-compatible server: endpoints, sampler and access rules. `build_server` makes it.
 
     Attributes:
         chat: The endpoint /v1/chat/completions.
         completions: The endpoint /v1/completions.
         sampler: Sends requests to the engine, and keeps limits and metrics.
         models: Names that requests may give as `model`.
-        keys: API keys, any of which opens /v1. An empty list opens /v1 to everyone.
+        keys: API keys. A request to /v1 needs any of these keys. An empty list opens /v1 to everyone.
         defaults: Sampling parameters for fields that a request leaves out.
-        created: Start of the server, in seconds since the epoch.
+        created: Time at which the server started, in seconds since the epoch.
         threads: Worker threads that read large requests.
     """
 
@@ -73,7 +73,11 @@ class Server:
         self._is_shutting_down = False  # of the application that was made last
 
     def application(self) -> web.Application:
-        """Return a new aiohttp application. Run it with an AppRunner that has `handler_cancellation`."""
+        """Return a new aiohttp application with the routes of the server.
+
+        Run the application with `AppRunner(..., handler_cancellation=True)`, so that a request is aborted when its
+        client disconnects.
+        """
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
         app.on_shutdown.append(self._end_reading)
         self._is_shutting_down = False
@@ -91,7 +95,7 @@ class Server:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Check the key, turn errors into responses, and count the request."""
+        """Check the API key, turn exceptions into error responses, and count the request in the metrics."""
         metrics, path = self.sampler.metrics, request.match_info.route.resource
         metrics.in_flight += 1
         status = _CLIENT_GONE
@@ -156,24 +160,24 @@ class Server:
         return await self.threads.run(lambda: decompress(body, encoding, self.sampler.limits.max_body))
 
     async def _end_reading(self, app: web.Application) -> None:
-        """End the requests whose bodies are still arriving."""
+        """Cancel the handlers whose request bodies are still arriving. aiohttp calls this at shutdown."""
         self._is_shutting_down = True
         for task in self._reading:
             task.cancel()
 
     async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
-        """Read the body and apply `read` to it. A large body is read in a thread, so that the event loop stays free."""
+        """Return `read(body)` for the body of a request. A large body is read in a thread to free the event loop."""
         body = await self._body(request)
         return read(body) if len(body) <= _SMALL else await self.threads.run(lambda: read(body))
 
     def _chat_of(self, body: bytes) -> ChatRequest:
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
-        """Parse the body of a chat request."""
+        """Parse the body of a chat request. The result for a small body is cached."""
         return self._cached_chat_of(body) if len(body) <= _SMALL else self._parse_chat(body)
 
     @cached_property
     def _cached_chat_of(self) -> Callable[[bytes], ChatRequest]:
-        """The parser of small chat requests, with a cache."""
+        """The parser of chat requests, with an LRU cache from body to result."""
         return lru_cache(_MAX_CACHED_REQUESTS)(self._parse_chat)
 
     def _parse_chat(self, body: bytes) -> ChatRequest:
@@ -205,7 +209,7 @@ class Server:
         )
 
     def _model_object(self, name: str) -> dict[str, Any]:
-        """Return a model in the API's form."""
+        """Return the object of /v1/models that describes a model."""
         limits = self.sampler.request_limits
         max_len = min(limits.context_len, limits.kv_tokens)
         return {"id": name, "object": "model", "created": self.created, "owned_by": "areno", "max_model_len": max_len}
@@ -240,7 +244,7 @@ class Server:
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
         """Stream chunks as server-sent events.
 
-        An error before the first chunk is an HTTP error, a later one is an event.
+        An error before the first chunk becomes an HTTP error response. A later error becomes an event of the stream.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with aclosing(chunks) as stream:  # type: ignore[type-var]
@@ -259,12 +263,12 @@ class Server:
 
 
 async def _whole(answer: Awaitable[bytes]) -> web.Response:
-    """Return an answer that is not streamed."""
+    """Await the JSON of an answer that is not streamed, and return the HTTP response."""
     return web.Response(body=await answer, content_type="application/json", charset="utf-8")
 
 
 def _error_response(error: ApiError) -> web.Response:
-    """Return an error as a response."""
+    """Return the HTTP response for an error."""
     return web.json_response(error.body(), status=error.status)
 
 
@@ -288,13 +292,14 @@ def build_server(
         request_limits: Context length and KV-cache size of the rollout phase.
         tokenizer: Tokenizer of transformers, with the chat template.
         models: Names that requests may give as `model`.
-        keys: API keys, any of which opens /v1. An empty list opens /v1 to everyone.
+        keys: API keys. A request to /v1 needs any of these keys. An empty list opens /v1 to everyone.
         defaults: Sampling parameters for fields that a request leaves out.
         limits: Limits on requests and memory. None uses the defaults of `ServerLimits`.
-        seed: Seed for requests that set none.
+        seed: Seed for requests that set no seed.
         thinking: Value of `enable_thinking` for the chat template. None keeps the template's default.
-        session: Name of a training session, or None for a public server. In a session, answers carry their tokens, and
-            `tool_choice` forces nothing, because forced tokens are not the policy's.
+        session: Name of a training session, or None for a public server. In a session, answers carry their token ids
+            and log-probabilities in the extra field `areno`. `tool_choice` then forces nothing, because a forced token
+            is not sampled by the policy.
 
     Returns:
         The server, whose `application` can be run.

@@ -1,8 +1,8 @@
 """Serve /v1/chat/completions.
 
-`ChatCompletions.open` turns a checked request into a prompt of tokens and a request of the engine. The returned object
-then gives the answer, either whole (`answer`) or as streamed chunks (`chunks`). Each finished turn is cached, so that
-the next turn of the conversation continues from the same tokens.
+`ChatCompletions.open` turns a checked request into prompt tokens and a request of the engine. The returned object then
+samples the answer, either whole (`answer`) or as streamed chunks (`chunks`). Each finished turn is cached, so that the
+next turn of the conversation continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class ChatCompletions:
     Args:
         conversations: Builds prompts from messages and caches turns.
         sampler: Sends requests to the engine.
-        session: Name of a training session, which each answer repeats in its field `areno`. Trajectories are recognised
-            by it. None outside of training.
-        enforces_calls: Whether `tool_choice` "required" is enforced by a grammar. A training session turns it off: the
-            model is to learn calls, and tokens forced by a grammar are not the policy's.
+        session: Name of the training session, which each answer repeats in its field `areno`. The session recognises
+            the trajectories of its own server by this name. None for a public server.
+        enforces_calls: Whether a grammar enforces `tool_choice` "required". A training session passes False, because
+            tokens forced by a grammar are not sampled by the policy, and the model shall learn to call tools.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class ChatCompletions:
         self._special = special_ids(tokenizer, keep={*conversations.parser.tags, THINK, END_THINK})
 
     async def open(self, request: ChatRequest) -> _Chat:
-        """Build the prompt of a request and the engine's request.
+        """Build the prompt tokens and the engine's request for a chat request.
 
         Args:
             request: The checked request.
 
         Returns:
-            The request in progress, ready to be sampled.
+            The request in progress. Its `answer` or `chunks` samples it.
 
         Raises:
-            ApiError: With status 400 if the request cannot be served, such as a prompt that leaves no room for an
-                answer.
+            ApiError: With status 400 if the request cannot be served, for example because the prompt leaves no room for
+                an answer.
         """
         try:
             definitions = [tool.definition for tool in request.tools]
@@ -93,7 +93,7 @@ class ChatCompletions:
         return _Chat(self, request, prompt, sampled, hidden)
 
     def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
-        """Return the grammar of the answer, or None without a constraint."""
+        """Return the text of the grammar that constrains the answer, or None if nothing constrains it."""
         from areno.server.grammar import Constraint, compile_grammar, reasoning_after
 
         choice: Any = "auto"
@@ -119,7 +119,7 @@ class ChatCompletions:
 
 
 def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
-    """Add the number of messages by role to a prompt's error, and the number of its tokens if it is known."""
+    """Return `error` with the number of messages by role added, and the number of `tokens` if they are given."""
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
     counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
@@ -134,9 +134,9 @@ class _Chat:
     Attributes:
         endpoint: The endpoint that opened the request.
         request: The checked request.
-        prompt: The prompt built from its messages.
+        prompt: The prompt built from the messages of the request.
         sampled: The request sent to the engine.
-        hidden: Token ids that add no text to the answer.
+        hidden: Ids of tokens without text in the answer: stop tokens and, by default, special tokens.
     """
 
     endpoint: ChatCompletions
@@ -175,7 +175,7 @@ class _Chat:
         return answers.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
-        """Return one choice of the whole answer, and cache its turn soon."""
+        """Return the JSON object of one choice, and schedule the caching of its turn."""
         choice.finish()
         parsed = choice.parsed()
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
@@ -201,22 +201,26 @@ class _Chat:
         self.endpoint.conversations.remember(self.prompt, output.tokens, self.endpoint.sampler.stop_ids, message)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
-        """Return the finish reason as the API names it.
+        """Return the finish reason in the API's terms: "stop", "length" or "tool_calls".
 
         A call to the function that `tool_choice` names ends with "stop", as in OpenAI's API. Other calls end with
         "tool_calls".
+
+        Args:
+            output: The finished sample.
+            has_calls: Whether the message has tool calls.
         """
         if output.finish_reason == "stop" and has_calls and self.request.named is None:
             return "tool_calls"
         return answers.finish_reason(output)
 
     def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """Return the `usage` object of the answer."""
+        """Return the `usage` object for the finished samples of all choices."""
         n_completion = sum(len(output.tokens) for output in outputs)
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """Return the extra field `areno`, if the answer has it."""
+        """Return {"areno": ...}, or {} if the answer does not carry tokens."""
         return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.returns_tokens else {}
 
     def _prompt_field(self) -> Json:
@@ -287,7 +291,7 @@ class _Choice:
         self._n_taken = self.n_calls = 0
 
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
-        """Add an output of the engine and return the message deltas that are certain now."""
+        """Parse an output of the engine and return the message deltas that later text cannot change."""
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
         tokens = answers.tail(output, "tokens", start)
         self._n_taken += len(tokens)
@@ -300,7 +304,7 @@ class _Choice:
         return self._kept(self._message.feed(text))
 
     def finish(self) -> list[MessageDelta]:
-        """Return the deltas that were held back until the end of the completion."""
+        """Return the deltas that were held back because later text could have changed them. Call it at the end."""
         text = self._text.finish()
         if self._n_top is not None:
             self._add_texts(self._token_texts.finish(self._n_characters + len(text)))
@@ -328,14 +332,14 @@ class _Choice:
         return message_of(self._deltas)
 
     def message(self) -> Json:
-        """Return the whole message in the API's form after `finish`. Used by streams."""
+        """Return the whole message in the form of OpenAI's API, after `finish`. Used by streams."""
         parsed = self.parsed()
         calls = [_call(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
 
     def delta(self, delta: MessageDelta) -> Json:
-        """Return a delta in the API's form."""
+        """Return a delta as the `delta` object of a streamed chunk."""
         if delta.tool_call is not None:
             index = sum(one.tool_call is not None for one in self._deltas[: self._deltas.index(delta)])
             return {"tool_calls": [{"index": index, **_call(delta.tool_call)}]}
@@ -345,15 +349,15 @@ class _Choice:
 
     @property
     def has_scores(self) -> bool:
-        """Whether `logprobs` has tokens to return."""
+        """Whether tokens wait to be returned by `logprobs`."""
         return bool(self._unreported)
 
     def logprobs(self) -> Json:
-        """Return the `logprobs` object of the tokens since the last call."""
+        """Return the `logprobs` object of the tokens that arrived since the last call."""
         scores, self._unreported = self._unreported, []
         return answers.chat_logprobs(self._texts, scores)
 
 
 def _call(call: ToolCall) -> Json:
-    """Return a tool call in the API's form."""
+    """Return a tool call as an entry of `tool_calls` in OpenAI's API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

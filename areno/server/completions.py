@@ -1,7 +1,7 @@
-"""Serve /v1/completions, the older endpoint from text or tokens to text.
+"""Serve /v1/completions, the older endpoint that continues a text or token ids.
 
 Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.open` encodes the prompts. The
-returned object then gives the answer, either whole (`answer`) or as streamed chunks (`chunks`).
+returned object then samples the answer, either whole (`answer`) or as streamed chunks (`chunks`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Completions:
         tokenizer: Tokenizer of transformers.
         sampler: Sends requests to the engine.
         threads: Worker threads that encode long prompts and build long answers.
-        returns_tokens: Whether answers carry the extra field `areno` unless a request says otherwise.
+        returns_tokens: Whether answers carry the extra field `areno`. A request can override it with
+            `return_token_ids`.
     """
 
     def __init__(self, tokenizer: Any, sampler: Sampler, threads: Threads, *, returns_tokens: bool = False):
@@ -59,10 +60,11 @@ class Completions:
             request: The checked request.
 
         Returns:
-            The request in progress, ready to be sampled.
+            The request in progress. Its `answer` or `chunks` samples it.
 
         Raises:
-            ApiError: With status 400 if a prompt cannot be served, such as one that leaves no room for an answer.
+            ApiError: With status 400 if a prompt cannot be served, for example because it leaves no room for an
+                answer.
         """
         scores_prompt = request.echo and request.options.n_top is not None
         is_large = sum(map(len, request.prompts)) > _LONG
@@ -73,16 +75,16 @@ class Completions:
         return _Completion(self, request, sampled)
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
-        """Return a prompt as token ids. Raises PromptTooLong."""
+        """Return the token ids of a prompt. Raises PromptTooLong."""
         check_prompt_length(self._tokenizer, prompt, self._sampler.max_prompt_tokens)
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 class _Completion:
-    """One request in progress.
+    """One request to /v1/completions in progress.
 
     Attributes:
-        sampled: The engine's request of each prompt, in order.
+        sampled: The engine's request for each prompt, in the order of the prompts.
     """
 
     def __init__(self, endpoint: Completions, request: CompletionRequest, sampled: list[GenerationRequest]):
@@ -92,7 +94,7 @@ class _Completion:
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
     def _begin(self, number: int) -> tuple[TextStream, TokenTextStream]:
-        """Return the text stream and the token texts of one completion. Both continue from prompt `number`."""
+        """Return new streams for the text and for the token texts of one completion of prompt `number`."""
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
         n_whole = len(prompt) - self._n_partial(number)
         places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
@@ -100,12 +102,16 @@ class _Completion:
         return stream, TokenTextStream(endpoint._texts, self._hidden, **places)
 
     def _n_partial(self, number: int) -> int:
-        """Return how many tokens at the end of a prompt are an unfinished character of the completion's text."""
+        """Return the number of tokens at the end of a prompt that form an incomplete character.
+
+        The completion finishes this character, so its text belongs to the completion. A text prompt has no such
+        tokens.
+        """
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
         return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 
     def _echo(self, number: int) -> tuple[str, list[TokenText]]:
-        """Return the text of a prompt to echo and, with log-probabilities, the text of each of its tokens."""
+        """Return (text of a prompt to echo, text of each token). The list is empty without log-probabilities."""
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
         whole = tokens[: len(tokens) - self._n_partial(number)]
         text = given if isinstance(given, str) else endpoint._tokenizer.decode(whole, skip_special_tokens=False)
@@ -127,7 +133,7 @@ class _Completion:
         return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
 
     def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
-        """Return the answer as JSON."""
+        """Return the JSON of the answer. `found` has the finished samples of each prompt."""
         choices = []
         for number, outputs in enumerate(found):
             echo = self._echo(number) if self._request.echo else ("", [])
@@ -136,9 +142,10 @@ class _Completion:
         return to_json(body | self._token_field(found))
 
     def _choice(self, index: int, number: int, output: GenerationOutput, echo: str, prompt: list[TokenText]) -> Json:
-        """Return one choice of the answer to prompt `number`.
+        """Return the JSON object of one choice for prompt `number`.
 
-        `echo` and `prompt` are the echoed text and its token texts.
+        `echo` is the prompt's text that precedes the completion, and `prompt` has the texts of the prompt's tokens.
+        They are "" and [] without echo.
         """
         request, text = self._request, ""
         scores: list[answers.ScoredText] = []
@@ -159,13 +166,13 @@ class _Completion:
         return {"index": index, "text": echo + text, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
-        """Return the `usage` object of the answer."""
+        """Return the `usage` object for the finished samples of each prompt."""
         n_prompt = sum(len(one.prompt) for one in self._sampled)
         n_new = sum(len(output.tokens) for outputs in found for output in outputs) if self._request.wants_new else 0
         return answers.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
 
     def _token_field(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
-        """Return the extra field `areno`, if the answer has it."""
+        """Return {"areno": ...}, or {} if the answer does not carry tokens."""
         wanted = self._request.options.token_ids
         if not (self._endpoint._returns_tokens if wanted is None else wanted):
             return {}
@@ -199,7 +206,7 @@ class _Completion:
 
 
 class _Part:
-    """One choice of a streamed answer."""
+    """Incremental decoder of one choice in a streamed answer."""
 
     def __init__(self, stream: TextStream, token_texts: TokenTextStream):
         self._stream, self._token_texts = stream, token_texts
@@ -207,7 +214,12 @@ class _Part:
         self._scores: list[answers.TokenScore] = []  # of tokens whose text is not certain yet
 
     def take(self, output: GenerationOutput, wants_scores: bool) -> tuple[str, list[answers.ScoredText], int]:
-        """Add an output and return (text that is certain now, tokens in it, characters before these tokens)."""
+        """Decode an output of the engine.
+
+        Returns:
+            (new text that later tokens cannot change, the tokens that end in this text, number of characters before
+            these tokens). The list is empty without `wants_scores`.
+        """
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion
         tokens = output.tokens[start:]

@@ -1,10 +1,10 @@
 """Turn the messages of a conversation into exact prompt tokens.
 
-`Conversations` renders messages with the chat template and encodes them. Sampled turns are cached by the messages that
-led to them. When a client sends a longer conversation, its prompt is the earlier prompt, the sampled tokens, and only
-then newly encoded tokens for the text after the turn. So sampled text is never encoded a second time, which could give
-other tokens. If the template renders the history differently than the model saw it (it drops earlier reasoning, say),
-the whole prompt is encoded from its text, as the template's author meant it.
+`Conversations` renders messages with the chat template and encodes the text. Sampled turns are cached under the
+messages before them. When a client sends a longer conversation, its prompt consists of the earlier prompt, the sampled
+tokens, and newly encoded tokens for the text after the turn. So sampled text is never encoded a second time, which
+could give other tokens. If the template renders earlier turns differently now, for example without their reasoning, the
+whole prompt is encoded from its text.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class TokenCache:
     """A thread-safe LRU cache whose size is measured in tokens.
 
     Args:
-        max_tokens: Limit on the sum over all entries. Each entry counts its tokens plus 256 for its own overhead.
+        max_tokens: Maximum total size of the entries. The size of an entry is its number of tokens, plus 1 for each 8
+            characters of its text, plus 256.
 
     Attributes:
-        n_tokens: Current sum over all entries.
+        n_tokens: Current total size of the entries.
     """
 
     def __init__(self, max_tokens: int):
@@ -56,7 +57,7 @@ class TokenCache:
         return len(self._entries)
 
     def get(self, key: Key) -> Any:
-        """Return the entry of a key, or None.
+        """Return the entry of a key, or None if there is no entry.
 
         Args:
             key: Key of the entry, which becomes the most recently used.
@@ -68,13 +69,13 @@ class TokenCache:
             return self._entries[key][0]
 
     def put(self, key: Key, entry: Any, n_tokens: int, text: str = "") -> None:
-        """Add an entry, or replace the entry of the same key. The least recently used entries are evicted.
+        """Add an entry, or replace the entry with the same key. The least recently used entries are evicted if needed.
 
         Args:
             key: Key of the entry.
             entry: Any object.
-            n_tokens: Number of tokens that the entry holds.
-            text: Text that the entry holds. It counts, too: a long text of unknown letters may have few tokens.
+            n_tokens: Number of tokens in the entry.
+            text: Text in the entry. Its length counts too, because a long text can have few tokens.
         """
         size = n_tokens + len(text) // 8 + _ENTRY_OVERHEAD
         with self._lock:
@@ -99,11 +100,11 @@ class Prompt:
     """A rendered and encoded prompt.
 
     Attributes:
-        text: The rendered text. Control tokens that others wrote contain a break, see `ControlTokens`.
+        text: The rendered text. Control tokens inside of messages are split by the marker `BREAK`, see `ControlTokens`.
         tokens: Token ids.
-        sources: Origin of each token, as runs.
-        keys: Key of the conversation up to each message.
-        form: Key of the tools and template arguments, "" without any.
+        sources: Origin of the tokens, as (source, number of tokens) of consecutive tokens.
+        keys: For each message, the key of the conversation up to and including this message.
+        form: Key of the tools and template arguments, "" if there are none.
     """
 
     text: str
@@ -114,25 +115,25 @@ class Prompt:
 
     @cached_property
     def digest(self) -> int:
-        """A hash of the token ids, computed once and shared by the samples of the prompt."""
+        """A 64-bit hash of the token ids, computed once and shared by the samples of the prompt."""
         return digest_of(self.tokens)
 
     @property
     def opens_reasoning(self) -> bool:
-        """Whether the template has written `<think>` at the end already."""
+        """Whether the prompt ends with `<think>`, written by the chat template."""
         return self.text.rstrip().endswith(THINK)
 
 
 @dataclass
 class _Draft:
-    """A prompt whose new text, from character `start` on, is not encoded yet.
+    """A prompt whose text from character `start` on is not encoded yet.
 
     Attributes:
         text: The rendered text.
         form: Key of the tools and template arguments.
-        keys: Key of the conversation up to each message.
-        places: (start, end, source) of messages in the text, in characters.
-        start: First character that has no tokens. The text before it is the cached `turn` with its prompt.
+        keys: For each message, the key of the conversation up to and including this message.
+        places: (start, end, source) of the contents of messages in the text, in characters.
+        start: First character without tokens. The tokens of the text before it are those of `turn` and its prompt.
         turn: The cached turn that the prompt continues, or None.
     """
 
@@ -149,7 +150,7 @@ class _Turn:
     """A sampled turn.
 
     Attributes:
-        tokenizer: The tokenizer, for `body` and `end`.
+        tokenizer: Tokenizer that decodes `body` and `end`.
         prompt: The prompt of the turn.
         tokens: Sampled token ids.
         ended: Whether the last token ends the turn. False for a turn that was cut off.
@@ -173,14 +174,14 @@ class _Turn:
 
 @dataclass
 class _PendingPrompt:
-    """A prompt that a worker thread builds for `n_waiting` requests."""
+    """A prompt that a worker thread is building, and the number of requests that wait for it."""
 
     task: asyncio.Task[Prompt]
     n_waiting: int = 0
 
 
 class Conversations:
-    """Builds the prompts of one tokenizer and caches the turns sampled for them.
+    """Builder of prompts for one tokenizer, with a cache of the turns sampled for them.
 
     Use `prompt` from any thread, or `prompt_async` and `prefetch` from one event loop.
 
@@ -189,8 +190,8 @@ class Conversations:
         parser: Tool-call parser of the model's family.
         thinking: Value of `enable_thinking` for the chat template. None keeps the template's default.
         max_cached_tokens: Size of the cache of prompts and turns, see `TokenCache`.
-        max_prompt_tokens: The most tokens of a prompt. None has no limit.
-        threads: Worker threads of `prompt_async`. None makes new ones.
+        max_prompt_tokens: Maximum number of tokens in a prompt. None sets no limit.
+        threads: Worker threads of `prompt_async`. None creates a new pool.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class Conversations:
     ):
         self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
         self._max_prompt_tokens = max_prompt_tokens
-        # Turns by the conversation that each ends, and prompts of first turns, which the samples of a prompt share.
+        # Key of a conversation -> the sampled turn that ends it, or the prompt of its first turn, shared by samples.
         self._cache = TokenCache(max_cached_tokens)
         self._pending: dict[Key, _PendingPrompt] = {}
         self._threads = threads or prompt_threads(tokenizer)
@@ -221,12 +222,15 @@ class Conversations:
         """Build the prompt for the assistant's next turn.
 
         Args:
-            messages: The conversation, in the form of `read_messages`.
-            tools: Tools in OpenAI's form.
-            template: Extra variables of the chat template.
+            messages: The conversation, as returned by `read_messages`.
+            tools: Tools in OpenAI's form, or None.
+            template: Extra variables of the chat template, or None.
+
+        Returns:
+            The prompt with its token ids. It is taken from the cache if the same first turn was built before.
 
         Raises:
-            DataError: If the template refuses the messages.
+            DataError: If there is no chat template, or the template refuses the messages.
             PromptTooLong: If the prompt exceeds `max_prompt_tokens`.
         """
         form, keys = form_key(tools, template), conversation_keys(messages)
@@ -237,17 +241,21 @@ class Conversations:
     async def prompt_async(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """Do the same as `prompt` without blocking the event loop: long prompts are built in worker threads.
+        """Build the prompt for the assistant's next turn without blocking the event loop.
 
-        Requests for a prompt that is being built share it. If all of them are cancelled, the work is cancelled.
+        Long prompts are built in worker threads. Concurrent calls for the same prompt share the work, which is
+        cancelled when all of these calls are cancelled.
 
         Args:
-            messages: The conversation, in the form of `read_messages`.
-            tools: Tools in OpenAI's form.
-            template: Extra variables of the chat template.
+            messages: The conversation, as returned by `read_messages`.
+            tools: Tools in OpenAI's form, or None.
+            template: Extra variables of the chat template, or None.
+
+        Returns:
+            The prompt with its token ids.
 
         Raises:
-            DataError: If the template refuses the messages.
+            DataError: If there is no chat template, or the template refuses the messages.
             PromptTooLong: If the prompt exceeds `max_prompt_tokens`.
         """
         is_large = is_larger([list(messages), tools, template], _LARGE)
@@ -278,13 +286,13 @@ class Conversations:
             del pending  # the traceback of an error holds this frame: the cycle would keep the prompt's text
 
     async def prefetch(self, conversations: Sequence[Sequence[Message]]) -> None:
-        """Build prompts without tools that are likely to be requested soon. Prompts that cannot be built are skipped.
+        """Build and cache prompts without tools that are likely to be requested soon.
 
-        It stops early when a conversation begins that is not among them, since then the others may not be requested
-        either.
+        A prompt that cannot be built is skipped. If a client requests the first turn of a conversation that is not in
+        `conversations`, no further prompts are started, because the remaining ones may not be requested either.
 
         Args:
-            conversations: Messages of each conversation.
+            conversations: Messages of each conversation, as returned by `read_messages`.
         """
 
         async def one(messages: Sequence[Message]) -> None:
@@ -306,13 +314,16 @@ class Conversations:
         return self._cached(await self._threads.run(work), messages)
 
     def _build(self, draft: _Draft | None, *arguments: Any) -> Prompt:
-        """Encode a draft, or the draft made of the arguments of `_draft`. Runs in a thread."""
+        """Encode a draft and hash its tokens. Runs in a thread.
+
+        If `draft` is None, `arguments` are those of `_draft`, which makes the draft first.
+        """
         prompt = self._encoded(draft or self._draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop
         return prompt
 
     def _cached(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """Return the prompt, after adding it to the cache if it is a first turn's and not too long."""
+        """Return the prompt, after caching it if it is for a first turn and not too long."""
         limit = self._max_prompt_tokens
         if _is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
             self._cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
@@ -322,12 +333,15 @@ class Conversations:
         """Render messages with the chat template. Any thread may call it.
 
         Args:
-            messages: The conversation, in the form of `read_messages`.
-            tools: Tools in OpenAI's form.
-            template: Extra variables of the chat template.
+            messages: The conversation, as returned by `read_messages`.
+            tools: Tools in OpenAI's form, or None.
+            template: Extra variables of the chat template, or None.
+
+        Returns:
+            The rendered text, with the beginning of the assistant's turn.
 
         Raises:
-            DataError: If there is no chat template or it refuses the messages.
+            DataError: If there is no chat template, or the template refuses the messages.
         """
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
@@ -339,7 +353,7 @@ class Conversations:
         return text
 
     def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
-        """Render the messages and find the cached turn that they continue. Raises PromptTooLong before encoding."""
+        """Render the messages and find the cached turn that they continue. Raises PromptTooLong."""
         control = control_tokens(self.tokenizer)
         shielded = control.shield_messages(messages), control.shield(tools), control.shield(template)
         text = self.text(*shielded)
@@ -362,7 +376,7 @@ class Conversations:
         return None
 
     def _encoded(self, draft: _Draft) -> Prompt:
-        """Return the prompt of a draft, with the tokens of its new text."""
+        """Encode the new text of a draft and return the prompt."""
         tokens, sources = self._encode_new_text(draft)
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
@@ -376,14 +390,15 @@ class Conversations:
             prompt: Prompt of the turn.
             tokens: Sampled token ids.
             end_ids: Token ids that end a turn.
-            message: The turn's message as clients send it back, in the form of `read_messages`.
+            message: The assistant message that a client will send back for this turn, as returned by
+                `read_messages`.
         """
         key = prompt.form, next_key(prompt.keys[-1], message)
         turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
         self._cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:
-        """Return the end of a cached turn in `text`, or None if the text up to there differs from the turn."""
+        """Return the index in `text` at which a cached turn ends. None if the text does not begin with the turn."""
         start = len(turn.prompt.text)
         if not text.startswith(turn.prompt.text):
             return None
@@ -397,9 +412,9 @@ class Conversations:
         return at + len(turn.end)
 
     def _is_same(self, turn: _Turn, body: str) -> bool:
-        """Return whether the rendered text of a turn means the same as the sampled one.
+        """Return whether the rendered text of a turn has the same meaning as the sampled text.
 
-        Spaces and the form of JSON may differ.
+        Outer whitespace of content and reasoning and the formatting of JSON arguments may differ.
         """
         if body == turn.body:
             return True
@@ -411,7 +426,7 @@ class Conversations:
 
     @cached_property
     def _template_end(self) -> str:
-        """The special token that the template writes after a turn of the assistant."""
+        """The special token that the template writes after an assistant's turn, "" if there is none."""
         mark = _new_mark([])
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" + mark}]
         _, _, after = render(self.tokenizer, messages, None).partition(mark)
@@ -420,7 +435,7 @@ class Conversations:
         return max(found, key=len, default=self.tokenizer.eos_token or "")
 
     def _encode_new_text(self, draft: _Draft) -> tuple[list[int], Runs]:
-        """Return the tokens of a draft's new text and their sources. Any thread may call it."""
+        """Return (token ids, their sources as runs) of a draft's text from `start` on. Any thread may call it."""
         text, start, places = draft.text, draft.start, draft.places
         control = control_tokens(self.tokenizer)
         if not self.tokenizer.is_fast:
@@ -430,12 +445,12 @@ class Conversations:
         return tokens, source_runs(places, len(tokens), span_of, start)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
-        """Find the messages of all but the assistant in the rendered text.
+        """Find the contents of all messages but the assistant's in the rendered text.
 
         The messages are rendered a second time with marks around their contents.
 
         Returns:
-            (start, end, source) of each such message, in characters. Empty if the marks change the rest of the text.
+            (start, end, source) of each content, in characters. Empty if the marks change the rest of the text.
         """
         others = [message for message in messages if message["role"] in SOURCE_OF_ROLE and message["content"].strip()]
         if not others:
@@ -458,21 +473,22 @@ class Conversations:
 
 
 def prompt_threads(tokenizer: Any) -> Threads:
-    """Return worker threads that build prompts.
+    """Return a pool of worker threads that build prompts.
 
     Args:
-        tokenizer: A slow tokenizer gets one thread, since several threads must not use it at once.
+        tokenizer: Tokenizer of transformers. The pool has two threads for a fast tokenizer. For a slow tokenizer it has
+            one thread, because a slow tokenizer is not thread-safe.
     """
     return Threads(2 if tokenizer.is_fast else 1, "areno-prompts")
 
 
 def _is_first(messages: Sequence[Message]) -> bool:
-    """Return whether the assistant has not spoken yet."""
+    """Return whether there is no message of the assistant, so that its next turn is the first."""
     return not any(message["role"] == "assistant" for message in messages)
 
 
 def _new_mark(texts: Sequence[str]) -> str:
-    """Return a random mark that is in none of the texts. It has no letters, which a template might change."""
+    """Return a random mark that occurs in none of the texts. It has no letters, which a template might change."""
     mark = f"\ue002{secrets.randbits(128)}\ue002"
     while any(mark in text for text in texts):
         mark = f"\ue002{secrets.randbits(128)}\ue002"
@@ -480,7 +496,7 @@ def _new_mark(texts: Sequence[str]) -> str:
 
 
 def _marked(content: str, opening: str, closing: str) -> str:
-    """Put marks around a content, inside of the spaces that templates may strip."""
+    """Put marks around a content, but inside of its outer whitespace, which templates may strip."""
     words = content.strip()
     if not words:
         return content
@@ -489,6 +505,6 @@ def _marked(content: str, opening: str, closing: str) -> str:
 
 
 def _meaning(message: ParsedMessage) -> tuple[Any, ...]:
-    """Return the parts of a message in which two renderings of a turn must agree."""
+    """Return (content, reasoning, tool calls) without outer whitespace, which two renderings of a turn must share."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

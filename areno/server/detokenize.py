@@ -2,8 +2,8 @@
 
 `TextStream` decodes a completion piece by piece. It returns whole characters only, and holds back text that may be the
 beginning of a stop string. `TokenTextCache` and `TokenTextStream` find the text and the bytes of each single token for
-`logprobs`. The texts of a completion's tokens add up to its text: a tokenizer that decodes a token alone may drop a
-space (SentencePiece) or part of a character, so each token is decoded after the tokens before it.
+`logprobs`. The texts of all tokens add up to the text of the completion. Each token is decoded together with the tokens
+before it, because a tokenizer that decodes a token alone may drop a space (SentencePiece) or part of a character.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _CONTEXT = 8  # tokens that are decoded together with new ones
 class TextStream:
     """Incremental detokenizer of one completion.
 
-    The returned texts add up to the same text however the tokens are split into calls of `feed`.
+    The concatenation of the returned texts does not depend on how the tokens are split into calls of `feed`.
 
     Args:
         tokenizer: Tokenizer of transformers.
-        hidden: Token ids without text, such as special tokens.
-        stops: Strings that end the text. The text ends before the first of them.
-        before: Token ids that the completion continues. Their text is not returned.
-        partial: Token ids after `before` that are an unfinished character, whose text belongs to the completion.
+        hidden: Ids of tokens without text, such as special tokens.
+        stops: Stop strings. The text ends before the first stop string.
+        before: Token ids of the prompt, which are context for decoding. Their text is not returned.
+        partial: Token ids between `before` and the completion that form an incomplete character. The character is
+            returned as part of the completion's text.
 
     Attributes:
         stopped: Whether a stop string was found. Later text is dropped.
@@ -49,14 +50,14 @@ class TextStream:
     ):
         self._tokenizer, self._hidden, self._stops = tokenizer, hidden, tuple(stops)
         self._tokens = self._end_of(before)
-        # The number of tokens whose text was returned, and the first token to decode, so that each call decodes few.
+        # The text of the first `_n_returned` tokens was returned. Each call decodes only the tokens from `_context` on.
         self._n_returned, self._context = len(self._tokens), 0
         self._tokens += partial
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Add tokens and return the new text that is certain now.
+        """Add tokens and return the new text that later tokens cannot change.
 
         Args:
             tokens: The next token ids.
@@ -71,11 +72,11 @@ class TextStream:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the text of all tokens was decoded."""
+        """Whether all tokens have been decoded, so that no token waits for the rest of its character."""
         return self._n_returned == len(self._tokens)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last visible tokens, starting at a token that may begin a character."""
+        """Return the last visible tokens, 8 or a few more, beginning with a whole character."""
         last: list[int] = []
         for token in reversed(tokens):
             if len(last) >= _CONTEXT and not self._is_byte(last[-1]):
@@ -85,7 +86,7 @@ class TextStream:
         return last[::-1]
 
     def _new_text(self, final: bool) -> str:
-        """Decode the new tokens as far as their text is certain."""
+        """Decode the new tokens and return their text, or "" if later tokens may change it and `final` is False."""
         if self._n_returned == len(self._tokens) or (not final and self._ends_in_byte()):
             return ""
         before = self._decode(self._tokens[self._context : self._n_returned])
@@ -116,7 +117,7 @@ class TextStream:
         return decode(self._tokenizer, tokens) if tokens else ""
 
     def _cut(self, new: str, final: bool) -> str:
-        """Hold back the beginning of a stop string, and end the text at a whole one."""
+        """Return the text up to a stop string. Text that may begin a stop string is held back unless `final`."""
         if self.stopped:
             return ""
         text = self._held + new
@@ -131,11 +132,11 @@ class TextStream:
 
 
 def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
-    """Return how many tokens at the end of a text are an unfinished character.
+    """Return the number of tokens at the end of a text that form an incomplete character.
 
     Args:
         tokenizer: Tokenizer of transformers.
-        tokens: Token ids.
+        tokens: Token ids of the text.
     """
     tail = list(tokens[-_CONTEXT:])
     places = range(len(tail), max(len(tail) - _MAX_BYTES, 0), -1)
@@ -144,7 +145,7 @@ def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
 
 
 def is_byte(name: str) -> bool:
-    """Return whether a token's name stands for a single byte, such as <0x0A> in a vocabulary with byte fallback.
+    """Return whether a token stands for a single byte, such as <0x0A> in a vocabulary with byte fallback.
 
     Args:
         name: Name of the token in the vocabulary.
@@ -157,7 +158,7 @@ def special_ids(tokenizer: Any, keep: Collection[str] = ()) -> frozenset[int]:
 
     Args:
         tokenizer: Tokenizer of transformers.
-        keep: Texts of special tokens to leave out of the result.
+        keep: Texts of special tokens whose ids are left out of the result.
     """
     added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = {*added, *tokenizer.all_special_ids}
@@ -182,7 +183,7 @@ class TokenText(NamedTuple):
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the characters that stand for bytes in vocabularies of byte-level BPE (GPT-2)."""
+    """Return the table of byte-level BPE (GPT-2), character in the vocabulary -> byte."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -192,13 +193,14 @@ _BYTES = _byte_of_character()
 
 
 class TokenTextCache:
-    """Text and bytes of the tokens of a vocabulary, cached.
+    """LRU cache of the text and the bytes of vocabulary tokens.
 
     Args:
         tokenizer: Tokenizer of transformers.
 
     Attributes:
-        of: `of(token, is_first)` returns (text, bytes) of a token id. With `is_first` no text precedes it.
+        of: Function `of(token, is_first)` that returns (text, bytes) of a token id. `is_first` is whether no text
+            precedes the token, since SentencePiece drops the space of a first token.
     """
 
     def __init__(self, tokenizer: Any):
@@ -207,7 +209,7 @@ class TokenTextCache:
         self._letter = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def _of(self, token: int, is_first: bool) -> tuple[str, bytes]:
-        """Return the text and the bytes of a token."""
+        """Return the text and the bytes of a token id, without the cache."""
         before = [] if is_first else self._letter
         text = decode(self.tokenizer, [*before, token]).removeprefix(decode(self.tokenizer, before) if before else "")
         if PART_OF_A_CHARACTER not in text:
@@ -227,15 +229,16 @@ class TokenTextCache:
         return is_byte(self.tokenizer.convert_ids_to_tokens(token) or "")
 
     def key(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
-        r"""Return a name of a token that is not among `taken`.
+        r"""Return a name for a token at a position where other tokens may have the same text.
 
         Args:
             token: Token id.
             is_first: Whether no text precedes the token.
-            taken: Names in use.
+            taken: Names of the other tokens at this position.
 
         Returns:
-            The token's text, its bytes as "bytes:\xNN...", or "token_id:N", in vLLM's notation.
+            The token's text. A token that is part of a character is named by its bytes as "bytes:\xNN...". A token
+            whose name is empty or taken is named "token_id:N". The notation is vLLM's.
         """
         text, data = self.of(token, is_first)
         if PART_OF_A_CHARACTER in text:
@@ -244,16 +247,16 @@ class TokenTextCache:
 
 
 class TokenTextStream:
-    """The text of each token of one completion, found while the tokens arrive.
+    """Splitter of one completion's text into the text of each token, while the tokens arrive.
 
-    If a character takes several tokens, the last of them has the character and the others are empty. Hidden tokens,
-    such as end-of-sequence, are empty, too.
+    If a character takes several tokens, the last of them gets the character and the others are empty. Hidden tokens,
+    such as end-of-sequence, are empty too.
 
     Args:
-        texts: Texts of the vocabulary.
-        hidden: Token ids without text.
-        before: Token ids that the completion continues.
-        partial: Token ids after `before` that are an unfinished character.
+        texts: Texts of the vocabulary's tokens.
+        hidden: Ids of tokens without text.
+        before: Token ids of the prompt, which are context for decoding.
+        partial: Token ids between `before` and the completion that form an incomplete character.
     """
 
     def __init__(
@@ -278,10 +281,13 @@ class TokenTextStream:
             self._settle(text)
 
     def take(self, n_characters: int) -> list[TokenText]:
-        """Return the new tokens that end within the first `n_characters` of the completion's text.
+        """Return the tokens, not returned before, that end within the first `n_characters` of the completion's text.
 
         Args:
-            n_characters: Length of the completion's text that is certain now.
+            n_characters: Length of the completion's text that later tokens cannot change.
+
+        Returns:
+            Text and bytes of each token, in order.
         """
         end, n = self._n_taken, 0
         while n < len(self._known) and end + len(self._known[n].text) <= n_characters:
@@ -290,12 +296,15 @@ class TokenTextStream:
         return taken
 
     def finish(self, n_characters: int) -> list[TokenText]:
-        """Return the rest of the tokens, cut to the first `n_characters` of the text.
+        """Return the remaining tokens, with their texts cut to the first `n_characters` of the completion's text.
 
-        A stop string may have cut the text.
+        The texts are cut because a stop string may have ended the text within a token.
 
         Args:
             n_characters: Length of the completion's whole text.
+
+        Returns:
+            Text and bytes of each token, in order.
         """
         self._settle(self._stream.finish())
         taken = self.take(n_characters)
@@ -306,7 +315,7 @@ class TokenTextStream:
         return taken
 
     def _settle(self, text: str) -> None:
-        """Find the texts of the waiting tokens, which together have the given text."""
+        """Find the text of each waiting token. `text` is the text of these tokens together."""
         if self._waiting:
             found = self._by_bytes(self._waiting)
             self._known += found if _text_of(found) == text else self._by_groups()
@@ -314,7 +323,7 @@ class TokenTextStream:
             self._waiting = []
 
     def _by_bytes(self, tokens: Sequence[int]) -> list[TokenText]:
-        """Split the text by the bytes of each token. Wrong for tokenizers that insert text between tokens."""
+        """Decode the bytes of each token to its text. Wrong if the tokenizer inserts text between tokens."""
         found, is_first = list[TokenText](), self._hidden.issuperset(self._before)
         data = list[bytes]()
         for token in tokens:
@@ -332,9 +341,9 @@ class TokenTextStream:
         return _with_replaced_bytes(found)
 
     def _by_groups(self) -> list[TokenText]:
-        """Split the text by the smallest groups of tokens whose text is certain.
+        """Return the texts of the waiting tokens, found for the smallest groups of tokens that can be decoded.
 
-        The last token of a group may get all of it.
+        If the bytes of a group's tokens do not give its text, the last token of the group gets the whole text.
         """
         stream = TextStream(self._texts.tokenizer, self._hidden, before=self._before, partial=self._partial)
         known, group = list[TokenText](), list[int]()
@@ -359,7 +368,7 @@ def _text_of(tokens: Iterable[TokenText]) -> str:
 
 
 def _with_replaced_bytes(tokens: list[TokenText]) -> list[TokenText]:
-    """Give tokens that are not valid UTF-8 the bytes of their decoded texts, which have replacement characters."""
+    """Return the tokens with `data` replaced by the encoded text where the bytes are not valid UTF-8."""
     start, data, text = 0, b"", ""
     for end, token in enumerate(tokens, start=1):
         data, text = data + token.data, text + token.text
@@ -381,11 +390,11 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def prompt_token_texts(tokenizer: Any, prompt: str) -> list[TokenText]:
-    """Return the tokens of a text, each with its part of the text.
+    """Return the text of each token in a prompt.
 
     Args:
-        tokenizer: A fast tokenizer, since only these report offsets.
-        prompt: The text.
+        tokenizer: A fast tokenizer of transformers, since only fast tokenizers report offsets.
+        prompt: Text of the prompt.
 
     Returns:
         One entry for each token. Their texts add up to `prompt`.

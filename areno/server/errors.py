@@ -1,8 +1,8 @@
 """Define the errors of the server and the bounds on what clients send.
 
-`ApiError` is an HTTP status with OpenAI's JSON body, and `bad_field` builds the one for a wrong field. The checks bound
-the depth and size of JSON values and the number of tokens of a prompt. Each check stops as soon as its bound is passed,
-so its own work is bounded, too.
+`ApiError` is an HTTP status with OpenAI's JSON body, and `bad_field` builds the error for a wrong field. The checks
+bound the depth and size of JSON values and the number of tokens in a prompt. Each check stops as soon as its bound is
+passed, so its own work is bounded too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONTEXT_FULL = "context_length_exceeded"
-"""The code of a request whose prompt leaves no room for an answer."""
+"""Error code for a prompt that leaves no room for an answer."""
 
 _MAX_MESSAGE, _MAX_PARAM = 2000, 200  # characters
 
@@ -30,15 +30,15 @@ class BadTrajectory(Exception):
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error response to a request.
 
-    The message may repeat text of the request, so it is cut to one line of bounded length.
+    The message may repeat text of the request, so it is cut to one line of at most 2,000 characters.
 
     Args:
         status: HTTP status.
-        message: What is wrong, for people.
-        param: The field of the request that is wrong, if the error is about one.
-        code: A word for programs, such as "context_length_exceeded".
+        message: Description of the error for people.
+        param: Name of the wrong field in the request. None if the error is not about one field.
+        code: Error code for programs, such as "context_length_exceeded", or None.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
@@ -59,10 +59,10 @@ def _cut(text: str, max_len: int) -> str:
 
 
 class PromptTooLong(ApiError):
-    """A prompt that has too many tokens for the model's context.
+    """A prompt with too many tokens for the model's context. The HTTP status is 400.
 
     Args:
-        max_tokens: The most tokens that a prompt may have.
+        max_tokens: Maximum number of tokens in a prompt.
     """
 
     def __init__(self, max_tokens: int):
@@ -71,12 +71,12 @@ class PromptTooLong(ApiError):
 
 
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """Return the error for a field that is not as expected.
+    """Return the error for a field with a wrong value.
 
     Args:
-        param: Name of the field, which the message begins with. None for the whole body.
-        message: What is wrong, as a continuation of the name.
-        code: A word for programs.
+        param: Name of the field. The message begins with this name. None is for the whole body.
+        message: The words after the name, such as "is missing; a string is expected".
+        code: Error code for programs, or None.
 
     Returns:
         An error of status 400.
@@ -109,8 +109,8 @@ def is_larger(value: Any, max_size: int) -> bool:
 
     Args:
         value: A JSON value.
-        max_size: Number of values and characters. Each nested value counts as one, and so does each character of a
-            string.
+        max_size: Bound on the number of values (nested values included) plus the number of characters in all
+            strings.
     """
     waiting = [value]
     while waiting:
@@ -130,16 +130,16 @@ def is_larger(value: Any, max_size: int) -> bool:
 def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens: int, n_before: int = 0) -> None:
     """Check that a prompt leaves room for an answer in the model's context.
 
-    A text is checked before it is encoded, see `has_more_tokens`.
+    A text is checked before it is encoded as a whole, see `has_more_tokens`.
 
     Args:
         tokenizer: Tokenizer of transformers.
         prompt: Text or token ids.
-        max_tokens: The most tokens that a prompt may have.
-        n_before: Tokens that precede `prompt` and count, too.
+        max_tokens: Maximum number of tokens in the prompt.
+        n_before: Number of tokens before `prompt`, which count toward the maximum.
 
     Raises:
-        PromptTooLong: If the prompt has more tokens.
+        PromptTooLong: If `n_before` plus the tokens of `prompt` exceed `max_tokens`.
     """
     room = max(max_tokens - n_before, 0)
     is_longer = has_more_tokens(tokenizer, prompt, room) if isinstance(prompt, str) else len(prompt) > room
@@ -150,8 +150,9 @@ def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens:
 def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
     """Return whether a text certainly has more than `max_tokens` tokens.
 
-    Tokens are counted in pieces of the text, so a text of many megabytes is judged by its beginning. A text slightly
-    above the bound may pass.
+    The text is encoded in pieces until their tokens exceed the bound, so only the beginning of a huge text is encoded.
+    Cutting a text into pieces can add tokens, so 1/8 of the count is subtracted. The result is therefore False for a
+    text slightly above the bound.
 
     Args:
         tokenizer: Tokenizer of transformers.
@@ -169,10 +170,10 @@ def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
 
 
 def _tokens_of(tokenizer: Any, text: str) -> int:
-    """Return the number of tokens of a text."""
+    """Return the number of tokens in a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _children(value: Mapping[str, Any] | list[Any]) -> list[Any]:
-    """Return the values of an object or list."""
+    """Return the values of a JSON object, or the list itself."""
     return list(value.values()) if isinstance(value, Mapping) else value

@@ -1,7 +1,7 @@
 """Read JSON request bodies and their fields.
 
 `decompress` and `read_json` turn the bytes of a body into a JSON value, within bounds on size and depth. `Fields` reads
-one JSON object field by field, checks each value and rejects fields that nothing has read.
+the fields of one JSON object, checks each value and rejects fields that were never read.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _LONG_NAME = 80  # characters: a longer name gets no "did you mean"
 
 
 class Fields:
-    """The fields of one JSON object, each checked when it is read. Null counts as absent.
+    """Reader of one JSON object, which checks each field when it is read. A null field counts as absent.
 
-    Call `finish` after the last field: it rejects fields that were not read.
+    Call `finish` after the last field to reject fields that were not read.
 
     Args:
         values: The JSON object.
-        where: Path of the object in the request, such as "messages[0]", for errors.
+        where: Path of the object in the request, such as "messages[0]", for error messages.
 
     Raises:
-        ApiError: With status 400 if `values` is not an object, and from each method for a value that is wrong.
+        ApiError: With status 400 if `values` is not an object.
     """
 
     def __init__(self, values: Any, where: str = ""):
@@ -42,7 +42,7 @@ class Fields:
         self._taken: set[str] = set()
 
     def name(self, field: str) -> str:
-        """Return the path of a field in the request, for errors.
+        """Return the path of a field in the request, such as "messages[0].role", for error messages.
 
         Args:
             field: Name of the field.
@@ -66,8 +66,11 @@ class Fields:
 
         Args:
             field: Name of the field.
-            minimum: The least value.
-            maximum: The greatest value.
+            minimum: Smallest allowed value.
+            maximum: Largest allowed value.
+
+        Raises:
+            ApiError: With status 400 if the field is not such a number.
         """
         value = self.take(field)
         if value is None:
@@ -81,8 +84,11 @@ class Fields:
 
         Args:
             field: Name of the field.
-            minimum: The least value.
-            maximum: The greatest value.
+            minimum: Smallest allowed value.
+            maximum: Largest allowed value.
+
+        Raises:
+            ApiError: With status 400 if the field is not such a number.
         """
         value = self.take(field)
         if value is None:
@@ -94,11 +100,14 @@ class Fields:
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """Return true or false, or `default` if the field is absent.
+        """Return a boolean field, or `default` if the field is absent.
 
         Args:
             field: Name of the field.
             default: Value if the field is absent.
+
+        Raises:
+            ApiError: With status 400 if the field is not a boolean.
         """
         value = self.take(field)
         if value is not None and not isinstance(value, bool):
@@ -106,10 +115,13 @@ class Fields:
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
-        """Return a string, or None if the field is absent. Text that cannot be encoded as UTF-8 is an error.
+        """Return a string field, or None if the field is absent.
 
         Args:
             field: Name of the field.
+
+        Raises:
+            ApiError: With status 400 if the field is not a string or cannot be encoded as UTF-8.
         """
         value = self.take(field)
         if value is None:
@@ -121,11 +133,14 @@ class Fields:
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
-        """Return one of the words in `choices`, or None if the field is absent.
+        """Return a field that must be among `choices`, or None if the field is absent.
 
         Args:
             field: Name of the field.
-            choices: The allowed words.
+            choices: The allowed strings.
+
+        Raises:
+            ApiError: With status 400 if the field is not among the choices.
         """
         value = self.text(field)
         if value is not None and value not in choices:
@@ -137,7 +152,10 @@ class Fields:
 
         Args:
             field: Name of the field.
-            max_items: The most elements.
+            max_items: Maximum length of the list. The elements are not checked.
+
+        Raises:
+            ApiError: With status 400 if the field is not a list or is too long.
         """
         value = self.take(field)
         if value is None:
@@ -153,7 +171,10 @@ class Fields:
 
         Args:
             ignored: Fields that are accepted without an effect, such as those for the accounting of a hosted service.
-            unsupported: Fields of OpenAI's API whose error says that this server does not support them.
+            unsupported: Fields of OpenAI's API that this server does not support. Their error says so.
+
+        Raises:
+            ApiError: With status 400 for a field that was not read and is not ignored.
         """
         for field in self._values.keys() - self._taken - set(ignored):
             if field in unsupported:
@@ -164,7 +185,7 @@ class Fields:
 
 
 MAX_DEPTH = 128
-"""The most levels of nested lists and objects in a request, so that code that reads it may recurse."""
+"""Maximum nesting of lists and objects in a request, so that recursive functions can read the request."""
 _MAX_PARTS = 200_000  # values other than numbers for the scanner in C, during which no other thread can run
 _MAX_OBJECTS = 200_000  # lists and objects, all of which Python's garbage collector scans at once
 
@@ -174,8 +195,8 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
     Args:
         body: The bytes that were sent.
-        encoding: Value of the header. "gzip" and "deflate" are supported.
-        max_bytes: The most bytes of the result.
+        encoding: Value of the header Content-Encoding in lower case. "gzip" and "deflate" are supported.
+        max_bytes: Maximum size of the result, in bytes.
 
     Returns:
         The decompressed body.
@@ -237,7 +258,7 @@ def read_json(body: bytes) -> Any:
 
 
 class _Interruptible(json.JSONDecoder):
-    """A JSON decoder in Python: ten times as slow as the scanner in C, but other threads can run meanwhile."""
+    """A JSON decoder in Python. It is ten times as slow as the C scanner, but other threads can run meanwhile."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -246,7 +267,7 @@ class _Interruptible(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a parse function that also counts lists and objects."""
+        """Return a parse function that counts the lists and objects and raises ApiError for too many of them."""
 
         def parse_counted(*args: Any) -> Any:
             self._n_objects += 1
@@ -263,5 +284,5 @@ def _too_deep() -> ApiError:
 
 
 def _refuse(name: str) -> Any:
-    """Refuse NaN and infinity."""
+    """Raise ValueError for a constant that JSON lacks, such as NaN or Infinity."""
     raise ValueError(f"JSON has no {name}")

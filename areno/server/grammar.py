@@ -1,8 +1,8 @@
 """Build grammars that constrain an answer.
 
-A `Constraint` holds what a request asks of the form of its answer: a JSON schema (`response_format`) or a tool call
-(`tool_choice`). `compile_grammar` turns it into a grammar for the tokenizer. The decoder samples only tokens that this
-grammar allows.
+A `Constraint` holds the form that a request requires of its answer: a JSON schema (`response_format`) or a tool call
+(`tool_choice`). `compile_grammar` turns it into a grammar for the tokenizer. The decoder then samples only tokens that
+the grammar allows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areno.server.parsers.reading import Schema
 __all__ = ["Constraint", "Grammar", "GrammarState", "Reasoning", "compile_grammar", "reasoning_after"]
 
 Reasoning = Literal["none", "open", "optional"]
-"""Reasoning before the answer: none, the rest of reasoning that the prompt opened, or optional reasoning."""
+"""Reasoning before the answer: none, the rest of the reasoning that the prompt has opened, or optional reasoning."""
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref.WeakKeyDictionary()
 
@@ -30,16 +30,17 @@ _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref
 class Constraint:
     """The required form of an answer, in the terms of OpenAI's API.
 
-    Objects whose schema lists properties but does not set `additionalProperties` get no other properties.
+    If a schema lists the properties of an object but does not set `additionalProperties`, other properties are
+    forbidden.
 
     Attributes:
-        response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema":
-            {"schema": ..., "strict": ...}}. With strict, a feature of JSON Schema that cannot be enforced is an error.
-            Without, it is ignored.
+        response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
+            ..., "strict": ...}}. If `strict` is true, a feature of JSON Schema that cannot be enforced is an error.
+            Otherwise the feature is ignored. None is text.
         tools: Tools that the model may call, in OpenAI's form.
-        tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and
-            {"type": "function", "function": {"name": ...}} a call of this function.
-        parallel_tool_calls: Whether several calls may follow each other. A named function is called once.
+        tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and {"type": "function",
+            "function": {"name": ...}} forces a call of the named function.
+        parallel_tool_calls: Whether the answer may have several calls. A named function is called only once.
         parser: Tool-call parser of the model's family. None if the family is unknown.
         reasoning: Reasoning that may precede the answer, from `reasoning_after`.
     """
@@ -61,7 +62,7 @@ class Constraint:
             The grammar, or None if nothing is constrained.
 
         Raises:
-            GrammarError: If a field is wrong. The message names the field of the request.
+            GrammarError: If a field has a wrong value. The message names the field.
         """
         lark = Lark(special_tokens)
         wants_call = not isinstance(self.tool_choice, str) or self.tool_choice not in ("auto", "none")
@@ -82,7 +83,7 @@ class Constraint:
         return lark.text(answer)
 
     def _schema(self) -> tuple[Schema | None, bool]:
-        """Return (schema of the answer or None, whether it is strict)."""
+        """Return (schema of the answer or None for text, whether the schema is strict)."""
         form = self.response_format
         kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
         if kind == "text":
@@ -98,7 +99,7 @@ class Constraint:
         return close_objects(schema), bool(described.get("strict"))
 
     def _calls(self, lark: Lark) -> str:
-        """Return the expression of the tool calls."""
+        """Return the grammar expression of the tool calls, whose rules are added to `lark`."""
         functions = self._functions()
         if self.parser is None:
             raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")
@@ -106,7 +107,7 @@ class Constraint:
         return self.parser.call_grammar(lark, functions, many=self.parallel_tool_calls and not named)
 
     def _functions(self) -> dict[str, Schema]:
-        """Return the functions that may be called, as name -> schema of the arguments."""
+        """Return the functions that may be called, as name -> JSON schema of the arguments."""
         functions: dict[str, Schema] = {}
         for number, tool in enumerate(self.tools or ()):
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -129,15 +130,15 @@ class Constraint:
 
 
 def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
-    """Return which reasoning may follow a rendered prompt.
+    """Return whether the model may or must write reasoning after a rendered prompt.
 
     Args:
         prompt: The rendered prompt.
-        chat_template: The chat template. A template without `<think>` is of a model that does not reason.
+        chat_template: The chat template. A model whose template does not contain `<think>` does not reason.
 
     Returns:
-        "open" if the prompt ends with `<think>`, "optional" if the template knows `<think>` and the prompt has not
-        closed it at the end, else "none".
+        "open" if the prompt ends with `<think>`, so that reasoning follows. "optional" if the template contains
+        `<think>` and the prompt does not end with `</think>`. Otherwise "none".
     """
     end = prompt.rstrip()
     if end.endswith(THINK):
@@ -146,15 +147,15 @@ def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
 
 
 def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()) -> GrammarCompiler:
-    """Return the grammar compiler of a tokenizer, which is built once.
+    """Return the grammar compiler of a tokenizer. It is built once and then cached.
 
     Args:
         tokenizer: Tokenizer of transformers.
-        vocab_size: Number of the model's logits.
-        eos_token_ids: Tokens that end a completion.
+        vocab_size: Size of the model's logits.
+        eos_token_ids: Ids of the tokens that end a completion.
 
     Raises:
-        GrammarError: If llguidance is not installed.
+        GrammarError: If llguidance is not installed, or cannot use the tokenizer.
     """
     of_tokenizer = _compilers.setdefault(tokenizer, {})
     key = (vocab_size, frozenset(eos_token_ids))
@@ -174,10 +175,10 @@ def compile_grammar(
     A server calls this before it submits a request, so that a wrong grammar becomes an error for the client.
 
     Args:
-        constraint: A constraint, a `response_format`, or the text of a grammar.
+        constraint: A `Constraint`, a `response_format` object, or the text of a grammar.
         tokenizer: Tokenizer of transformers.
-        vocab_size: Number of the model's logits.
-        eos_token_ids: Tokens that end a completion.
+        vocab_size: Size of the model's logits.
+        eos_token_ids: Ids of the tokens that end a completion.
 
     Returns:
         The compiled grammar, whose `text` goes into the request, or None if nothing is constrained.

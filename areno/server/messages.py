@@ -1,8 +1,8 @@
 """Check the messages, tools and `tool_choice` of a chat request.
 
 The readers return values in the form that chat templates expect: message contents are text, and the arguments of tool
-calls are objects. Anything else raises an `ApiError` that names the wrong field. `conversation_keys` identifies
-conversations by hashes of their messages.
+calls are objects. A wrong value raises an `ApiError` that names the field. `conversation_keys` identifies conversations
+by hashes of their messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _KINDS = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 MAX_SCHEMA = 1_000_000
-"""The most characters of a schema, of all tools, or of the arguments of a call."""
+"""Maximum number of characters in a schema, in all tools, or in the arguments of a call."""
 _LONG_TEXT = 1000  # characters of a text that is hashed without JSON
 TOO_LARGE = f"has more than {MAX_SCHEMA:,} characters"
 
@@ -45,10 +45,10 @@ class Tool:
 
 
 def read_messages(given: list[Any] | None) -> list[Message]:
-    """Check messages and return them as chat templates read them.
+    """Check messages and return them in the form that chat templates expect.
 
     Args:
-        given: The list of the request, or None if it is absent.
+        given: The field `messages` of the request, or None if it is absent.
 
     Returns:
         Messages whose contents are text and whose tool calls have objects as arguments.
@@ -62,7 +62,7 @@ def read_messages(given: list[Any] | None) -> list[Message]:
 
 
 def _message(given: Any, where: str) -> Message:
-    """Check one message."""
+    """Check one message and convert it for the chat template. `where` is its path in the request."""
     fields = Fields(given, where)
     role = fields.choice("role", _ROLES)
     if role is None:
@@ -91,7 +91,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _content(value: Any, where: str) -> str | None:
-    """Return a content as text. The texts of several parts are joined by newlines."""
+    """Return the content of a message as text, or None if it is null. Several parts are joined by newlines."""
     if value is None or isinstance(value, str):
         text = value
     elif isinstance(value, list):
@@ -113,7 +113,7 @@ def _content(value: Any, where: str) -> str | None:
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
-    """Check one tool call of a message."""
+    """Check one tool call of a message and convert it for the chat template."""
     fields = Fields(given, where)
     function = Fields(fields.take("function"), f"{where}.function")
     name, arguments = function.text("name"), function.take("arguments")
@@ -128,10 +128,10 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    """Return the arguments of a call as an object, since chat templates write them as JSON themselves.
+    """Return the arguments of a call as an object, because chat templates write the JSON themselves.
 
-    Text that a template could not write as JSON stays text: text that is no JSON object, objects nested too deeply, and
-    escapes of half a surrogate pair.
+    Arguments that a template could not write as JSON are returned as the original text: invalid JSON, JSON other than
+    an object, objects nested too deeply, and escapes of half a surrogate pair.
     """
     if value is None:
         return {}
@@ -155,13 +155,13 @@ def read_tools(given: list[Any] | None) -> list[Tool]:
     """Check the tools of a request.
 
     Args:
-        given: The list of the request, or None if it is absent.
+        given: The field `tools` of the request, or None if it is absent.
 
     Returns:
-        The tools, each a function with a JSON schema of its arguments.
+        The tools, each a function with a JSON schema of its arguments. Empty without tools.
 
     Raises:
-        ApiError: With status 400 for the first field that is wrong.
+        ApiError: With status 400 for the first field that is wrong, or for two functions of one name.
     """
     if is_larger(given, MAX_SCHEMA):
         raise bad_field("tools", TOO_LARGE)
@@ -194,7 +194,7 @@ def _tool(given: Any, where: str) -> Tool:
 
 
 def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
-    """Raise ApiError unless a value looks like a JSON schema, and with `is_root` like the schema of an object."""
+    """Raise ApiError if a value is no JSON schema, or with `is_root` if it is no schema of an object."""
     if isinstance(schema, bool) and not is_root:
         return
     if not isinstance(schema, Mapping):
@@ -223,7 +223,8 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
         tools: The tools of the request.
 
     Returns:
-        ("none", "auto" or "required"; the name of the function that must be called, or None).
+        ("none", "auto" or "required"; name of the function that must be called, or None for any function). A named
+        function is "required". An absent field is "auto" with tools and "none" without tools.
 
     Raises:
         ApiError: With status 400 if the value is wrong or names an unknown function.
@@ -249,10 +250,10 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
     """Return a key for the conversation up to and including each message.
 
     Args:
-        messages: The conversation, in the form of `read_messages`.
+        messages: The conversation, as returned by `read_messages`.
 
     Returns:
-        One hash for each message. Equal keys mean equal messages.
+        One hash for each message. Two equal keys mean that all messages up to there are equal.
     """
     key, keys = "", []
     for message in messages:
@@ -262,7 +263,7 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def form_key(tools: Any, template: Any) -> str:
-    """Return a key for the tools and the template variables of a prompt, "" without any.
+    """Return a key for the tools and the template variables of a prompt. It is "" without tools and variables.
 
     Args:
         tools: Tools in OpenAI's form, or None.
@@ -278,8 +279,11 @@ def next_key(key: str, value: Any) -> str:
     """Return the key of a conversation with one more message.
 
     Args:
-        key: Key of the conversation so far, "" for none.
-        value: The message.
+        key: Key of the conversation so far. "" for an empty conversation.
+        value: The added message.
+
+    Returns:
+        A hash of 32 hexadecimal digits.
     """
     long: dict[str, str] = {}
     if isinstance(value, dict):  # long texts are hashed without JSON, whose encoder blocks other threads

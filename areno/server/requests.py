@@ -34,7 +34,7 @@ MAX_MESSAGES = 10_000
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP = 1000  # characters of a stop string
 _MAX_DIGITS = 10  # of a token id
-# Settings of sampling that are numbers between two bounds are fields of requests, too. OpenAI's has a lower limit.
+# Each sampling setting that is a float with two bounds is also a field of requests. OpenAI limits temperature to 2.
 _NUMBERS = {
     name: (known.bounds["ge"], known.bounds["le"])
     for name, known in settings(SamplingConfig).items()
@@ -85,14 +85,14 @@ _RESERVED = {
 
 @dataclass(kw_only=True)
 class SampleOptions:
-    """How a request is sampled and which extra fields its answer has.
+    """The sampling options of a request, and the extra fields of its answer.
 
     Attributes:
         params: Sampling parameters.
-        n: Samples of each prompt.
-        seed: Seed of the request. None lets the server choose one.
-        logit_bias: Token id -> number added to its logit.
-        n_top: Alternatives to report at each position. None reports no log-probabilities.
+        n: Number of samples for each prompt.
+        seed: Seed of the request. None lets the server choose a seed.
+        logit_bias: Token id -> number added to the token's logit.
+        n_top: Number of alternatives to report at each position. None reports no log-probabilities.
         stream: Whether the answer is streamed.
         include_usage: Whether a stream ends with a chunk that has `usage`.
         token_ids: Whether the answer has the extra field `areno`. None follows the server's default.
@@ -114,14 +114,14 @@ class ChatRequest:
 
     Attributes:
         model: Name of the model.
-        messages: The conversation, in the form that chat templates read.
+        messages: The conversation, in the form that chat templates expect.
         tools: Tools offered to the model.
         requires_call: Whether `tool_choice` forces a call.
-        named: Name of the function that `tool_choice` forces. None for any function.
+        named: Name of the function that `tool_choice` forces. None if it names no function.
         parallel_tool_calls: Whether the answer may have several calls.
-        response_format: Required form of the answer, in OpenAI's form. None for text.
+        response_format: Required form of the answer, as in OpenAI's API. None for text.
         template: Extra variables of the chat template (`chat_template_kwargs`).
-        options: How to sample.
+        options: Sampling options and extra fields of the answer.
     """
 
     model: str
@@ -141,10 +141,10 @@ class CompletionRequest:
 
     Attributes:
         model: Name of the model.
-        prompts: Texts or lists of token ids.
-        echo: Whether the choices repeat the prompt.
+        prompts: The prompts, each a text or a list of token ids.
+        echo: Whether the choices begin with the prompt.
         wants_new: Whether tokens are sampled. False for `max_tokens=0`, which only scores the prompt.
-        options: How to sample.
+        options: Sampling options and extra fields of the answer.
     """
 
     model: str
@@ -160,7 +160,10 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
     Args:
         values: The JSON value of the body.
         defaults: Sampling parameters for fields that the request leaves out.
-        max_messages: The most messages of a request.
+        max_messages: Maximum number of messages in a request.
+
+    Returns:
+        The checked request, with `defaults` filled in.
 
     Raises:
         ApiError: With status 400 for the first field that is wrong.
@@ -206,6 +209,9 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
         values: The JSON value of the body.
         defaults: Sampling parameters for fields that the request leaves out.
 
+    Returns:
+        The checked request, with `defaults` filled in.
+
     Raises:
         ApiError: With status 400 for the first field that is wrong.
     """
@@ -225,7 +231,7 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
 
 
 def _model(fields: Fields) -> str:
-    """Read the required field `model`."""
+    """Return the required field `model`. Raises ApiError if it is missing."""
     model = fields.text("model")
     if model is None:
         raise bad_field("model", "is missing; the name of a model is expected")
@@ -233,7 +239,7 @@ def _model(fields: Fields) -> str:
 
 
 def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
-    """Read the fields that both endpoints share."""
+    """Read the fields that both endpoints share. `max_new` None keeps the default number of new tokens."""
     params = replace_params(
         defaults,
         **{name: fields.number(name, *bounds) for name, bounds in _NUMBERS.items()},
@@ -266,9 +272,10 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
 
 
 def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """Replace sampling parameters by those of a request.
+    """Return sampling parameters with the values of a request.
 
-    The API allows 0 for three of them: `temperature` 0 and `top_p` 0 sample greedily, and `top_k` 0 means no limit.
+    OpenAI's and vLLM's APIs allow 0 for three parameters. `temperature` 0 and `top_p` 0 sample greedily, and `top_k` 0
+    sets no limit.
 
     Args:
         defaults: Parameters to start from.
@@ -313,7 +320,7 @@ def _stop(value: Any) -> list[str] | None:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Check `logit_bias` and return token id -> number."""
+    """Check `logit_bias` and return token id -> number to add. None gives {}."""
     bias: dict[int, float] = {}
     if value is None:
         return bias
@@ -329,7 +336,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """Check `response_format`. Return None for text."""
+    """Check `response_format` and return it. Return None for text."""
     if value is None:
         return None
     fields = Fields(value, "response_format")

@@ -1,7 +1,7 @@
 """Check the server's responses that an agent returns for training.
 
-User code may have changed them, so every field is checked here. A wrong value would otherwise fail later in the
-tokenizer, the loss, the model or the files of the run. `read_response` extracts message and tokens, and
+User code may have changed the responses, so every field is checked here. A wrong value would otherwise fail later in
+the tokenizer, the loss, the model or the files of the run. `read_response` extracts message and tokens, and
 `TurnTokens.read` checks the tokens.
 """
 
@@ -30,10 +30,10 @@ class TurnTokens:
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
-        sources: Origin of the prompt's tokens, as runs.
+        sources: Origin of the prompt's tokens, as (source, number of tokens) of consecutive tokens.
         sampled: Token ids of the completion, at least one.
-        logprobs: Log-probability of each sampled token, finite and not positive.
-        versions: Version of the weights that sampled each token.
+        logprobs: Log-probability of each sampled token. Finite, and not positive except for rounding.
+        versions: For each sampled token, the version of the weights that sampled it.
         temperature: Sampling temperature of the turn.
     """
 
@@ -49,7 +49,7 @@ class TurnTokens:
         """Check the field `areno` of a response and return its tokens.
 
         Args:
-            values: The field `areno` of the response.
+            values: The field `areno` of the response. Only its first choice is read.
             vocab_size: Number of token ids of the model.
 
         Raises:
@@ -72,7 +72,10 @@ class TurnTokens:
 
 
 def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
-    """Return a field that must be a list of numbers: `n` of them, or at least one if `n` is None."""
+    """Return a field that must be a list of numbers whose types are in `kinds`.
+
+    The list must have `n` elements, or at least one if `n` is None.
+    """
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
         raise BadTrajectory(f"{name} is {show(numbers)}; a list of numbers is expected")
@@ -85,7 +88,10 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
 
 
 def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
-    """Return a field that must be a list of whole numbers from 0 to `maximum`."""
+    """Return a field that must be a list of whole numbers from 0 to `maximum`.
+
+    The list must have `n` elements, or at least one if `n` is None.
+    """
     numbers = _numbers(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
         wrong = min(numbers) if min(numbers) < 0 else max(numbers)
@@ -94,7 +100,7 @@ def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | 
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
-    """Return the log-probabilities of `n` tokens."""
+    """Return the field `logprobs`, which must have `n` log-probabilities."""
     numbers = _numbers(choice, "logprobs", {int, float}, n)
     if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
         raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
@@ -102,7 +108,7 @@ def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
 
 
 def _sources(runs: Any, n: int) -> Runs:
-    """Return the runs as pairs. Together they must have one source for each of `n` tokens."""
+    """Return the (source, number of tokens) pairs of a prompt, which must cover `n` tokens in total."""
     known = {int(source) for source in Source}
     pairs = runs if isinstance(runs, list) else []
     good = all(
@@ -116,23 +122,27 @@ def _sources(runs: Any, n: int) -> Runs:
 
 
 def sampled_with(params: SamplingParams) -> dict[str, float]:
-    """Return the entries of the field `areno` that say how the tokens were sampled, as `TurnTokens.read` reads them."""
+    """Return the sampling parameters that a response records in its field `areno`, for `TurnTokens.read`.
+
+    Args:
+        params: Sampling parameters of the request.
+    """
     return {"temperature": params.logprob_temperature}
 
 
 def _temperature(value: Any) -> float:
-    """Return the temperature of a turn."""
+    """Check the temperature of a turn and return it as a float."""
     if type(value) not in (int, float) or not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
         raise BadTrajectory(f"temperature is {show(value)}; the temperature of the request is expected")
     return float(value)
 
 
 def read_response(response: Any) -> dict[str, Any]:
-    """Extract message, finish reason and tokens of a response.
+    """Extract the message, finish reason and tokens from a response.
 
     Args:
-        response: A response of OpenAI's client, or the list of chunks of a streamed one. Objects and dictionaries both
-            work.
+        response: A response of OpenAI's client, or the list of chunks of a streamed response. Objects and dictionaries
+            both work.
 
     Returns:
         `message`, `finish_reason` and `tokens` (the field `areno`), all as plain JSON values.
@@ -184,7 +194,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _joined(chunks: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a stream into the response that they make up."""
+    """Join the chunks of a stream into one response with the first choice."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     found: dict[str, Any] = {"choices": [{"message": message, "finish_reason": None}]}
     for chunk in chunks:
@@ -203,13 +213,13 @@ def _joined(chunks: list[Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert the client's objects in a value to dictionaries.
+    """Convert objects of OpenAI's client to dictionaries and lists, at any depth.
 
     Args:
-        value: Objects of OpenAI's client, or containers of them.
+        value: An object of OpenAI's client, or a container of such objects. Other values are returned unchanged.
 
     Returns:
-        The value as the client would send it, with dictionaries and lists.
+        The value with dictionaries and lists in place of objects, without unset fields.
     """
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json", exclude_unset=True)

@@ -30,7 +30,7 @@ class Histogram:
     """A Prometheus histogram.
 
     Args:
-        bounds: Upper bounds of the buckets, ascending. The default is in seconds.
+        bounds: Upper bounds of the buckets, ascending. The default has 14 bounds from 0.01 to 300 seconds.
     """
 
     def __init__(self, bounds: tuple[float, ...] = _SECONDS):
@@ -46,7 +46,7 @@ class Histogram:
         self._sum += value
 
     def lines(self, name: str) -> Iterator[str]:
-        """Return the sample lines of the metric `name`.
+        """Yield the lines of the histogram in Prometheus' text format.
 
         Args:
             name: Name of the metric.
@@ -60,17 +60,20 @@ class Histogram:
 
 
 class ServerMetrics:
-    """The counters of one server since its start. Tokens are counted when their request is finished.
+    """The counters of one server since its start.
+
+    The prompt tokens of a request are counted at its first output, and the sampled tokens at the end of each sample.
 
     Attributes:
-        requests: Answered HTTP requests by (path, status).
-        in_flight: Requests in progress.
-        prompt_tokens: Prompt tokens.
-        cached_tokens: Prompt tokens found in the prefix cache.
-        completion_tokens: Sampled tokens.
-        aborted: Requests whose client disconnected or that ran out of time.
-        first_token: Seconds to the first token of streamed requests.
-        whole: Seconds from a request to the end of its answer.
+        requests: Number of answered HTTP requests by (path, status).
+        in_flight: Number of requests in progress.
+        prompt_tokens: Number of prompt tokens.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        completion_tokens: Number of sampled tokens.
+        aborted: Number of engine requests without a complete answer, for example because the client disconnected or the
+            time limit passed.
+        first_token: Histogram of the seconds to the first token of streamed requests.
+        whole: Histogram of the seconds from a request to the end of its answer.
     """
 
     def __init__(self) -> None:
@@ -80,7 +83,7 @@ class ServerMetrics:
         self.first_token, self.whole = Histogram(), Histogram()
 
     def text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
-        """Return the page /metrics.
+        """Return the text of the page /metrics, in Prometheus' text format.
 
         Args:
             gauges: Further values, as (name, help text, value).
@@ -128,12 +131,12 @@ class ServerLimits:
     """Limits on requests, memory and time of a server.
 
     Attributes:
-        max_body: Bytes of a request's body, also after decompression.
-        max_messages: Messages of a chat request.
-        max_samples: Samples in progress or waiting. Further requests are refused with status 429.
-        max_remembered: Tokens of all cached conversations.
-        timeout_s: Seconds for the answer to a request.
-        shutdown_s: Seconds for requests in progress when the server is shut down.
+        max_body: Maximum size of a request's body in bytes, also after decompression.
+        max_messages: Maximum number of messages in a chat request.
+        max_samples: Maximum number of samples in progress or waiting. Further requests are refused with status 429.
+        max_remembered: Maximum number of tokens in the cache of conversations, see `TokenCache`.
+        timeout_s: Time limit for the answer to a request, in seconds.
+        shutdown_s: Seconds that requests in progress get to finish when the server is shut down.
     """
 
     max_body: int = 16 * 2**20
@@ -145,19 +148,19 @@ class ServerLimits:
 
 
 class Sampler:
-    """Samples the requests of clients on an engine that is in a rollout phase.
+    """Sampler of the requests of clients, on an engine that is in a rollout phase.
 
     Args:
         engine: The engine.
         request_limits: Context length and KV-cache size of the rollout phase.
         limits: Limits of the server.
-        seed: Seed for requests without a seed of their own. Such requests with the same prompt get the same seeds in
-            each run, in the order in which they arrive.
+        seed: Seed for requests that set no seed. The n-th such request with the same prompt gets the same seed in each
+            run.
         stop_ids: Token ids that end a completion.
 
     Attributes:
         metrics: Counters for the page /metrics.
-        n_samples: Samples in progress.
+        n_samples: Number of samples in progress or waiting.
     """
 
     def __init__(
@@ -182,15 +185,16 @@ class Sampler:
 
         Args:
             prompt: Token ids.
-            options: How to sample.
-            digest: `digest_of(prompt)`, if it is known already.
+            options: Sampling options of the client's request.
+            digest: `digest_of(prompt)` if it is known. None computes it when a seed is needed.
             **more: Further fields of `GenerationRequest`.
 
         Returns:
-            The request, with an id and a seed.
+            The request, with a new id and a seed.
 
         Raises:
-            ApiError: With status 400 if the engine cannot serve the request, such as a prompt that is too long.
+            ApiError: With status 400 if the engine cannot serve the request, for example because the prompt is too
+                long.
         """
         request = GenerationRequest(
             request_id=next(self._ids),
@@ -221,7 +225,7 @@ class Sampler:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The most tokens of a prompt that leave room for one token of an answer."""
+        """Maximum number of tokens in a prompt that leaves room for one token of an answer."""
         return min(self.request_limits.context_len - 1, self.request_limits.kv_tokens)
 
     @contextmanager
@@ -229,7 +233,7 @@ class Sampler:
         """Count `n` samples as in progress within a `with` block.
 
         Args:
-            n: Samples of the request.
+            n: Number of samples in the request.
 
         Raises:
             ApiError: With status 429 if too many samples are in progress, and 400 if `n` alone exceeds the limit.
@@ -251,10 +255,10 @@ class Sampler:
         """Submit a request and yield the engine's outputs. Leaving the iteration early aborts the request.
 
         Args:
-            request: A request from `request`.
+            request: A request built by `Sampler.request`.
 
         Yields:
-            Outputs of the samples in the order in which they are ready.
+            Partial and finished outputs of all samples, in the order in which they are ready.
 
         Raises:
             ApiError: If the request times out (408), is refused (400) or fails (500, 503).
@@ -288,17 +292,24 @@ class Sampler:
             self.metrics.whole.observe(time.monotonic() - started)
 
     async def finished(self, request: GenerationRequest) -> list[GenerationOutput]:
-        """Return the finished samples of a request, in the order of their numbers.
+        """Submit a request and return its finished samples, ordered by sample number.
 
         Args:
-            request: A request from `request`.
+            request: A request built by `Sampler.request`.
+
+        Raises:
+            ApiError: If the request times out (408), is refused (400) or fails (500, 503).
         """
         async with aclosing(self.outputs(request)) as stream:  # type: ignore[type-var]
             found = [output async for output in stream if output.finish_reason is not None]
         return sorted(found, key=lambda output: output.sample)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """Return the current state of the engine's decoders, as (name, help text, value) for /metrics."""
+        """Return the numbers of running, waiting and preempted samples for the page /metrics.
+
+        Returns:
+            (name, help text, value) of each gauge, summed over the engine's decoders.
+        """
         stats = self.engine.rollout_stats()
         return [
             ("areno_samples_running", "Samples in the batch.", sum(one.running for one in stats)),
@@ -309,12 +320,12 @@ class Sampler:
 
 
 def _of_client(error: RequestRefused, code: str | None = None) -> ApiError:
-    """Return the error in terms of the fields that a client sets."""
+    """Convert the engine's refusal to an ApiError of status 400 that names the field of the client's request."""
     advice = "; shorten the prompt" if code == CONTEXT_FULL else _ADVICE.get(error.field, "")
     return ApiError(400, error.why + advice, param=_name_of(error.field), code=code)
 
 
 def _name_of(key: str) -> str:
-    """Return the API's name of a setting."""
+    """Return the name of a setting in the API, such as "max_tokens" for "gconfig.max_new_tokens"."""
     name = key.rpartition(".")[2]
     return _NAMES.get(name, name)

@@ -1,6 +1,6 @@
-"""Run work and the server in threads of their own.
+"""Run CPU-heavy work and the server in threads of their own.
 
-`Threads` are worker threads for CPU-heavy work that would block an event loop, such as encoding a long prompt.
+`Threads` is a pool of worker threads for work that would block an event loop, such as encoding a long prompt.
 `ServerThread` runs an application in a thread with its own event loop, so that user code cannot block the server.
 """
 
@@ -29,12 +29,12 @@ _running: set[threading.Thread] = set()
 
 
 class Threads:
-    """A small pool of worker threads for event loops. Threads end when there is nothing to do.
+    """A small pool of worker threads for event loops. A thread ends when there is nothing to do.
 
-    Unlike those of `concurrent.futures` they are daemons: a process can exit although one of them is stuck.
+    The threads are daemon threads, unlike those of `concurrent.futures`, so the process can exit while a thread hangs.
 
     Args:
-        max_threads: The most threads that run at once. Further work waits.
+        max_threads: Maximum number of threads. Further work waits.
         name: Name of the threads.
     """
 
@@ -45,12 +45,12 @@ class Threads:
         self._n_threads = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Call a function in one of the threads and return its result.
+        """Call a function in a worker thread and return its result.
 
         If the caller is cancelled before the call begins, the function is not called.
 
         Args:
-            work: Called once without arguments. Its exception is raised here.
+            work: Function without arguments. Its exception is raised to the caller of `run`.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
@@ -83,7 +83,7 @@ class Threads:
 
 
 def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
-    """Call the function and hand its result or error to the future's event loop."""
+    """Call the function, and pass its result or exception to the future in the future's event loop."""
     try:
         settled = partial(_settle, future, work(), None)
     except BaseException as error:
@@ -94,7 +94,7 @@ def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give a future its result or error, unless it was cancelled."""
+    """Set the result of a future, or its exception if `error` is given. A cancelled future stays as it is."""
     if future.done():
         return
     if error is None:
@@ -105,7 +105,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait briefly for the threads.
+    """Wait up to 2 seconds for the threads that are at work.
 
     A thread that returns from a library during Python's exit could crash the process.
     """
@@ -118,7 +118,7 @@ _logger = logging.getLogger("areno.server.http")
 
 
 def _is_not_about_a_client(record: logging.LogRecord) -> bool:
-    """Return False for log records about clients that send no valid HTTP or have disconnected."""
+    """Return False for log records about clients that send invalid HTTP or have disconnected."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | ConnectionError)
 
@@ -132,9 +132,9 @@ class ServerThread:
     """A web application that is served in a thread from `start` until `stop`.
 
     Args:
-        make: Returns the application. Called in the thread.
+        make: Function that returns the application. It is called in the server's thread.
         host: Address to listen at.
-        port: Port to listen at. 0 takes a free one.
+        port: Port to listen at. 0 picks a free port.
         grace_s: Seconds that requests in progress get to finish after `stop`.
 
     Attributes:
@@ -153,13 +153,13 @@ class ServerThread:
         self.url = ""
 
     def start(self) -> str:
-        """Start to serve.
+        """Start the thread, and return when the server accepts requests.
 
         Returns:
             The address, such as http://127.0.0.1:8000.
 
         Raises:
-            EngineError: If the server cannot listen at the address, such as a port in use.
+            EngineError: If the server cannot listen at the address, for example because the port is in use.
         """
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-server")
         self._thread.start()
@@ -170,7 +170,9 @@ class ServerThread:
         return self.url
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine in the server's event loop. Has no effect after the server has stopped.
+        """Run a coroutine in the server's event loop without waiting for it.
+
+        Has no effect after the server has stopped.
 
         Args:
             work: The coroutine.
@@ -182,7 +184,7 @@ class ServerThread:
             work.close()
 
     def stop(self) -> None:
-        """Accept no more requests, wait `grace_s` seconds for those in progress, then end them.
+        """Refuse new requests, wait up to `grace_s` seconds for requests in progress, then cancel the rest.
 
         A second call has no effect.
         """

@@ -1,7 +1,8 @@
-"""Record where each token of a training row comes from.
+"""Record the origin of each token in a training row.
 
-A row's sources are stored as runs, a list of (source, number of tokens). `source_runs` derives them from the places of
-messages in a rendered prompt, and `expand_runs` turns them into one source for each token.
+The origins, called sources, are stored as runs: a list of (source, number of consecutive tokens). `source_runs` derives
+them from the positions of messages in a rendered prompt, and `expand_runs` turns them into one source for each
+token.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import numpy as np
 
 
 class Source(IntEnum):
-    """Origin of a token of a row.
+    """Origin of a token in a row.
 
     Attributes:
-        TEMPLATE: Written by the chat template, or none of the others.
-        SYSTEM: In a system message.
-        USER: In a user message.
-        TOOL: In the result of a tool.
+        TEMPLATE: Written by the chat template, or of any origin not listed here.
+        SYSTEM: Part of a system message.
+        USER: Part of a user message.
+        TOOL: Part of a tool's result.
         SAMPLED: Sampled by the model.
     """
 
@@ -54,16 +55,16 @@ def digest_of(tokens: list[int]) -> int:
 def source_runs(
     places: Iterable[tuple[int, int, int]], n_tokens: int, span_of: Callable[[int], tuple[int, int]], start: int = 0
 ) -> Runs:
-    """Return the sources of the tokens of a text.
+    """Return the source of each token in a text, as runs.
 
     Args:
         places: (start, end, source) of messages in the text, in characters and in order.
-        n_tokens: Number of tokens of the text from character `start` on.
-        span_of: Maps the index of a token to its (start, end) in characters, counted from `start`.
-        start: Character of the text at which the tokens begin.
+        n_tokens: Number of tokens in the text from character `start` on.
+        span_of: Function from the index of a token to its (start, end) in characters, counted from `start`.
+        start: Index of the character at which the tokens begin.
 
     Returns:
-        Runs that cover all `n_tokens` tokens.
+        (source, number of tokens) of consecutive tokens. Together they cover all `n_tokens` tokens.
     """
     runs: list[tuple[int, int]] = []
     at = 0
@@ -76,10 +77,13 @@ def source_runs(
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Merge neighbouring runs of the same source and drop empty ones.
+    """Merge neighbouring runs with the same source, and drop empty runs.
 
     Args:
         runs: (source, number of tokens) of consecutive tokens.
+
+    Returns:
+        (source, number of tokens) of the same tokens.
     """
     found: Runs = []
     for source, n in runs:
@@ -91,7 +95,7 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def expand_runs(runs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Return one source for each token.
+    """Return the source of each token.
 
     Args:
         runs: (source, number of tokens) of consecutive tokens.

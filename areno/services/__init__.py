@@ -1,9 +1,10 @@
-"""The services that can follow a run: Weights & Biases, Trackio, SwanLab, MLflow, and those of other packages.
+"""The experiment trackers that can record a run, called services.
 
-Each file of this folder declares one service: its settings, its checks and its calls. A class below `Service` in
-`wandb.py` is the service `wandb`, and its settings are the section `stats_logger.wandb`. No other place lists it. A
-package of its own declares a service by an entry point of the group "areno.trackers", name = "module:Class". Its
-settings are the entry `stats_logger.trackers.<name>`.
+These are Weights & Biases, Trackio, SwanLab, MLflow, and trackers of other packages. Each file of this folder declares
+one service: its settings, its checks and its calls. A subclass of `Service` in `wandb.py` is the service `wandb`, and
+its settings are the section `stats_logger.wandb`. No other place lists it. Another package declares a service by an
+entry point of the group "areno.trackers", name = "module:Class". Its settings are the entry
+`stats_logger.trackers.<name>`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ SERVICES: dict[str, type[Service]] = {
 
 @cache
 def installed_services() -> dict[str, EntryPoint]:
-    """Return the services of other packages by name. The first call reads the metadata of all installed packages."""
+    """Return the entry points of services in other packages, by name.
+
+    The first call reads the metadata of all installed packages.
+    """
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -41,11 +45,15 @@ def installed_service(name: str) -> type[Service]:
     """Import a service of another package.
 
     Args:
-        name: The name of its entry point in the group "areno.trackers".
+        name: Name of its entry point in the group "areno.trackers".
+
+    Returns:
+        The class of the service.
 
     Raises:
-        TypeError: The entry point names something other than a subclass of Service.
-        Exception: Whatever the module of the service raises when it is imported.
+        KeyError: If there is no entry point with this name.
+        TypeError: If the entry point names something other than a subclass of `Service`.
+        Exception: Any error that the service's module raises when it is imported.
     """
     service = installed_services()[name].load()
     if not (isinstance(service, type) and issubclass(service, Service)):

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The service that sends scalars to MLflow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 6000  # characters of a parameter
 
 @dataclass(kw_only=True)
 class MlflowConfig(Section):
-    """MLflow (pip install 'areno[mlflow]')."""
+    """Settings of MLflow (pip install 'areno[mlflow]')."""
 
     mode: Literal["disabled", "local", "online"] = setting(
         "disabled", help="local writes to a folder or a database, for mlflow ui. online sends to a server"
@@ -34,12 +34,15 @@ class MlflowConfig(Section):
 
     @forbid("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
     def server_of_local(self) -> bool:
-        """Return whether mode=local has the address of a server."""
+        """Return whether mode=local is combined with the address of a server."""
         return self.mode == "local" and (self.tracking_uri or "").startswith("http")
 
 
 class Mlflow(Service):
-    """MLflow calls a project an experiment. It keeps the old and the new values of a step that is repeated."""
+    """Connection of a run to MLflow, where a project is an experiment.
+
+    If a resumed run repeats a step, MLflow keeps the earlier and the later values of this step.
+    """
 
     settings, title, package, install = MlflowConfig, "MLflow", "mlflow", "areno[mlflow]"
     config: MlflowConfig
@@ -47,7 +50,15 @@ class Mlflow(Service):
     _id = ""
 
     def start(self, about: RunAbout, run_id: str | None) -> str:
-        """Begin the run, or continue it."""
+        """Begin the run at MLflow, or continue it if `run_id` is given.
+
+        Args:
+            about: Description of the run.
+            run_id: Id returned in an earlier session of the run. None in the first session.
+
+        Returns:
+            The id of the run at MLflow.
+        """
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -67,7 +78,7 @@ class Mlflow(Service):
         return self._id
 
     def _uri(self, about: RunAbout) -> str | None:
-        """Return the address of the server or the folder; None for MLflow's own default."""
+        """Return the address of the server or folder. None uses the environment, or MLflow's own default."""
         given = self.config.tracking_uri
         if self.config.mode == "online" or (given is not None and "://" in given):
             return given
@@ -77,19 +88,28 @@ class Mlflow(Service):
         return folder.absolute().as_uri()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send scalars of a step."""
+        """Send the scalars of a step to MLflow.
+
+        Args:
+            step: Number of the step.
+            scalars: Finite values by name, such as "train/loss".
+        """
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, metrics=[Metric(allowed(n), v, now, step) for n, v in scalars.items()])
 
     def finish(self) -> None:
-        """End the run."""
+        """Mark the run as finished at MLflow."""
         self._client.set_terminated(self._id)
 
 
 def allowed(name: str) -> str:
-    """Return a name in the characters that MLflow accepts: pass_at_4 for pass@4."""
+    """Return a scalar's name with the characters that MLflow accepts, such as pass_at_4 for pass@4.
+
+    Args:
+        name: Name of the scalar. Each other character becomes "_".
+    """
     plain = name.replace("@", "_at_")
     return "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in _PUNCTUATION) else "_" for letter in plain

@@ -1,4 +1,4 @@
-"""The base class of services, and the description of a run that they receive."""
+"""Define the base class of experiment trackers, called services, and the description of a run that they receive."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from areno.schema.values import flat
 
 @dataclass(frozen=True)
 class RunAbout:
-    """A run, as a service shows it.
+    """Description of a run for an experiment tracker.
 
     Attributes:
-        folder: The folder of the run.
-        experiment: `experiment_name`.
-        name: The name of the folder. A run of a sweep has the name of the sweep before it.
-        group: The name of the sweep; None outside of a sweep.
+        folder: Folder of the run.
+        experiment: The setting `experiment_name`.
+        name: Name of the folder. In a sweep, the name of the sweep and "-" precede it.
+        group: Name of the sweep, or None outside of a sweep.
         settings: All settings of the run, nested as in config.yaml.
-        fileroot: `cluster.fileroot`, the folder of all runs.
+        fileroot: The setting `cluster.fileroot`, the folder that contains all runs.
     """
 
     folder: Path
@@ -32,23 +32,23 @@ class RunAbout:
     fileroot: Path
 
     def flat(self) -> dict[str, Any]:
-        """Return the settings under dotted keys."""
+        """Return the settings as one dictionary with dotted keys, such as "actor.optimizer.lr"."""
         return flat(self.settings)
 
 
 class Service:
-    """One run at one service. To add a service, derive a class in a file of its own, see areno/services/__init__.py.
+    """Connection of one run to one experiment tracker, such as Weights & Biases.
 
-    All calls of an instance come from one thread. An exception in any of them is logged once and ends the calls, but
-    not the run.
+    To add a service, derive a class in a file of its own, see areno/services/__init__.py. All calls of an instance come
+    from one thread. An exception in a call is logged once. The service is then not called again, and the run continues.
 
     Attributes:
-        settings: The dataclass of the settings. A service of this folder has a setting `mode`, and "disabled" turns it
-            off. A service of another package is on if `stats_logger.trackers` names it.
-        title: The name of the service in help texts.
-        package: The module that has to be installed.
-        install: What `pip install` needs for it, such as "areno[wandb]".
-        config: An instance of `settings`.
+        settings: Dataclass of the settings. A service of this folder has a setting `mode`, and "disabled" turns the
+            service off. A service of another package is on if `stats_logger.trackers` names it.
+        title: Name of the service in help texts.
+        package: Name of the Python module that the service needs.
+        install: Argument of `pip install` that installs this module, such as "areno[wandb]".
+        config: The values of the settings, an instance of `settings`.
     """
 
     settings: ClassVar[type[Section]]
@@ -61,26 +61,27 @@ class Service:
         self.config = config
 
     def start(self, about: RunAbout, run_id: str | None) -> str:
-        """Begin the run, or continue it.
+        """Begin the run at the service, or continue it.
 
         Args:
-            about: The run.
-            run_id: The id that an earlier session of the run returned. None in the first session.
+            about: Description of the run.
+            run_id: Id that `start` returned in an earlier session of the run. None in the first session.
 
         Returns:
-            The id of the run at the service. The folder of the run keeps it, in trackers.json.
+            The id of the run at the service. It is kept in trackers.json in the run's folder.
         """
         raise NotImplementedError
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send scalars of a step.
+        """Send the scalars of a step.
 
         Args:
-            step: The number of the step. Steps ascend, but a resumed run repeats the steps after its state.
-            scalars: Finite numbers by name, such as "train/loss".
+            step: Number of the step. Steps ascend, except that a resumed run repeats the steps after its last saved
+                state.
+            scalars: Finite values by name, such as "train/loss".
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Send what is left, and end the run."""
+        """Send the remaining data and end the run at the service."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""The service that sends scalars to SwanLab."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from areno.services.service import RunAbout, Service
 
 @dataclass(kw_only=True)
 class SwanlabConfig(Section):
-    """SwanLab (pip install 'areno[swanlab]'). Its key is SWANLAB_API_KEY in the environment, or of swanlab login."""
+    """Settings of SwanLab (pip install 'areno[swanlab]').
+
+    The API key is read from the environment variable SWANLAB_API_KEY, or from the file that `swanlab login` writes.
+    """
 
     mode: Literal["cloud", "local", "offline", "disabled"] = setting(
         "disabled",
@@ -26,14 +29,25 @@ class SwanlabConfig(Section):
 
 
 class Swanlab(Service):
-    """SwanLab keeps the first values of a step that a resumed run repeats."""
+    """Connection of a run to SwanLab.
+
+    If a resumed run repeats a step, SwanLab keeps the earlier values of this step.
+    """
 
     settings, title, package, install = SwanlabConfig, "SwanLab", "swanlab", "areno[swanlab]"
     config: SwanlabConfig
     _run: Any = None
 
     def start(self, about: RunAbout, run_id: str | None) -> str:
-        """Begin the run, or continue it."""
+        """Begin the run at SwanLab, or continue it if `run_id` is given.
+
+        Args:
+            about: Description of the run.
+            run_id: Id returned in an earlier session of the run. None in the first session.
+
+        Returns:
+            The id of the run at SwanLab.
+        """
         import secrets
         import string
 
@@ -56,9 +70,14 @@ class Swanlab(Service):
         return run_id
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send scalars of a step."""
+        """Send the scalars of a step to SwanLab.
+
+        Args:
+            step: Number of the step.
+            scalars: Finite values by name, such as "train/loss".
+        """
         self._run.log(dict(scalars), step=step)
 
     def finish(self) -> None:
-        """End the run."""
+        """End the run at SwanLab."""
         self._run.finish()

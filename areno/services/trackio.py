@@ -1,4 +1,4 @@
-"""Trackio of Hugging Face."""
+"""The service that sends scalars to Trackio of Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areno.services.service import RunAbout, Service
 
 @dataclass(kw_only=True)
 class TrackioConfig(Section):
-    """Trackio of Hugging Face (pip install 'areno[trackio]')."""
+    """Settings of Trackio (pip install 'areno[trackio]')."""
 
     mode: Literal["disabled", "local", "online"] = setting(
         "disabled",
@@ -33,14 +33,22 @@ class TrackioConfig(Section):
 
 
 class Trackio(Service):
-    """Trackio knows a run by its name, so the name is the id."""
+    """Connection of a run to Trackio of Hugging Face. Trackio identifies a run by its name, so the name is the id."""
 
     settings, title, package, install = TrackioConfig, "Trackio", "trackio", "areno[trackio]"
     config: TrackioConfig
     _run: Any = None
 
     def start(self, about: RunAbout, run_id: str | None) -> str:
-        """Begin the run, or continue it."""
+        """Begin the run at Trackio, or continue it if `run_id` is given. The name changes if it is taken.
+
+        Args:
+            about: Description of the run.
+            run_id: Id returned in an earlier session of the run. None in the first session.
+
+        Returns:
+            The id of the run at Trackio.
+        """
         import trackio
 
         self._run = trackio.init(
@@ -55,9 +63,14 @@ class Trackio(Service):
         return self._run.name  # trackio changes a name that is taken
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send scalars of a step."""
+        """Send the scalars of a step to Trackio.
+
+        Args:
+            step: Number of the step.
+            scalars: Finite values by name, such as "train/loss".
+        """
         self._run.log(dict(scalars), step=step)
 
     def finish(self) -> None:
-        """End the run."""
+        """End the run at Trackio."""
         self._run.finish()

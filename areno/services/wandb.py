@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The service that sends scalars to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from areno.services.service import RunAbout, Service
 
 @dataclass(kw_only=True)
 class WandbConfig(Section):
-    """Weights & Biases (pip install 'areno[wandb]'). Its key is WANDB_API_KEY in the environment, or of wandb login."""
+    """Settings of Weights & Biases (pip install 'areno[wandb]').
+
+    The API key is read from the environment variable WANDB_API_KEY, or from the file that `wandb login` writes.
+    """
 
     mode: Literal["online", "offline", "disabled", "shared"] = setting(
         "disabled",
@@ -30,14 +33,29 @@ class WandbConfig(Section):
 
 
 class Wandb(Service):
-    """The scalar `step` is the axis of all charts, so a step that a resumed run repeats is drawn again."""
+    """Connection of a run to Weights & Biases.
+
+    The horizontal axis of all charts is the scalar `step`. If a resumed run repeats a step, its later values are drawn
+    in addition to the earlier ones.
+    """
 
     settings, title, package, install = WandbConfig, "Weights & Biases", "wandb", "areno[wandb]"
     config: WandbConfig
     _run: Any = None
 
     def start(self, about: RunAbout, run_id: str | None) -> str:
-        """Begin the run, or continue it. Raises RuntimeError if wandb has no key."""
+        """Begin the run at Weights & Biases, or continue it if `run_id` is given.
+
+        Args:
+            about: Description of the run.
+            run_id: Id returned in an earlier session of the run. None in the first session.
+
+        Returns:
+            The id of the run at Weights & Biases.
+
+        Raises:
+            RuntimeError: If wandb has no API key.
+        """
         import secrets
 
         import wandb
@@ -70,9 +88,14 @@ class Wandb(Service):
         return self._run.id
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send scalars of a step."""
+        """Send the scalars of a step to Weights & Biases.
+
+        Args:
+            step: Number of the step.
+            scalars: Finite values by name, such as "train/loss".
+        """
         self._run.log({"step": step, **scalars})
 
     def finish(self) -> None:
-        """End the run."""
+        """End the run at Weights & Biases."""
         self._run.finish()

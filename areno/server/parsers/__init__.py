@@ -44,13 +44,13 @@ def parser_names() -> list[str]:
 
 
 def parser_for(name: str) -> ToolCallParser:
-    """Return the parser of a name.
+    """Return the tool-call parser with a given name.
 
     Args:
         name: A name from `parser_names`.
 
     Raises:
-        ConfigError: If there is no parser of this name.
+        ConfigError: If there is no parser with this name.
     """
     if name not in _PARSERS:
         hint = did_you_mean(name, _PARSERS, f"; there are {', '.join(_PARSERS)}")
@@ -59,14 +59,14 @@ def parser_for(name: str) -> ToolCallParser:
 
 
 def parser_for_template(chat_template: str | None, model_type: str = "") -> ToolCallParser:
-    """Return the parser for the call format that a chat template describes.
+    """Return the parser for the tool-call format that a chat template describes.
 
     Args:
-        chat_template: The template. Without one, the model's type decides.
-        model_type: `model_type` of the model's configuration, such as "qwen3".
+        chat_template: The template. If it is None, `model_type` selects the parser.
+        model_type: `model_type` of the model's configuration, such as "qwen3". Ignored if there is a template.
 
     Returns:
-        The parser. The parser "text", which finds no calls, if the template describes no known format.
+        The parser. For an unknown format, this is the parser "text", which finds no calls.
     """
     if chat_template is None:
         return _PARSERS[_BY_MODEL_TYPE.get(model_type, "text")]

@@ -21,12 +21,15 @@ class HermesParser(ToolCallParser):
     tags = (OPEN,)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one call and its closing tag.
+        """Read one JSON call and its closing tag.
 
         Args:
-            source: Text and position.
+            source: Cursor directly after the opening tag. It is moved past the calls.
             tag: The opening tag.
-            tools: Ignored.
+            tools: Ignored. Any function name is accepted.
+
+        Returns:
+            A list of one (name, arguments as JSON text), or None if the text is not a call.
         """
         yield from source.skip_space()
         text = yield from source.json_object()
@@ -38,23 +41,29 @@ class HermesParser(ToolCallParser):
         return [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of calls in tags.
+        """Return the grammar of JSON calls between `<tool_call>` tags.
 
         Args:
-            lark: The grammar that gets the rules.
-            functions: Name -> schema of the arguments.
+            lark: Grammar under construction, to which the rules are added.
+            functions: Function name -> JSON schema of its arguments.
             many: Whether several calls may follow each other.
+
+        Returns:
+            Name of the rule in `lark` that matches the calls.
         """
         return in_tags(lark, call_object(lark, functions, "arguments"), many)
 
 
 def in_tags(lark: Lark, call: str, many: bool) -> str:
-    """Return the grammar of a call between its tags.
+    """Return the grammar of a call between `<tool_call>` and `</tool_call>`.
 
     Args:
-        lark: The grammar that gets the rules.
-        call: Expression of the call without tags.
-        many: Whether several calls may follow each other, each on lines of its own.
+        lark: Grammar under construction, to which the rules are added.
+        call: Grammar expression of the call without tags.
+        many: Whether several calls may follow each other, separated by newlines.
+
+    Returns:
+        Name of the rule in `lark` that matches the calls.
     """
     opening, closing, newline = map(lark.literal, (f"{OPEN}\n", f"\n{CLOSE}", "\n"))
     call = lark.rule(f"{opening} {call} {closing}")
@@ -65,9 +74,12 @@ def call_object(lark: Lark, functions: dict[str, Schema], arguments_key: str) ->
     """Return the grammar of a JSON object with a function's name and arguments.
 
     Args:
-        lark: The grammar that gets the rules.
-        functions: Name -> JSON schema of the arguments.
-        arguments_key: Key of the arguments in the object.
+        lark: Grammar under construction, to which the rules are added.
+        functions: Function name -> JSON schema of its arguments.
+        arguments_key: Key of the arguments in the object, such as "arguments".
+
+    Returns:
+        A grammar expression that matches a call of any of the functions.
     """
     objects = [
         {
@@ -89,11 +101,11 @@ def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
 
     Args:
         text: Text of the object.
-        argument_keys: Keys that may hold the arguments. Without any of them, the arguments are {}. A string that holds
-            a JSON object counts as the object.
+        argument_keys: Keys that may hold the arguments, tried in order. If the object has none of these keys, the
+            arguments are {}. Arguments may also be a string that holds a JSON object.
 
     Returns:
-        (name, arguments as JSON text), or None if the text is not such an object.
+        (name, arguments as JSON text), or None if the text does not describe a call.
     """
     try:
         value = load_json(text)
@@ -113,19 +125,30 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LlamaJsonParser(ToolCallParser):
-    """Parser for Llama 3. An object at the start of the answer is a call only if it names an offered tool."""
+    """Parser for Llama 3.
+
+    A JSON object without the tag is a call only at the start of the answer or after another call, and only if it names
+    an offered tool.
+    """
 
     name = "llama3_json"
     tags = (PYTHON_TAG,)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Find an opening brace at the start of the answer, a `;` before a further call, or the tag.
+        """Find the next place at which a call may begin.
+
+        This is an opening brace at the start of the answer, a `;` before a further call, or the tag `<|python_tag|>`.
+        Before a brace there is no tag, so the second index of the result is that of the brace itself.
 
         Args:
             text: All text so far.
-            at: Character to begin at.
+            at: Index of the first character to search.
             is_fresh: Whether `at` is the start of the content or directly after a call.
             after_call: Whether `at` is directly after a call.
+
+        Returns:
+            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
+            text may be the beginning of a tag, None).
         """
         if is_fresh:
             start = after_space(text, at)
@@ -135,12 +158,15 @@ class LlamaJsonParser(ToolCallParser):
         return super().opening(text, at, is_fresh, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one call.
+        """Read one JSON call.
 
         Args:
-            source: Text and position.
-            tag: The opening tag, "" for a call without one.
-            tools: Name -> schema of the offered tools. None accepts any name.
+            source: Cursor directly after the opening tag. It is moved past the calls.
+            tag: The opening tag, "" for a call without a tag.
+            tools: Function name -> JSON schema of the arguments. None accepts any name.
+
+        Returns:
+            A list of one (name, arguments as JSON text), or None if the text is not a call of an offered tool.
         """
         yield from source.skip_space()
         text = yield from source.json_object()
@@ -148,12 +174,15 @@ class LlamaJsonParser(ToolCallParser):
         return None if call is None or (tools is not None and call[0] not in tools) else [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of calls separated by `;`.
+        """Return the grammar of JSON calls separated by `;`.
 
         Args:
-            lark: The grammar that gets the rules.
-            functions: Name -> schema of the arguments.
+            lark: Grammar under construction, to which the rules are added.
+            functions: Function name -> JSON schema of its arguments.
             many: Whether several calls may follow each other.
+
+        Returns:
+            Name of the rule in `lark` that matches the calls.
         """
         call = call_object(lark, functions, "parameters")
         return lark.rule(f"{call} ({lark.literal('; ')} {call})*") if many else call

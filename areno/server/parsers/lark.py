@@ -1,7 +1,7 @@
 """Compose grammars in llguidance's variant of Lark.
 
 `Lark` collects named rules for texts and JSON schemas and returns the whole grammar as text. The other functions
-prepare JSON schemas, which users write in many dialects, for llguidance.
+prepare JSON schemas for llguidance, because users write schemas in many dialects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from areno.errors import GrammarError
 from areno.server.parsers.reading import Schema, json_type, properties_of
 
 MAX_CHARACTERS = 2_000_000
-"""The most characters of a grammar. Larger ones take many seconds to compile."""
+"""Maximum number of characters in a grammar. Larger grammars take many seconds to compile."""
 
 # The form of `json.dumps` and the chat templates: a model has seen its own calls in this form.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -29,12 +29,12 @@ _COMBINING = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties",
 class Lark:
     """A grammar under construction.
 
-    Expressions are strings, which may be joined by spaces. `rule` gives an expression a name, and `text` returns the
-    grammar.
+    The methods return grammar expressions as strings. Expressions joined by spaces match one after the other. `rule`
+    gives an expression a name, and `text` returns the whole grammar.
 
     Args:
-        special: Special tokens and their ids. No text matches them.
-        strict: Whether a feature of JSON Schema that llguidance does not know is an error. Otherwise it is ignored.
+        special: Special tokens and their ids. Only `literal` and `until` match them, and no text pattern does.
+        strict: Whether a feature of JSON Schema that llguidance does not know is an error. If False, it is ignored.
     """
 
     def __init__(self, special: Mapping[str, int], strict: bool = True):
@@ -43,17 +43,17 @@ class Lark:
         self._size = 0  # characters of the rules
 
     def rule(self, body: str, option: str = "") -> str:
-        """Add a rule for an expression.
+        """Add a named rule for an expression.
 
         Args:
             body: The expression.
-            option: Options of the rule, such as "[lazy]".
+            option: Options of the rule in llguidance's syntax, such as "[lazy]".
 
         Returns:
-            The name of the rule, which is an expression itself.
+            The name of the rule, which can be used as an expression.
 
         Raises:
-            GrammarError: If the grammar becomes too large.
+            GrammarError: If the grammar exceeds 2,000,000 characters.
         """
         name = f"r{len(self._rules)}"
         self._size += len(body)
@@ -63,7 +63,7 @@ class Lark:
         return name
 
     def literal(self, text: str) -> str:
-        """Return the expression of exactly this text, with special tokens as tokens.
+        """Return an expression that matches exactly this text. Special tokens in the text match as token ids.
 
         Args:
             text: The text.
@@ -81,10 +81,10 @@ class Lark:
         return " ".join(parts) or '""'
 
     def until(self, tag: str) -> str:
-        """Return the expression of any text that ends with a tag.
+        """Return an expression that matches any text up to and including a tag.
 
         Args:
-            tag: The tag.
+            tag: The tag, such as "</think>".
         """
         if tag in self._special:
             return self.rule(f"/(?s:.*)/ {self.literal(tag)}")
@@ -92,12 +92,12 @@ class Lark:
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
     def json(self, schema: Any, one_line: bool = True, strict: bool | None = None, **guidance: Any) -> str:
-        """Return the expression of a JSON value of a schema.
+        """Return an expression that matches the JSON values that a schema allows.
 
         Args:
             schema: JSON schema.
-            one_line: Whether the value is written as by `json.dumps`. Otherwise whitespace is free within bounds.
-            strict: Overrides the grammar's own `strict`. None keeps it.
+            one_line: Whether the JSON must be formatted as by `json.dumps`. If False, whitespace is free within bounds.
+            strict: Overrides `strict` of the grammar. None keeps it.
             **guidance: Further options of llguidance's `x-guidance`.
         """
         strict = self._strict if strict is None else strict
@@ -107,7 +107,7 @@ class Lark:
         return self.rule(f"%json {json.dumps(schema)}")
 
     def text(self, start: str) -> str:
-        """Return the whole grammar.
+        """Return the text of the whole grammar.
 
         Args:
             start: The expression that the answer must match.
@@ -116,10 +116,10 @@ class Lark:
 
 
 def parameters_of(schema: Schema) -> Schema:
-    """Return the schema of a tool's arguments as a closed object schema with JSON's type names.
+    """Return the JSON schema of a tool's arguments, as an object schema without further properties.
 
     Args:
-        schema: The `parameters` of a tool. Some tools give only the properties.
+        schema: The `parameters` of a tool. It may have Python's type names, or consist of the properties alone.
     """
     full = dict(schema)
     if full.get("type") is None and "properties" not in full and not {"$ref", "anyOf", "oneOf", "allOf"} & set(full):
@@ -129,13 +129,14 @@ def parameters_of(schema: Schema) -> Schema:
 
 
 def close_objects(schema: Any) -> Any:
-    """Add `additionalProperties: false` to each object that lists its properties and does not set it.
+    """Return a schema in which objects that list their properties allow no others.
 
-    Models then end objects where they are meant to end. A schema with combining keywords, such as `allOf`, stays as it
-    is: a property that is unknown in one part may be needed by another.
+    `additionalProperties: false` is added to each object that lists properties and does not set it, so that models end
+    objects where they should end. A schema with combining keywords, such as `allOf`, is returned unchanged, because a
+    property that is unknown in one branch may be required by another.
 
     Args:
-        schema: JSON schema. It is not changed.
+        schema: JSON schema. It is not changed in place.
     """
     shown = json.dumps(schema)
     if any(f'"{word}"' in shown for word in _COMBINING):
@@ -144,11 +145,13 @@ def close_objects(schema: Any) -> Any:
 
 
 def rebase_refs(schema: Any, path: str) -> Any:
-    """Return a schema for use at a path of another schema: its references into itself get the path as a prefix.
+    """Return a schema that can be embedded at a path of another schema.
+
+    Its references to its own parts (`$ref` beginning with #) get the path as a prefix.
 
     Args:
-        schema: JSON schema. It is not changed.
-        path: JSON pointer to its new place, such as "/properties/arguments".
+        schema: JSON schema. It is not changed in place.
+        path: JSON pointer to the place of embedding, such as "/properties/arguments".
     """
 
     def follow(key: str, value: Any) -> Any:
@@ -159,7 +162,7 @@ def rebase_refs(schema: Any, path: str) -> Any:
 
 
 def _close_all(schema: Any) -> Any:
-    """Close this schema and its subschemas."""
+    """Return a copy of a schema with `additionalProperties` false in it and in all its subschemas."""
     done = _rewritten(schema, lambda _, value: _close_all(value))
     if (
         isinstance(done, dict)
@@ -171,14 +174,17 @@ def _close_all(schema: Any) -> Any:
 
 
 def _json_types(schema: Any) -> Any:
-    """Replace Python's type names by JSON's."""
+    """Return a copy of a schema with JSON's type names in place of Python's, such as "string" for "str"."""
     return _rewritten(
         schema, lambda key, value: json_type(value) if key == "type" and isinstance(value, str) else _json_types(value)
     )
 
 
 def _rewritten(schema: Any, rewrite: Callable[[str, Any], Any]) -> Any:
-    """Apply `rewrite` once to each subschema. Keywords that hold plain values, such as `enum`, stay as they are."""
+    """Return a copy of a schema with `rewrite(keyword, value)` applied once to each subschema.
+
+    Keywords that hold plain values, such as `enum`, are copied unchanged.
+    """
     if isinstance(schema, list):
         return [rewrite("", each) for each in schema]
     if not isinstance(schema, dict):

@@ -38,7 +38,7 @@ class ParsedMessage:
     """The parts of a model's message.
 
     Attributes:
-        content: The text. None if there is only reasoning or a call.
+        content: The text. None if there is only reasoning or a tool call.
         reasoning_content: The text between `<think>` and `</think>`. None without reasoning.
         tool_calls: The calls, in order.
     """
@@ -53,9 +53,9 @@ class MessageDelta:
     """The next piece of a message. Exactly one attribute is set.
 
     Attributes:
-        content: More text.
-        reasoning_content: More reasoning.
-        tool_call: A whole call.
+        content: Further text.
+        reasoning_content: Further reasoning.
+        tool_call: A complete tool call.
     """
 
     content: str | None = None
@@ -69,10 +69,10 @@ RawCall = tuple[str, str]
 
 
 class ToolCallParser:
-    """Base class of the parsers for one family's tool calls. By itself it finds no calls, only reasoning.
+    """Base class of the tool-call parsers. The base class itself finds reasoning, but no calls.
 
-    The text is the model's output with its special tokens (`skip_special_tokens=False`), but without the token that
-    ended it. Reasoning is the text between `<think>` and `</think>` at the start. A call that is malformed or cut off
+    The parsed text is the model's output with its special tokens (`skip_special_tokens=False`), but without the stop
+    token. Reasoning is the text between `<think>` and `</think>` at the start. A call that is malformed or cut off
     counts as text. Whitespace next to a call is content only if there is text before and after it. No text raises an
     exception, and nothing in the text is ever executed.
 
@@ -96,10 +96,13 @@ class ToolCallParser:
 
         Args:
             text: The model's output.
-            tools: Tools offered to the model, in OpenAI's form. With [] everything is text. With None any function name
-                is accepted.
+            tools: Tools offered to the model, in OpenAI's form. [] treats calls as text. None accepts any function
+                name.
             in_reasoning: Whether the prompt ended with `<think>`.
-            message_id: Prefix of the ids of the calls. None takes a random one.
+            message_id: Prefix of the ids of the calls. None takes a random prefix.
+
+        Returns:
+            Content, reasoning and tool calls.
         """
         stream = self.stream(tools, in_reasoning=in_reasoning, message_id=message_id)
         return message_of(stream.feed(text) + stream.finish())
@@ -107,13 +110,15 @@ class ToolCallParser:
     def stream(
         self, tools: Sequence[Any] | None = None, *, in_reasoning: bool = False, message_id: str | None = None
     ) -> MessageStream:
-        """Parse a text that arrives in pieces. The deltas add up to the result of `parse`, however the text is split.
+        """Return an incremental parser for a text that arrives in pieces.
+
+        The deltas add up to the result of `parse`, however the text is split.
 
         Args:
-            tools: Tools offered to the model, in OpenAI's form. With [] everything is text. With None any function name
-                is accepted.
+            tools: Tools offered to the model, in OpenAI's form. [] treats calls as text. None accepts any function
+                name.
             in_reasoning: Whether the prompt ended with `<think>`.
-            message_id: Prefix of the ids of the calls. None takes a random one.
+            message_id: Prefix of the ids of the calls. None takes a random prefix.
         """
         return MessageStream(self, schemas_of(tools), in_reasoning, message_id or uuid.uuid4().hex)
 
@@ -122,13 +127,13 @@ class ToolCallParser:
 
         Args:
             text: All text so far.
-            at: Character to begin at.
+            at: Index of the first character to search.
             is_fresh: Whether `at` is the start of the content or directly after a call.
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (start of the opening tag, start of the text after it). Without a tag, (first character that may still
-            become part of a tag, None).
+            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
+            text may be the beginning of a tag, None).
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:
@@ -140,22 +145,25 @@ class ToolCallParser:
         """Read the calls after an opening tag.
 
         Args:
-            source: Text and position. The method moves the position past the calls.
-            tag: The opening tag. "" for a family that can begin a call without one.
-            tools: Name -> schema of the offered tools. None accepts any name.
+            source: Cursor directly after the opening tag. It is moved past the calls.
+            tag: The opening tag, "" for a call without a tag.
+            tools: Function name -> JSON schema of the arguments. None accepts any name.
 
         Returns:
-            The calls, or None if the text is not a call.
+            (name, arguments as JSON text) of each call, or None if the text is not a call.
         """
         raise NotImplementedError("the family has tags but does not read calls")
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of a call, as the family writes it.
+        """Return the grammar of the family's tool calls.
 
         Args:
-            lark: The grammar that gets the rules.
-            functions: Name -> schema of the arguments, from `parameters_of`.
+            lark: Grammar under construction, to which the rules are added.
+            functions: Function name -> JSON schema of its arguments, from `parameters_of`.
             many: Whether several calls may follow each other.
+
+        Returns:
+            Name of the rule in `lark` that matches the calls.
 
         Raises:
             GrammarError: If the format cannot express a call.
@@ -164,11 +172,11 @@ class ToolCallParser:
 
 
 class MessageStream:
-    """Parses one message while its text arrives. Made by `ToolCallParser.stream`.
+    """Incremental parser of one message. `ToolCallParser.stream` makes it.
 
     Args:
-        family: Parser of the family.
-        tools: Name -> schema of the offered tools. None accepts any name.
+        family: Parser of the model's family.
+        tools: Function name -> JSON schema of the arguments. {} treats calls as text. None accepts any name.
         in_reasoning: Whether the prompt ended with `<think>`.
         message_id: Prefix of the ids of the calls.
     """
@@ -182,7 +190,7 @@ class MessageStream:
         self._reading = self._message(in_reasoning)
 
     def feed(self, delta: str) -> list[MessageDelta]:
-        """Add text and return the deltas that are certain now.
+        """Add text and return the new deltas that later text cannot change.
 
         Args:
             delta: The next piece of text.
@@ -196,7 +204,7 @@ class MessageStream:
         return self._advance()
 
     def _advance(self) -> list[MessageDelta]:
-        """Read on and return the new deltas."""
+        """Parse the text that has arrived, and return the new deltas."""
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -258,7 +266,7 @@ class MessageStream:
             is_fresh = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:
-        """Read the calls after an opening tag. Return False, with the tag as content, if there are none."""
+        """Read the calls after an opening tag. If there is no call, emit the tag as content and return False."""
         source = self._source
         source.at = after_tag
         tag = source.text[start:after_tag]
@@ -291,7 +299,7 @@ def message_of(deltas: Iterable[MessageDelta]) -> ParsedMessage:
     """Join the deltas of a whole message.
 
     Args:
-        deltas: All deltas, in order.
+        deltas: All deltas of the message, in order.
     """
     deltas = list(deltas)
     content = "".join(delta.content or "" for delta in deltas)

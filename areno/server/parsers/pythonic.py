@@ -33,26 +33,32 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class Malformed(Exception):
-    """The text is not a list of calls."""
+    """Raised if the text is not a list of calls."""
 
 
 class PythonicParser(ToolCallParser):
     """Parser for Llama 3.2, Llama 4 and LFM2.
 
-    A list without tags must be the whole answer and name only offered tools.
+    A list of calls without tags must be the whole answer and must name only offered tools.
     """
 
     name = "pythonic"
     tags = tuple(TAGS)
 
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
-        """Find a bracket at the start of the answer, or a tag.
+        """Find the next place at which a list of calls may begin: a `[` at the start of the answer, or a tag.
+
+        A list without a tag gives the index of its `[` twice.
 
         Args:
             text: All text so far.
-            at: Character to begin at.
+            at: Index of the first character to search.
             is_fresh: Whether `at` is the start of the content or directly after a call.
             after_call: Whether `at` is directly after a call.
+
+        Returns:
+            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
+            text may be the beginning of a tag, None).
         """
         if is_fresh and not after_call:
             at = after_space(text, at)
@@ -64,9 +70,12 @@ class PythonicParser(ToolCallParser):
         """Read the list of calls and its closing tag.
 
         Args:
-            source: Text and position.
+            source: Cursor directly after the opening tag. It is moved past the calls.
             tag: The opening tag, "" for a list without tags.
-            tools: Name -> schema of the offered tools. None accepts any name.
+            tools: Function name -> JSON schema of the arguments. None accepts any name.
+
+        Returns:
+            (name, arguments as JSON text) of each call, or None if the text is not a list of calls.
         """
         yield from source.skip_space()
         try:
@@ -80,12 +89,15 @@ class PythonicParser(ToolCallParser):
         return calls if tools is None or tag or all(name in tools for name, _ in calls) else None
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of a list of calls.
+        """Return the grammar of a list of calls, without tags.
 
         Args:
-            lark: The grammar that gets the rules.
-            functions: Name -> schema of the arguments.
+            lark: Grammar under construction, to which the rules are added.
+            functions: Function name -> JSON schema of its arguments.
             many: Whether the list may have several calls.
+
+        Returns:
+            Name of the rule in `lark` that matches the calls.
         """
         call = lark.rule(" | ".join(_call_grammar(lark, name, schema) for name, schema in functions.items()))
         more = f"({lark.literal(', ')} {call})*" if many else ""
@@ -109,7 +121,7 @@ def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
 def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
     """Return the grammar of a literal, limited to JSON that Python reads the same way.
 
-    Nested booleans stay as in JSON.
+    A boolean argument is True or False. Booleans inside of lists and objects are written as in JSON.
     """
     if types_of(resolved(schema, root)) == {"boolean"} and "enum" not in schema and "const" not in schema:
         return f"({lark.literal('True')} | {lark.literal('False')})"
@@ -124,7 +136,7 @@ class _Literals:
         self._source = source
 
     def calls(self) -> Reading[list[RawCall]]:
-        """Read a list of calls. Raises Malformed if the text is none."""
+        """Read a list of calls. Raises Malformed if the text is not such a list."""
         calls: list[RawCall] = []
         yield from self._expect("[")
         while not (yield from self._ends("]", calls)):
@@ -159,15 +171,15 @@ class _Literals:
         return word
 
     def _expect(self, char: str) -> Reading[None]:
-        """Skip spaces and this character. Raises Malformed if another one comes."""
+        """Skip whitespace and then `char`. Raises Malformed if another character follows."""
         yield from self._source.skip_space()
         if not (yield from self._source.accept(char)):
             raise Malformed
 
     def _ends(self, closing: str, items: Any) -> Reading[bool]:
-        """Skip the comma before the next item, or the closing bracket, which may follow a comma.
+        """Return whether the list ends, after skipping the closing bracket or the comma before the next item.
 
-        Return whether the list ends.
+        `items` are the items read so far. A comma may precede the closing bracket.
         """
         if items:
             yield from self._source.skip_space()
@@ -197,7 +209,7 @@ class _Literals:
         return _WORDS[word]
 
     def _list(self, opening: str, depth: int) -> Reading[Any]:
-        """Read a list or a tuple. `(value)` is the value itself."""
+        """Read a list or a tuple as a list. `(value)` is the value itself."""
         closing = "]" if opening == "[" else ")"
         items: list[Any] = []
         yield from self._expect(opening)
@@ -209,7 +221,7 @@ class _Literals:
         return items[0] if bare else items
 
     def _dict(self, depth: int) -> Reading[dict[str, Any]]:
-        """Read a dict with text as keys."""
+        """Read a dict whose keys are strings."""
         items: dict[str, Any] = {}
         yield from self._expect("{")
         while not (yield from self._ends("}", items)):
@@ -250,7 +262,7 @@ class _Literals:
         return "".join(chars)
 
     def _escape(self) -> Reading[str]:
-        """Return the characters that an escape stands for. Octal and unknown escapes stay as they are."""
+        """Read an escape after its backslash and return its characters. Octal and unknown escapes stay as they are."""
         source = self._source
         char = yield from source.peek()
         source.at += 1

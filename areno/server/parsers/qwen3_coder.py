@@ -8,7 +8,8 @@
     </function>
     </tool_call>
 
-A string value stands there as it is, any other value as JSON. The schema of the tool decides between them.
+String values are written without quotes, and all other values as JSON. The type in the tool's schema tells them
+apart.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 class Qwen3CoderParser(ToolCallParser):
     """Parser for Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
-    These models sometimes forget `<tool_call>` around the function, so it is optional. If the schema allows no string
-    but the value is not JSON, the value becomes a string, and the tool will refuse it.
+    These models sometimes omit `<tool_call>` around the function, so it is optional. If the schema allows no string but
+    the value is not JSON, the value becomes a string, which the tool will refuse.
     """
 
     name = "qwen3_coder"
@@ -50,9 +51,13 @@ class Qwen3CoderParser(ToolCallParser):
         """Read one function and the closing tag.
 
         Args:
-            source: Text and position.
-            tag: The opening tag.
-            tools: Name -> schema of the offered tools. Without `<tool_call>` the function must be one of them.
+            source: Cursor directly after the opening tag. It is moved past the calls.
+            tag: The opening tag, `<tool_call>` or `<function=`.
+            tools: Function name -> JSON schema of the arguments. None accepts any name. An unknown function is accepted
+                only after `<tool_call>`.
+
+        Returns:
+            A list of one (name, arguments as JSON text), or None if the text is not a call.
         """
         if tag == OPEN:
             yield from source.skip_space()
@@ -87,14 +92,17 @@ class Qwen3CoderParser(ToolCallParser):
             return None
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of calls.
+        """Return the grammar of calls in XML form.
 
-        For strings, only `enum` and `const` of the schema are enforced, as they have no quotes.
+        Strings have no quotes, so only `enum` and `const` of their schemas are enforced.
 
         Args:
-            lark: The grammar that gets the rules.
-            functions: Name -> schema of the arguments.
+            lark: Grammar under construction, to which the rules are added.
+            functions: Function name -> JSON schema of its arguments.
             many: Whether several calls may follow each other.
+
+        Returns:
+            Name of the rule in `lark` that matches the calls.
         """
         call = lark.rule(" | ".join(self._function(lark, name, schema) for name, schema in functions.items()))
         return in_tags(lark, call, many)
@@ -110,7 +118,7 @@ class Qwen3CoderParser(ToolCallParser):
         return lark.rule(" ".join([*parts, lark.literal(END_FUNCTION)]))
 
     def _name(self, source: Cursor) -> Reading[str | None]:
-        """Read the name before `>`."""
+        """Read a name and the `>` after it. Return None if the name is empty or malformed."""
         start = source.at
         while (char := (yield from source.peek())) != ">":
             if char == "" or char in "<\n":
@@ -120,7 +128,10 @@ class Qwen3CoderParser(ToolCallParser):
         return source.text[start : source.at - 1].strip() or None
 
     def _value(self, source: Cursor) -> Reading[str | None]:
-        """Return the text of a value. A closing tag ends the value only if another tag follows."""
+        """Read the text of a value and its closing tag. Return None if there is no closing tag.
+
+        A closing tag ends the value only if another tag follows.
+        """
         start = source.at
         while (yield from source.until(END_PARAMETER)) is not None:
             after = source.at
@@ -133,7 +144,7 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return the grammar of a value and its closing tag."""
+    """Return the grammar of a parameter's value and its closing tag."""
     target = resolved(schema, root)
     types, end = types_of(target), lark.literal(f"\n{END_PARAMETER}\n")
     choices = [target["const"]] if "const" in target else target.get("enum")
@@ -146,7 +157,7 @@ def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
 
 
 def _typed(text: str, schema: Schema) -> Any:
-    """Convert the text of a parameter to the type in its schema."""
+    """Convert the text of a parameter to the type in its schema. Text that is not JSON stays a string."""
     types, word = types_of(schema), text.strip().lower()
     if not types and isinstance(schema.get("enum"), list):
         return next((each for each in schema["enum"] if each == text or dump_json(each) == text), text)

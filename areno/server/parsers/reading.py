@@ -1,8 +1,8 @@
 """Read text and JSON schemas for the tool-call parsers.
 
-`Cursor` reads a text that is still being written. Its methods are generators: they yield while the result depends on
-text that has not arrived, and return the result to `yield from`. So a parser is written once, as if it had the whole
-text, and reads a stream with the same result. The functions below it read the JSON of calls and the schemas of tools.
+`Cursor` reads a text that is still being sampled. Its methods are generators, to be called with `yield from`. They
+yield while the result depends on text that has not arrived. So a parser is written once, as if it had the whole text,
+and gives the same result for a stream. The functions below `Cursor` read the JSON of calls and the schemas of tools.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 Reading = Generator[None, None, Answer]
-"""A generator that yields while text is missing, and returns its answer."""
+"""A generator that yields while text has not arrived, and returns its result to `yield from`."""
 
 _JSON_PAIRS = {"}": "{", "]": "["}
 _JSON_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789truefalsenullE")
 
 
 def after_space(text: str, at: int) -> int:
-    """Return the first position from `at` on that is no whitespace, or the end of the text.
+    """Return the index of the first character from `at` on that is not whitespace, or len(text).
 
     Args:
         text: Any text.
-        at: Character to begin at.
+        at: Index of the first character to look at.
     """
     while at < len(text) and text[at].isspace():
         at += 1
@@ -32,12 +32,12 @@ def after_space(text: str, at: int) -> int:
 
 
 def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
-    """Return the position from which the end of the text may be the beginning of a tag, or the end of the text.
+    """Return the index from which the end of the text may be the beginning of a tag, or len(text) if it is not.
 
     Args:
         text: Any text.
         tags: The tags.
-        at: Character to begin at.
+        at: Index of the first character to look at.
     """
     longest = max(map(len, tags), default=1) - 1
     for start in range(max(at, len(text) - longest), len(text)):
@@ -47,10 +47,10 @@ def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
 
 
 class Cursor:
-    """Position in a text that is still being written.
+    """A reading position in a text that is still being sampled.
 
     Attributes:
-        text: All text so far.
+        text: All text so far, less the text dropped by `forget`.
         at: Index of the next character to read.
         ended: Whether no more text will arrive.
     """
@@ -59,7 +59,7 @@ class Cursor:
         self.text, self.at, self.ended = "", 0, False
 
     def forget(self) -> None:
-        """Drop the text before the cursor."""
+        """Drop the text before the cursor, so that `at` becomes 0."""
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Reading[str]:
@@ -100,10 +100,13 @@ class Cursor:
         return found
 
     def until(self, mark: str) -> Reading[str | None]:
-        """Return the text before the next `mark` and skip both. None if there is no mark.
+        """Return the text before the next `mark`, and move the cursor past the mark.
 
         Args:
             mark: The text to look for.
+
+        Returns:
+            The text, or None if there is no mark up to the end. The cursor then stays.
         """
         start = searched = self.at
         while (found := self.text.find(mark, searched)) < 0:
@@ -115,9 +118,12 @@ class Cursor:
         return self.text[start:found]
 
     def json_object(self) -> Reading[str | None]:
-        """Return the text of the JSON object that comes next and skip it. None if the text cannot be an object.
+        """Return the text of the JSON object at the cursor, and move the cursor past it.
 
         Only brackets and strings are checked.
+
+        Returns:
+            The text, or None if the text at the cursor cannot be a JSON object.
         """
         start, brackets = self.at, []
         while True:
@@ -137,7 +143,7 @@ class Cursor:
                 return self.text[start : self.at] if char == "}" else None
 
     def _json_string(self) -> Reading[bool]:
-        """Skip a string whose first quote has been read. Return False if the text is no string."""
+        """Move past a string whose opening quote has been read. Return False if the string is invalid."""
         while (char := (yield from self.peek())) != '"':
             if char < " ":  # the end, or a control character, which JSON does not allow in a string
                 return False
@@ -161,10 +167,10 @@ def load_json(text: str) -> Any:
     """Parse a JSON text.
 
     Args:
-        text: The text.
+        text: Text of one JSON value.
 
     Raises:
-        ValueError: If the text is not JSON or is nested too deeply.
+        ValueError: If the text is not JSON, has NaN or infinity, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -176,7 +182,7 @@ def dump_json(value: Any) -> str:
     """Return a value as JSON text.
 
     Args:
-        value: The value.
+        value: Any value.
 
     Raises:
         ValueError: If JSON cannot express the value, such as infinity.
@@ -192,19 +198,19 @@ def dump_json(value: Any) -> str:
 
 
 def _refuse(name: str) -> Any:
-    """Refuse NaN and infinity."""
+    """Raise ValueError for a constant that JSON lacks, such as NaN or Infinity."""
     raise ValueError(f"JSON has no {name}")
 
 
 def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
-    """Return the parameters of tools by name.
+    """Return the JSON schema of each tool's arguments.
 
     Args:
-        tools: Tools as {"type": "function", "function": {...}} or the function alone. Entries that are no tool are
+        tools: Tools as {"type": "function", "function": {...}}, or as the inner object alone. Other entries are
             skipped.
 
     Returns:
-        Name -> JSON schema of the arguments. None if `tools` is None.
+        Function name -> JSON schema of the arguments. None if `tools` is None.
     """
     if tools is None:
         return None
@@ -218,10 +224,10 @@ def schemas_of(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
 
 
 def properties_of(schema: Schema) -> dict[str, Schema]:
-    """Return the schemas of an object's properties by name.
+    """Return the properties of an object schema, as name -> JSON schema.
 
     Args:
-        schema: Schema of an object. Some tools give the properties themselves in its place.
+        schema: Schema of an object. It may consist of the properties alone, as some tools write it.
     """
     is_bare = "properties" not in schema and not isinstance(schema.get("type"), str)
     properties = schema if is_bare else schema.get("properties")
@@ -231,14 +237,14 @@ def properties_of(schema: Schema) -> dict[str, Schema]:
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """Follow the `$ref` of a schema.
+    """Follow the `$ref` of a schema, up to 10 references in a row.
 
     Args:
         schema: A schema inside of `root`.
-        root: The schema that references point into.
+        root: The whole schema, in which references are looked up.
 
     Returns:
-        The schema that is referred to, or `schema` itself if it has no reference.
+        The referenced schema. `schema` itself if it has no reference or the reference cannot be followed.
     """
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref")
@@ -254,7 +260,7 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def json_type(name: str) -> str:
-    """Return the JSON name of a type, such as "integer" for "int, optional".
+    """Return the JSON Schema name of a type, such as "integer" for "int, optional".
 
     Args:
         name: Name of a type in JSON Schema or Python.
@@ -264,10 +270,13 @@ def json_type(name: str) -> str:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema allows, also through `anyOf` and `oneOf`. Empty if it names none.
+    """Return the names of the JSON types that a schema allows, also through `anyOf` and `oneOf`.
 
     Args:
         schema: JSON schema.
+
+    Returns:
+        Names such as "string". Empty if the schema names no type.
     """
     declared = schema.get("type")
     listed = declared if isinstance(declared, list) else [declared]
