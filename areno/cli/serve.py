@@ -1,4 +1,7 @@
-"""areno serve: serve a model folder through the OpenAI protocol."""
+"""The command `areno serve`: serve a model folder through an OpenAI-compatible API.
+
+`add_arguments` declares the flags. `run` starts the engine and the HTTP server and waits for a signal to stop.
+"""
 
 from __future__ import annotations
 
@@ -37,66 +40,73 @@ _NAMES = {
     "gconfig.max_new_tokens": "--max-model-len",
     "train_dataset.max_length": "--max-model-len",
 }
-_MOST_REMEMBERED = 8_000_000  # tokens of conversations
-_MORE_S = 10.0  # for the end of the server, after the last answers
-_POLL_S = 1.0  # between checks that the workers live
+_MOST_REMEMBERED = 8_000_000  # limit on the tokens of the conversations that the server keeps
+_MORE_S = 10.0  # seconds that the shutdown may take after the time limit of the last answers
+_POLL_S = 1.0  # seconds between two checks that the workers are alive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = (
-        "Serves a Hugging Face folder, such as a checkpoint of a run, at http://HOST:PORT/v1: chat/completions, "
-        "completions and models. /health and /metrics (Prometheus) are beside it. Ends on Ctrl-C or SIGTERM, when the "
-        "answers in progress are done."
+        "Serve a Hugging Face model folder, such as a checkpoint of a run, through an OpenAI-compatible API at "
+        "http://HOST:PORT/v1: chat/completions, completions and models. The server also has /health and /metrics "
+        "(Prometheus). Ctrl-C or SIGTERM stops it after the answers in progress are finished."
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="checkpoint, run (its last checkpoint), any model folder, or hub id")
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all, which needs --api-key")
-    add("--port", type=_number(int, 0, 65535), default=8000, help="port; 0 takes any that is free")
+    add("folder", metavar="FOLDER", help="model folder, folder of a run (serves its newest checkpoint), or hub id")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every address and needs --api-key")
+    add("--port", type=_number(int, 0, 65535), default=8000, help="port to listen on; 0 chooses a free port")
     add(
         "--api-key",
         default=os.environ.get("ARENO_API_KEY"),
-        help="key that requests must bring; by default "
-        "$ARENO_API_KEY. Without one, the server is open to programs on this machine",
+        help="API key that requests must send; by default $ARENO_API_KEY. Without a key, every program on this machine "
+        "can send requests",
     )
     add(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="names of the model in requests; by default the folder's path and its last part",
+        help="names of the model in requests; by default the path of the folder and the last part of this path",
     )
-    add("--max-model-len", type=_number(int, 2), help="longest prompt plus answer in tokens; by default the model's")
-    add("--max-running", type=_number(int, 1), default=256, help="answers that are sampled at the same time")
+    add("--max-model-len", type=_number(int, 2), help="limit on prompt plus answer in tokens; default: the model's")
+    add("--max-running", type=_number(int, 1), default=256, help="answers sampled at the same time")
     add("--max-waiting", type=_number(int, 0), default=1024, help="answers that may wait; further requests get 429")
-    add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="largest request in MB")
-    add("--max-messages", type=_number(int, 1), default=10_000, help="maximum number of messages in a chat")
-    add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request")
+    add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="limit on the request body in MB")
+    add("--max-messages", type=_number(int, 1), default=10_000, help="limit on the number of messages in a chat")
+    add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for a request in seconds")
     add(
         "--shutdown-s",
         type=_number(float, 0),
         default=30.0,
-        help="seconds that answers in progress may take after SIGTERM",
+        help="time limit in seconds for the answers in progress after SIGTERM or Ctrl-C",
     )
-    add("--tp-size", type=_number(int, 1), default=1, help="devices that share one copy of the model")
-    add("--world-size", type=_number(int, 1), help="devices in all; by default every visible one")
+    add("--tp-size", type=_number(int, 1), default=1, help="devices for each copy of the model (tensor parallel)")
+    add("--world-size", type=_number(int, 1), help="devices in total; by default all visible devices")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="kind of device")
-    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of the weights")
-    add("--mem-fraction", type=_number(float, 0.01, 0.99), default=0.85, help="share of the free memory for the cache")
-    add("--max-kv-tokens", type=_number(int, 1), help="size of the cache in tokens")
-    add("--max-prefill-tokens", type=_number(int, 1), default=8192, help="prompt tokens of one forward pass")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="dtype of the weights")
+    add(
+        "--mem-fraction",
+        type=_number(float, 0.01, 0.99),
+        default=0.85,
+        help="share of the free memory for the KV cache",
+    )
+    add("--max-kv-tokens", type=_number(int, 1), help="size of the KV cache in tokens")
+    add("--max-prefill-tokens", type=_number(int, 1), default=8192, help="limit on prompt tokens in one forward pass")
     add("--eager-decode", action="store_true", help="decode without CUDA graphs")
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
     add(
         "--allow-control-tokens",
         action="store_true",
-        help="read control tokens (turn markers, bos, eos, pad) in the "
-        "text of system, user and tool messages as such; by default they are ordinary text",
+        help="interpret control tokens (turn markers, bos, eos, pad) in the text of system, user and tool messages as "
+        "control tokens; by default they are ordinary text",
     )
     add("--random-weights", action="store_true", help="serve random weights, for benchmarks; needs no weight files")
 
 
 def _number(kind: type, least: float, most: float = float("inf")) -> Any:
+    """Return an argparse type that reads a number and checks that it is in [least, most]."""
+
     def read(text: str) -> Any:
         value = kind(text)
         if not least <= value <= most:
@@ -109,27 +119,31 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Any:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes, and return the exit code.
+    """Serve the model until SIGINT or SIGTERM.
 
     Args:
-        arguments: The command line.
+        arguments: Parsed flags of the command line.
+
+    Returns:
+        The exit code of the command, 0.
 
     Raises:
-        ArenoError: The model cannot be served.
+        ConfigError: `--host` is reachable from other machines and there is no API key.
+        ArenoError: The model cannot be loaded or served.
     """
     from areno.errors import ConfigError, Problem, keys_renamed
     from areno.tracking.run_log import RunLog
 
     local = arguments.host in ("127.0.0.1", "localhost", "::1")
     if not arguments.api_key and not local:
-        text = f"is missing, and --host {arguments.host} can be reached from other machines; give one"
+        text = f"is missing, but --host {arguments.host} can be reached from other machines; set a key"
         raise ConfigError([Problem("--api-key", f"{text}, such as {secrets.token_urlsafe(24)}")])
     with RunLog(own_process=True), _signals() as shutdown, keys_renamed(_NAMES.get):
         return _serve(arguments, shutdown)
 
 
 def _model(named: str) -> str:
-    """Return the model folder: the newest checkpoint if a run is named."""
+    """Return the model folder to serve. If `named` is the folder of a run, return its newest checkpoint."""
     from areno.errors import ArenoError
     from areno.tracking.reader import RunReader, is_run
 
@@ -144,14 +158,19 @@ def _model(named: str) -> str:
 
 @dataclass
 class _Shutdown:
-    """State of the shutdown. limit_s: seconds that the shutdown may take; None before the server serves."""
+    """State of the shutdown, shared by the signal handler and the serving loop.
+
+    Attributes:
+        asked: Set when a signal has asked the server to stop.
+        limit_s: Seconds that the shutdown may take. None before the server accepts requests.
+    """
 
     asked: threading.Event = field(default_factory=threading.Event)
     limit_s: float | None = None
 
 
 def _limits(arguments: argparse.Namespace) -> ServerLimits:
-    """Return the limits of the server, from the flags."""
+    """Return the limits of the server, read from the flags."""
     from areno.server.sampling import ServerLimits
 
     return ServerLimits(
@@ -165,6 +184,7 @@ def _limits(arguments: argparse.Namespace) -> ServerLimits:
 
 
 def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
+    """Load the model, serve it until `shutdown.asked` is set, and return the exit code."""
     from areno.config.models import ModelConfig
     from areno.config.run import DecoderConfig, EngineConfig
     from areno.engine.engine import Engine
@@ -200,7 +220,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
             thinking=False if arguments.disable_thinking else None,
         )
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
-        gc.freeze()  # a collection over all imported modules would stop the server for 300 ms
+        gc.freeze()  # otherwise garbage collection scans all imported modules and stops the server for 300 ms
         url = thread.start()
         try:
             logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)
@@ -215,14 +235,15 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
 
 @contextmanager
 def _signals() -> Iterator[_Shutdown]:
-    """End the server on SIGINT or SIGTERM. Before it serves, or on a second signal, it ends at once.
+    """Stop the server on SIGINT or SIGTERM.
 
-    The process ends after the time limit of the last answers and _MORE_S, even if a thread hangs.
+    The first signal lets the answers in progress finish. A signal before the server accepts requests, and a second
+    signal, stop the process at once. If a thread hangs, the process is killed when `limit_s` is over.
     """
     shutdown, timers = _Shutdown(), list[threading.Timer]()
 
     def end() -> None:
-        logger.error("the server did not end in time, and is ended")
+        logger.error("the server did not stop in time and is killed")
         os._exit(1)
 
     def stop(number: int, frame: object) -> None:

@@ -167,7 +167,7 @@ def test_answers_can_be_constrained(served: Served) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["--host", "0.0.0.0"], "--api-key: is missing, and --host 0.0.0.0 can be reached", 2),
+        (["--host", "0.0.0.0"], "--api-key: is missing, but --host 0.0.0.0 can be reached", 2),
         (["--tp-size", "3"], "--tp-size", 2),
         (["--world-size", "9999"], "--world-size: is 9999", 2),
     ],

@@ -55,7 +55,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
 
 def test_the_fields_of_requests_are_those_that_are_read() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    said = text.partition("The requests may use")[2].partition("An unknown field")[0]
+    said = text.partition("Requests may have")[2].partition("An unknown field")[0]
     fields = set(re.findall(r"`(\w+)`", said))
     values = {
         "n": 1,
