@@ -17,7 +17,7 @@ This module does not import torch: `--help` and `--cfg job` answer at once, as l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ class Algorithm:
             takes `config.advantages()`.
         roles: Models beside the actor that must be configured, such as "ref", whose log-probabilities the rows carry.
         file: The script that defines the algorithm; None for an installed one. run_algorithm sets it, and a run records
-            it, so that `areno evaluate` and `areno replay` find the algorithm.
+            it, so that `areno train --resume`, `areno evaluate` and `areno replay` find the algorithm.
     """
 
     name: str
@@ -173,7 +173,7 @@ def algorithm_of(folder: Path) -> Algorithm:
         defined = vars(load_module(script, f"the algorithm {name} of {folder}")).values()
         for found in defined:
             if isinstance(found, Algorithm) and found.name == name:
-                return found
+                return replace(found, file=Path(script))
     where = f"which is not in {script}" if script else "which is not installed"
     raise ArenoError("{} is a run of {}, {}", folder, name, where)
 

@@ -29,6 +29,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
+from areno.tracking.run_folder import script_of
 from tests.helpers import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -289,6 +290,28 @@ def test_a_run_of_a_file_is_evaluated_and_replayed(
         assert f"the algorithm mine of {run_dir}: there is no file {script}" in capsys.readouterr().err
 
 
+def test_a_run_of_a_file_is_resumed_by_areno_train(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = script.parent / "outputs/quickstart/t"
+    done = start(script, *SMALL, "trial_name=t")
+    assert done.returncode == 0, done.stderr
+    folder = ["train", "--resume", str(run_dir)]
+    for named in ([], ["--algo", "mine"]):
+        monkeypatch.setattr(algorithms, "_registered", {})
+        assert main([*folder, *named, f"total_train_steps={3 + len(named)}"]) == 0
+        told = f"the same run: python {script} --resume={run_dir} total_train_steps={3 + len(named)}\n"
+        assert told in capsys.readouterr().err
+    losses = [row["train/loss"] for row in scalars(run_dir) if "train/loss" in row]
+    assert len(losses) == 5
+    assert script_of(run_dir) == str(script)
+    script.rename(script.with_name("moved.py"))
+    monkeypatch.setattr(algorithms, "_registered", {})
+    assert main(folder) == 2
+    gone = f"error: --resume: the algorithm mine of {run_dir}: there is no file {script} (looked for {script})\n"
+    assert capsys.readouterr().err == gone
+
+
 @pytest.mark.slow
 def test_what_a_file_defines_reaches_spawned_workers(script: Path) -> None:
     found = []
@@ -297,6 +320,12 @@ def test_what_a_file_defines_reaches_spawned_workers(script: Path) -> None:
         assert done.returncode == 0, done.stderr
         rows = scalars(script.parent / "outputs/quickstart" / trial)
         found.append([row["train/loss"] for row in rows if "train/loss" in row])
+    run_dir = script.parent / "outputs/quickstart/spawn"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    resume = ["-m", "areno.cli", "train", "--resume", str(run_dir), "total_train_steps=3"]
+    done = warm_python.commands().run(resume, script.parent, environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len([row for row in scalars(run_dir) if "train/loss" in row]) == 3
     assert len(found[0]) == 2
     assert found[0] == found[1]
 
