@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _GROUP = "areno.algorithms"
 _PACKAGE = f"{__name__.partition('.')[0]}."
-_registered: dict[str, Algorithm] = {}
+registered: dict[str, Algorithm] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +129,9 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
     Raises:
         ValueError: areno or another installed package has an algorithm of this name.
     """
-    if algorithm.name in _installed():
+    if algorithm.name in installed():
         raise ValueError(f"{algorithm.name} comes with areno or another package; give the algorithm another name")
-    _registered[algorithm.name] = algorithm
+    registered[algorithm.name] = algorithm
     return algorithm
 
 
@@ -141,9 +141,9 @@ def get_algorithm(name: str) -> Algorithm:
     Raises:
         ConfigError: There is no such algorithm.
     """
-    if name in _registered:
-        return _registered[name]
-    found = _installed()
+    if name in registered:
+        return registered[name]
+    found = installed()
     if not found:
         message = f"there is no algorithm {name!r}: areno is on Python's path, but it is not installed"
         raise ConfigError(f"{message}; run `pip install -e .` in its folder")
@@ -180,16 +180,16 @@ def algorithm_of(folder: Path) -> Algorithm:
 
 def algorithm_names() -> list[str]:
     """Return the names that get_algorithm knows: of areno, of other packages, and of files, each in their order."""
-    return [*_installed(), *sorted(_registered)]
+    return [*installed(), *sorted(registered)]
 
 
 def own_algorithms() -> list[str]:
     """Return the names of the algorithms that come with areno, in alphabetical order."""
-    return [name for name, entry in _installed().items() if entry.value.startswith(_PACKAGE)]
+    return [name for name, entry in installed().items() if entry.value.startswith(_PACKAGE)]
 
 
 @cache
-def _installed() -> dict[str, EntryPoint]:
+def installed() -> dict[str, EntryPoint]:
     """Return the entry points of all packages by their names. The search through all packages takes 25 ms."""
     from importlib.metadata import entry_points  # this import takes as long as all settings of a run
 

@@ -38,7 +38,7 @@ _NAMES = {
     "train_dataset.max_length": "--max-model-len",
 }
 _MOST_REMEMBERED = 8_000_000  # tokens of conversations
-_MORE_S = 10.0  # for the end of the server, after the last answers
+GRACE_S = 10.0  # for the end of the server, after the last answers
 _POLL_S = 1.0  # between checks that the workers live
 
 
@@ -204,7 +204,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
         url = thread.start()
         try:
             logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)
-            shutdown.limit_s = limits.shutdown_s + _MORE_S
+            shutdown.limit_s = limits.shutdown_s + GRACE_S
             while not shutdown.asked.wait(_POLL_S):
                 engine.poll(0.0)  # raises if a worker has died
             logger.info("closing: %d samples in progress", server.sampler.n_samples)
@@ -217,7 +217,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
 def _signals() -> Iterator[_Shutdown]:
     """End the server on SIGINT or SIGTERM. Before it serves, or on a second signal, it ends at once.
 
-    The process ends after the time limit of the last answers and _MORE_S, even if a thread hangs.
+    The process ends after the time limit of the last answers and GRACE_S, even if a thread hangs.
     """
     shutdown, timers = _Shutdown(), list[threading.Timer]()
 
@@ -227,7 +227,7 @@ def _signals() -> Iterator[_Shutdown]:
 
     def stop(number: int, frame: object) -> None:
         is_first = not shutdown.asked.is_set()
-        timers.append(threading.Timer(shutdown.limit_s if is_first and shutdown.limit_s is not None else _MORE_S, end))
+        timers.append(threading.Timer(shutdown.limit_s if is_first and shutdown.limit_s is not None else GRACE_S, end))
         timers[-1].daemon = True
         timers[-1].start()
         shutdown.asked.set()

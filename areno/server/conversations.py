@@ -191,6 +191,10 @@ class Conversations:
         max_cached_tokens: Size of the cache of prompts and turns, see `TokenCache`.
         max_prompt_tokens: The most tokens of a prompt. None has no limit.
         threads: Worker threads of `prompt_async`. None makes new ones.
+
+    Attributes:
+        cache: Turns by the conversation that each ends, and prompts of first turns, which the samples of a prompt
+            share.
     """
 
     def __init__(
@@ -205,8 +209,7 @@ class Conversations:
     ):
         self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
         self._max_prompt_tokens = max_prompt_tokens
-        # Turns by the conversation that each ends, and prompts of first turns, which the samples of a prompt share.
-        self._cache = TokenCache(max_cached_tokens)
+        self.cache = TokenCache(max_cached_tokens)
         self._pending: dict[Key, _PendingPrompt] = {}
         self._threads = threads or prompt_threads(tokenizer)
         # Conversations given to `prefetch`, and whether a first turn of another conversation was requested since.
@@ -230,7 +233,7 @@ class Conversations:
             PromptTooLong: If the prompt exceeds `max_prompt_tokens`.
         """
         form, keys = form_key(tools, template), conversation_keys(messages)
-        if (known := self._cache.get((form, keys[-1]))) is not None:
+        if (known := self.cache.get((form, keys[-1]))) is not None:
             return known
         return self._cached(self._encoded(self._draft(messages, tools, template, form, keys)), messages)
 
@@ -257,7 +260,7 @@ class Conversations:
 
         form, keys = await self._threads.run(key_parts) if is_large else key_parts()
         key = form, keys[-1]
-        if (known := self._cache.get(key)) is not None:
+        if (known := self.cache.get(key)) is not None:
             return known
         if (pending := self._pending.get(key)) is None:
             is_prefetched = form == "" and keys[-1] in self._prefetched
@@ -315,7 +318,7 @@ class Conversations:
         """Return the prompt, after adding it to the cache if it is a first turn's and not too long."""
         limit = self._max_prompt_tokens
         if _is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
-            self._cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
+            self.cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
         return prompt
 
     def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
@@ -355,7 +358,7 @@ class Conversations:
         """Return a draft that continues the last cached turn of the conversation, or None if no cached turn fits."""
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
-            if messages[number - 1]["role"] == "assistant" and (turn := self._cache.get(key)):
+            if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
                 start = self._end_of_turn(turn, text)
                 if start is not None:
                     return _Draft(text, form, keys, start=start, turn=turn)
@@ -380,7 +383,7 @@ class Conversations:
         """
         key = prompt.form, next_key(prompt.keys[-1], message)
         turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
-        self._cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
+        self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:
         """Return the end of a cached turn in `text`, or None if the text up to there differs from the turn."""
