@@ -152,12 +152,12 @@ class TrainBackend:
         """Return log-probabilities without gradient, by the forward pass of an update.
 
         Args:
-            packed: Tokens of a micro-batch, (T,).
-            trained_T: Which tokens are trained, bool of shape (T,).
+            packed: The N tokens of a micro-batch.
+            trained_T: Positions of the trained tokens, (T,).
             sampling: Sampling settings, which the log-probabilities include.
 
         Returns:
-            Log-probabilities of the N trained tokens, (N,).
+            Log-probabilities, (N,), 0 at tokens that are not trained.
         """
         with torch.no_grad():
             logprobs_N = self._logprobs(packed, trained_T, sampling)[0]
