@@ -156,7 +156,11 @@ class Screen:
             self._failed(error)
 
     def draw(self, keep: bool = True) -> None:
-        """Write new output, and then the lines; without `keep`, no lines."""
+        """Write new output, and then the lines of the display below it.
+
+        Args:
+            keep: Whether the lines of the display are written. False removes them.
+        """
         size = os.get_terminal_size(self._stream.fileno())
         width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
         here = _in_foreground(self._stream.fileno())
