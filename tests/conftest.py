@@ -111,7 +111,7 @@ def one_revision() -> Iterator[None]:
     from areno.tracking import run_folder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_folder, "_git_revision", functools.cache(run_folder._git_revision))
+        patch.setattr(run_folder, "git_revision", functools.cache(run_folder.git_revision))
         patch.setattr(run_folder, "version", functools.cache(run_folder.version))
         yield
 

@@ -17,7 +17,7 @@ This module does not import torch: `--help` and `--cfg job` answer at once, as l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _GROUP = "areno.algorithms"
 _PACKAGE = f"{__name__.partition('.')[0]}."
-_registered: dict[str, Algorithm] = {}
+registered: dict[str, Algorithm] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Algorithm:
             takes `config.advantages()`.
         roles: Models beside the actor that must be configured, such as "ref", whose log-probabilities the rows carry.
         file: The script that defines the algorithm; None for an installed one. run_algorithm sets it, and a run records
-            it, so that `areno evaluate` and `areno replay` find the algorithm.
+            it, so that `areno train --resume`, `areno evaluate` and `areno replay` find the algorithm.
     """
 
     name: str
@@ -129,9 +129,9 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
     Raises:
         ValueError: areno or another installed package has an algorithm of this name.
     """
-    if algorithm.name in _installed():
+    if algorithm.name in installed():
         raise ValueError(f"{algorithm.name} comes with areno or another package; give the algorithm another name")
-    _registered[algorithm.name] = algorithm
+    registered[algorithm.name] = algorithm
     return algorithm
 
 
@@ -141,9 +141,9 @@ def get_algorithm(name: str) -> Algorithm:
     Raises:
         ConfigError: There is no such algorithm.
     """
-    if name in _registered:
-        return _registered[name]
-    found = _installed()
+    if name in registered:
+        return registered[name]
+    found = installed()
     if not found:
         message = f"there is no algorithm {name!r}: areno is on Python's path, but it is not installed"
         raise ConfigError(f"{message}; run `pip install -e .` in its folder")
@@ -173,23 +173,23 @@ def algorithm_of(folder: Path) -> Algorithm:
         defined = vars(load_module(script, f"the algorithm {name} of {folder}")).values()
         for found in defined:
             if isinstance(found, Algorithm) and found.name == name:
-                return found
+                return replace(found, file=Path(script))
     where = f"which is not in {script}" if script else "which is not installed"
     raise ArenoError("{} is a run of {}, {}", folder, name, where)
 
 
 def algorithm_names() -> list[str]:
     """Return the names that get_algorithm knows: of areno, of other packages, and of files, each in their order."""
-    return [*_installed(), *sorted(_registered)]
+    return [*installed(), *sorted(registered)]
 
 
 def own_algorithms() -> list[str]:
     """Return the names of the algorithms that come with areno, in alphabetical order."""
-    return [name for name, entry in _installed().items() if entry.value.startswith(_PACKAGE)]
+    return [name for name, entry in installed().items() if entry.value.startswith(_PACKAGE)]
 
 
 @cache
-def _installed() -> dict[str, EntryPoint]:
+def installed() -> dict[str, EntryPoint]:
     """Return the entry points of all packages by their names. The search through all packages takes 25 ms."""
     from importlib.metadata import entry_points  # this import takes as long as all settings of a run
 

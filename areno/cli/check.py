@@ -119,7 +119,7 @@ def _tokenizer(folder: Path) -> str:
 
 
 _MODEL = "examples/quickstart/model"
-_AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
+AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
 _GIB = 2**30
 
 
@@ -348,7 +348,7 @@ def _step(trainer: Any, rows: list[Any]) -> str:
     difference = stats["logp_abs_diff_mean"]
     if not math.isfinite(stats["grad_norm"]):
         raise ArenoError("the norm of the gradient is {}", stats["grad_norm"])
-    if difference > _AGREEMENT[trainer.engine.spec.dtype]:
+    if difference > AGREEMENT[trainer.engine.spec.dtype]:
         raise ArenoError("log-probabilities of rollout and training differ by {:.2g}", difference)
     return f"gradient norm {stats['grad_norm']:.3g}; rollout and training agree to {difference:.1g}"
 

@@ -41,7 +41,7 @@ _NAMES = {
     "train_dataset.max_length": "--max-model-len",
 }
 _MOST_REMEMBERED = 8_000_000  # limit on the tokens of the conversations that the server keeps
-_MORE_S = 10.0  # seconds that the shutdown may take after the time limit of the last answers
+GRACE_S = 10.0  # seconds that the shutdown may take after the time limit of the last answers
 _POLL_S = 1.0  # seconds between two checks that the workers are alive
 
 
@@ -224,7 +224,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
         url = thread.start()
         try:
             logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)
-            shutdown.limit_s = limits.shutdown_s + _MORE_S
+            shutdown.limit_s = limits.shutdown_s + GRACE_S
             while not shutdown.asked.wait(_POLL_S):
                 engine.poll(0.0)  # raises if a worker has died
             logger.info("closing: %d samples in progress", server.sampler.n_samples)
@@ -238,7 +238,7 @@ def _signals() -> Iterator[_Shutdown]:
     """Stop the server on SIGINT or SIGTERM.
 
     The first signal lets the answers in progress finish. A signal before the server accepts requests, and a second
-    signal, stop the process at once. If a thread hangs, the process is killed when `limit_s` is over.
+    signal, stop the process at once. If a thread hangs, the process is killed after the time limit of the last answers and GRACE_S.
     """
     shutdown, timers = _Shutdown(), list[threading.Timer]()
 
@@ -248,7 +248,7 @@ def _signals() -> Iterator[_Shutdown]:
 
     def stop(number: int, frame: object) -> None:
         is_first = not shutdown.asked.is_set()
-        timers.append(threading.Timer(shutdown.limit_s if is_first and shutdown.limit_s is not None else _MORE_S, end))
+        timers.append(threading.Timer(shutdown.limit_s if is_first and shutdown.limit_s is not None else GRACE_S, end))
         timers[-1].daemon = True
         timers[-1].start()
         shutdown.asked.set()

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm, own_algorithms
+from areno.api.algorithms import Algorithm, algorithm_names, algorithm_of, get_algorithm, own_algorithms
 from areno.cli import train_flags
 from areno.cli.train_flags import HEADINGS, REFUSED, TASK, Flag
-from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
+from areno.errors import ArenoError, ConfigError, Problem, did_you_mean, keys_renamed
 from areno.schema.fields import rows
 from areno.tracking.run_folder import is_described, recipe_of
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the recipe with the settings of the flags, and return the exit code."""
     from areno.launch import command
 
-    algorithm = _algorithm(_algorithm_name(arguments))
+    algorithm = _algorithm(arguments)
     own_task = arguments.config_name != TASK or arguments.resume is not None
     given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}
     of_flags, problems = train_flags.overrides(algorithm.name, given, own_task, algorithm.config)
@@ -79,7 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     start = f"python -m areno.recipes.{algorithm.name}"
-    if algorithm.name not in own_algorithms():
+    if algorithm.file is not None:
+        start = f"python {shlex.quote(str(algorithm.file))}"
+    elif algorithm.name not in own_algorithms():
         start = f"areno train --algo {algorithm.name}"
     options = [] if arguments.resume is not None else [f"--config-name={arguments.config_name}"]
     options += [
@@ -91,23 +93,20 @@ def run(arguments: argparse.Namespace) -> int:
     return command.run(algorithm, start, [*options, *settings], greet=False, names=names)
 
 
-def _algorithm_name(arguments: argparse.Namespace) -> str:
-    """Return the name of the algorithm: --algo, or that of the run with --resume."""
-    if arguments.algo is not None or not arguments.resume:
-        return arguments.algo or _DEFAULT
-    folder = Path(arguments.resume).expanduser()
-    name = recipe_of(folder)
-    if not is_described(folder):  # --resume raises the error of the folder
-        return _DEFAULT
-    if not name:
-        raise ConfigError(Problem("--algo", "is missing; {} does not say which algorithm it is a run of", folder))
-    if name not in algorithm_names():
-        raise ConfigError(Problem("--resume", "{} is a run of {}, which is not installed", folder, name))
-    return name
-
-
-def _algorithm(name: str) -> Algorithm:
-    names = algorithm_names()
+def _algorithm(arguments: argparse.Namespace) -> Algorithm:
+    """Return the algorithm of the command: --algo or, with --resume, that of the run."""
+    name = arguments.algo
+    folder = Path(arguments.resume).expanduser() if arguments.resume else None
+    if folder is not None and is_described(folder):  # otherwise --resume raises the error of the folder
+        of_run = recipe_of(folder)
+        if not (name or of_run):
+            raise ConfigError(Problem("--algo", "is missing; {} does not say which algorithm it is a run of", folder))
+        if of_run and name in (None, of_run):
+            try:
+                return algorithm_of(folder)
+            except ArenoError as error:
+                raise ConfigError(Problem("--resume", "{}", error)) from error
+    name, names = name or _DEFAULT, algorithm_names()
     if name not in names:
         there = f"; there are {', '.join(names)}"
         raise ConfigError(Problem("--algo", f"there is no {name!r}{did_you_mean(name, names)}{there}"))

@@ -106,7 +106,7 @@ BREAK = str(secrets.randbits(80) + 10**25)
 
 _ALIAS = str(secrets.randbits(80) + 10**25)  # another number, so that removing breaks from a text cannot produce it
 _OF_ASSISTANT = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
-_SLICE = 50_000  # characters, which take at most some milliseconds to search
+SLICE_CHARACTERS = 50_000  # characters, which take at most some milliseconds to search
 _CACHED = "_control_tokens"  # attribute of a tokenizer
 
 Offsets = list[tuple[int, int]]
@@ -150,7 +150,7 @@ class ControlTokens:
     def _shield_text(self, text: str) -> str:
         # In slices, so that other threads can run in between. A name across two slices is unfinished in the first.
         """Put breaks into the control tokens of a text."""
-        slices = [text[at : at + _SLICE] for at in range(0, len(text), _SLICE)]
+        slices = [text[at : at + SLICE_CHARACTERS] for at in range(0, len(text), SLICE_CHARACTERS)]
         assert self._found is not None
         if not any(map(self._found.search, slices)):
             return text

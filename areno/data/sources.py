@@ -327,7 +327,7 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
     repo, _, rest = path.partition(":")
     name, _, own_split = rest.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE
-    reachable = not offline and _hub_answers()
+    reachable = not offline and hub_answers()
     if not reachable:  # the cache can still be used, and offline mode avoids half a minute of retries
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
@@ -343,8 +343,12 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
-def _hub_answers(timeout_s: float = 5.0) -> bool:
-    """Return whether the hub can be reached through the configured proxies, within about `timeout_s` seconds."""
+def hub_answers(timeout_s: float = 5.0) -> bool:
+    """Return whether the hub can be reached through the configured proxies, within about `timeout_s` seconds.
+
+    Args:
+        timeout_s: Limit of the wait, in seconds.
+    """
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     answered = threading.Event()
 

@@ -30,22 +30,32 @@ TokenRows = Sequence[Sequence[int] | np.ndarray]
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """The actor and the roles beside it, on some devices. Use it as a context manager, or call close()."""
+    """The actor and the roles beside it, on some devices. Use it as a context manager, or call close().
+
+    Attributes:
+        spec: The specification, as the workers have completed it.
+        info: Facts about the devices.
+        workers: The processes of the ranks, or the one worker in this process.
+        dispatcher: The requests that have not finished, by data-parallel rank.
+        streams: The requests that consumers read piece by piece.
+        gathering: Collects requests of streams that come shortly after each other, to submit them together.
+        limits: Which requests a rollout accepts; None outside of a rollout.
+    """
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
         self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
-        self._wanted, self._mode, self._workers = spec, workers, start_workers(spec, workers)
-        self.spec = self._workers.spec
-        self.info: EngineInfo = self._workers.call("info")[0]
+        self._wanted, self._mode, self.workers = spec, workers, start_workers(spec, workers)
+        self.spec = self.workers.spec
+        self.info: EngineInfo = self.workers.call("info")[0]
         # Streams poll from a thread of their own. `_turn` gives the workers to one thread at a time. `_books` guards
         # the records of requests below; it is never held for long.
         self._turn, self._books = FairLock(), threading.RLock()
-        self._streams = Streams(self._poll_for_streams, self._books)
-        self.gathering = Gathering(self._submit_streams, lambda: self._dispatcher.is_idle, self.info.device != "cpu")
+        self.streams = Streams(self._poll_for_streams, self._books)
+        self.gathering = Gathering(self._submit_streams, lambda: self.dispatcher.is_idle, self.info.device != "cpu")
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
-        self._limits: RequestLimits | None = None  # None outside a rollout phase
-        self._dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
+        self.limits: RequestLimits | None = None
+        self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
         self._writes_state = False
         self._lost_state = False  # it was being written when the workers were started again
 
@@ -62,7 +72,7 @@ class Engine(AbstractContextManager["Engine"]):
                 raise EngineError(self._roles[name].difference(name, spec))
         for name, spec in roles.items():
             if name not in self._roles:
-                if self._limits is not None:
+                if self.limits is not None:
                     raise EngineError(
                         f"role {name!r} cannot be loaded inside a rollout phase, whose KV cache has taken the memory; "
                         "call ensure_roles before it"
@@ -106,21 +116,21 @@ class Engine(AbstractContextManager["Engine"]):
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Enter the rollout phase: requests may be submitted from now on. Returns what there is room for."""
-        self._limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
-        self._dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
+        self.limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
+        self.dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
         """Leave the rollout phase. Requests under way are dropped; `drop` frees the KV cache and CUDA graphs, too."""
-        self._limits = None
-        self._streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
+        self.limits = None
+        self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
         self._call("end_rollout", drop)
         with self._turn, self._books:
-            self._workers.poll(0.0)  # what finished before the workers stopped
+            self.workers.poll(0.0)  # what finished before the workers stopped
             self._forget_requests()
 
     def _forget_requests(self) -> None:
-        self._dispatcher.clear()
+        self.dispatcher.clear()
         self._ready.clear()
         self._failure = None
 
@@ -129,28 +139,28 @@ class Engine(AbstractContextManager["Engine"]):
 
         EngineError where one of them cannot be served; then none is queued.
         """
-        if self._limits is None:
+        if self.limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         requests = list(requests)
         with self._books:
             most_tokens: dict[int, int] = {}
             for request in requests:
-                if request.request_id in most_tokens or request.request_id in self._dispatcher:
+                if request.request_id in most_tokens or request.request_id in self.dispatcher:
                     raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
-                most_tokens[request.request_id] = self._limits.max_new(request)
-            self._dispatcher.add(requests, most_tokens)
+                most_tokens[request.request_id] = self.limits.max_new(request)
+            self.dispatcher.add(requests, most_tokens)
             self._send_due()
 
     def _send_due(self) -> None:
-        for rank, batch in self._dispatcher.due():
-            self._workers.cast(rank, "submit", batch)
+        for rank, batch in self.dispatcher.due():
+            self.workers.cast(rank, "submit", batch)
 
     def abort(self, request_id: int) -> None:
         """End a request early; its samples come back with finish_reason "abort". Unknown ids are ignored."""
         with self._books:
-            for rank, number in self._dispatcher.sent(request_id):
-                self._workers.cast(rank, "abort", [number])
-            self._give(self._dispatcher.dropped(request_id))
+            for rank, number in self.dispatcher.sent(request_id):
+                self.workers.cast(rank, "abort", [number])
+            self._give(self.dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return outputs of requests as soon as there are some, or an empty list after at most `timeout` seconds.
@@ -164,7 +174,7 @@ class Engine(AbstractContextManager["Engine"]):
                 failure, self._failure = self._failure, None
                 if failure is not None:
                     raise failure
-                shared = self._streams.are_open  # then turns are short, so that the other thread gets some
+                shared = self.streams.are_open  # then turns are short, so that the other thread gets some
                 if not self._ready:
                     left = max(0.0, deadline - time.monotonic())
                     self._receive(min(left, _TURN_S) if shared else left)
@@ -175,23 +185,23 @@ class Engine(AbstractContextManager["Engine"]):
     def _receive(self, timeout: float) -> None:
         """Poll the workers, give out what came, and send what there is room for now. Called with `_turn` held."""
         try:
-            outputs = self._workers.poll(timeout)
+            outputs = self.workers.poll(timeout)
             with self._books:
-                self._give(self._dispatcher.received(outputs))
-                if (ask := self._dispatcher.to_ask(self._workers.stats())) is not None:
+                self._give(self.dispatcher.received(outputs))
+                if (ask := self.dispatcher.to_ask(self.workers.stats())) is not None:
                     rank, n_samples = ask
-                    self._workers.cast(rank, "give_back", n_samples)
+                    self.workers.cast(rank, "give_back", n_samples)
                 self._send_due()
         except Exception as error:
-            self._streams.fail(error)
+            self.streams.fail(error)
             raise
 
     def _give(self, outputs: Iterable[GenerationOutput]) -> None:
         """Give each output to its stream or put it into `_ready`. Called with `_books` held."""
         for output in outputs:
-            if not self._streams.take(output, is_last=output.request_id not in self._dispatcher):
+            if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
                 self._ready.append(output)
-        self._streams.hand_over()
+        self.streams.hand_over()
 
     def _poll_for_streams(self) -> None:
         with self._turn:
@@ -204,12 +214,12 @@ class Engine(AbstractContextManager["Engine"]):
         with self._books:
             self.submit([request for request, _ in requests])
             for request, consumer in requests:
-                self._streams.open(request.request_id, consumer)
+                self.streams.open(request.request_id, consumer)
 
     @property
     def is_streaming(self) -> bool:
         """Whether a caller reads the outputs of a generate_stream."""
-        return self._streams.are_read
+        return self.streams.are_read
 
     async def generate_stream(
         self, request: GenerationRequest, timeout_s: float | None = None
@@ -244,12 +254,12 @@ class Engine(AbstractContextManager["Engine"]):
             if timer is not None:
                 timer.cancel()
             with self._books:
-                if unfinished and self._streams.abandon(consumer):
+                if unfinished and self.streams.abandon(consumer):
                     self.abort(request.request_id)
 
     def rollout_stats(self) -> list[RolloutStats]:
         """Return the latest counters of each data-parallel rank. Any thread may call this."""
-        return self._workers.stats()
+        return self.workers.stats()
 
     def generate(
         self,
@@ -294,7 +304,7 @@ class Engine(AbstractContextManager["Engine"]):
                 f"role {role!r} was loaded without an optimizer and cannot be trained; release it, and give "
                 "ensure_roles an optimizer for it"
             )
-        if self._limits is not None:
+        if self.limits is not None:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
@@ -304,7 +314,7 @@ class Engine(AbstractContextManager["Engine"]):
         )
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.layout.cp_size)]
         with self._turn:
-            results = self._workers.call_each("train", args)
+            results = self.workers.call_each("train", args)
         keep_old_logprobs(rows, checked, shares, results[:: self.spec.layout.cp_size])
         return results[0].stats
 
@@ -348,7 +358,7 @@ class Engine(AbstractContextManager["Engine"]):
         n_together = self.spec.layout.cp_size
         args = [(role, what, tokens, *more, mb_spec or self.spec.mb_spec, *its) for tokens, *its in given]
         with self._turn:
-            scored = self._workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
+            scored = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
         return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
@@ -409,7 +419,7 @@ class Engine(AbstractContextManager["Engine"]):
         Raises CheckpointError if the folder is incomplete or damaged, EngineError if the state is of other roles, other
         models or another type of optimizer. Nothing has been taken over then.
         """
-        if self._limits is not None:
+        if self.limits is not None:
             raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
         self._call("load_state", str(folder), with_moments)
 
@@ -432,29 +442,29 @@ class Engine(AbstractContextManager["Engine"]):
         On a cluster that has lost nodes there may be fewer copies of the model than before.
         Raises as the constructor and ensure_roles do; after that the engine can only be restarted again or closed.
         """
-        self._limits = None
-        self._streams.end(EngineError("the workers were started again, and every request under way is lost"))
+        self.limits = None
+        self.streams.end(EngineError("the workers were started again, and every request under way is lost"))
         with self._turn:
             self._lost_state = self._lost_state or self._writes_state  # which the restart before this may have found
             self._writes_state = False
-            self._workers.close()
-            self._workers = start_workers(self._wanted, self._mode, again=True)
+            self.workers.close()
+            self.workers = start_workers(self._wanted, self._mode, again=True)
             with self._books:
-                self.spec = self._workers.spec  # which may have fewer copies
-                self._dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
+                self.spec = self.workers.spec  # which may have fewer copies
+                self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
                 self._forget_requests()
             for name, spec in self._roles.items():
                 if name != "actor":
-                    self._workers.call("load_role", name, spec)
+                    self.workers.call("load_role", name, spec)
 
     def close(self) -> None:
         """Free the devices. Requests under way are lost."""
-        self._streams.end(EngineError("the engine is closed"))
-        self._workers.close()
+        self.streams.end(EngineError("the engine is closed"))
+        self.workers.close()
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         with self._turn:
-            return self._workers.call(method, *args)
+            return self.workers.call(method, *args)
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -180,7 +180,7 @@ class Streams:
             self._poll_once()
 
 
-_PAUSE_S = 0.003  # after the last request: a client takes about two for the next one
+PAUSE_S = 0.003  # after the last request: a client takes about two for the next one
 _MOST_S = 0.05  # after the first one: about two prefills
 
 _Stream = tuple[GenerationRequest, Consumer]
@@ -285,7 +285,7 @@ class _Burst:
         self._done(self)
 
     def _wait(self) -> None:
-        self._timer = self.loop.call_at(self._last_at + _PAUSE_S, self._read_first)
+        self._timer = self.loop.call_at(self._last_at + PAUSE_S, self._read_first)
 
     def _read_first(self) -> None:
         # When the time is over, a busy loop may have requests that nobody has looked at. They come first: one round
@@ -298,7 +298,7 @@ class _Burst:
         now = self.loop.time()
         if self._expects_more():
             self._last_at = now
-        if now < min(self._last_at + _PAUSE_S, self._first_at + _MOST_S):
+        if now < min(self._last_at + PAUSE_S, self._first_at + _MOST_S):
             self._wait()
         else:
             self.end()

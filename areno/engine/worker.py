@@ -42,7 +42,13 @@ FIXED_ORDER_KV_BLOCK = 64  # positions; the tile of fixed-order attention
 
 
 class Worker:
-    """Holds the roles of one rank. Construction loads the weights and is the slow part."""
+    """Holds the roles of one rank. Construction loads the weights and is the slow part.
+
+    Attributes:
+        roles: The models of this rank.
+        decoder: The decoder of the rollout; None outside of a rollout.
+        states: Writes and reads the run states of this rank.
+    """
 
     def __init__(self, spec: EngineSpec, context: ParallelContext):
         self.spec, self.context = spec, context
@@ -58,7 +64,7 @@ class Worker:
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
-        self._states = StateKeeper(self.roles, context)
+        self.states = StateKeeper(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
 
@@ -145,7 +151,7 @@ class Worker:
         if spec.decoder.max_kv_tokens is not None:
             return min(blocks, -(-spec.decoder.max_kv_tokens // self._block_size) + 1)
         states = (max_running + 1) * state_bytes(self.actor.config, self.dtype.itemsize, self.spec.layout)
-        affordable = (int(self._free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
+        affordable = (int(self.free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
         room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
@@ -187,8 +193,8 @@ class Worker:
             )
         return min(blocks, affordable)
 
-    def _free_bytes(self) -> int:
-        """Free memory of the device; on a CPU this worker's share of the machine's available memory."""
+    def free_bytes(self) -> int:
+        """Return the free memory of the device in bytes; on a CPU, this worker's share of the available memory."""
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
@@ -278,13 +284,13 @@ class Worker:
     def load_role(self, name: str, spec: RoleSpec) -> None:
         """Load one more model. The KV cache is freed first, because its size depends on what the models leave."""
         self.end_rollout(drop=True)
-        self._states.forget()
+        self.states.forget()
         self.roles.load(name, spec)
         self._set_threads()
 
     def release_role(self, name: str) -> None:
         """Free a role's memory."""
-        self._states.forget()
+        self.states.forget()
         self.roles.release(name)
         self._set_threads()
 
@@ -340,19 +346,19 @@ class Worker:
 
     def save_state(self, folder: str, with_moments: bool = True) -> None:
         """Begin to write the state of all trained roles into a folder; see StateKeeper."""
-        self._states.save(Path(folder), with_moments)
+        self.states.save(Path(folder), with_moments)
 
     def state_written(self) -> bool:
         """Whether that is done. CheckpointError where it failed."""
-        return self._states.written()
+        return self.states.written()
 
     def load_state(self, folder: str, with_moments: bool = True) -> None:
         """Take over the state of all trained roles; see StateKeeper."""
-        self._states.load(Path(folder), with_moments)
+        self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:
         """End what this worker does in the background. A model whose files are being written is finished."""
-        self._states.close()
+        self.states.close()
         self._writer.shutdown(cancel_futures=True)
 
     def memory_gib(self) -> float:

@@ -22,7 +22,7 @@ _WITH_VALUE = ("-W", "-X")  # options of Python
 
 def begin() -> None:
     """Let Ctrl-C end this process at once, if it was started as a command of areno."""
-    if _is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
@@ -39,10 +39,13 @@ def _end(number: int, frame: object) -> None:
     os._exit(130)
 
 
-def _is_command(words: list[str]) -> bool:
+def is_command(words: list[str]) -> bool:
     """Return whether Python was started with `-m areno.recipes.gspo` or the script `areno`.
 
     sys.argv cannot be used, since a process that multiprocessing starts has the sys.argv of its parent.
+
+    Args:
+        words: Words of the command line after the name of Python.
     """
     while words and words[0].startswith("-"):
         if words[0] == "-m":

@@ -17,6 +17,8 @@ from typing import Any
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean, printable
 from areno.files.paths import find_file
 
+USER_MODULE = "areno_user_"  # names of modules from `load_module` begin with it
+
 
 def split_spec(spec: str, default: str) -> tuple[str, str]:
     """Split `file.py:function`.
@@ -86,7 +88,7 @@ def load_module(file: str, key: str) -> ModuleType:
     _check_file(path, file, key)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    module_name = f"areno_user_{path.stem}"
+    module_name = f"{USER_MODULE}{path.stem}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(Problem(key, f"{file} cannot be imported as Python"))

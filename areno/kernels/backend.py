@@ -42,7 +42,7 @@ def runs_triton(device: torch.device) -> bool:
     Returns:
         True if Triton is installed and compiles for the device, or if TRITON_INTERPRET=1.
     """
-    return ((device.type == "cuda" and _compiles_for(device)) or _interprets()) and _is_installed()
+    return ((device.type == "cuda" and compiles_for(device)) or interprets()) and is_installed()
 
 
 def form(x: Tensor, package: str) -> Any:
@@ -125,15 +125,22 @@ def described(device: torch.device | str) -> str:
 
 
 @functools.cache
-def _compiles_for(device: torch.device) -> bool:
+def compiles_for(device: torch.device) -> bool:
+    """Return whether Triton compiles kernels for a device.
+
+    Args:
+        device: The device. A machine may lack it, as in tests of the compiler.
+    """
     found = capability(device)
     return found is None or found >= VOLTA
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
+    """Return whether Triton interprets kernels on the CPU, which TRITON_INTERPRET=1 requests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

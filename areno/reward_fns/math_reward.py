@@ -156,7 +156,12 @@ def _different(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)  # the samples of a prompt have the same solution
-def _read_solution(text: str) -> _Solution:
+def read_solution(text: str) -> _Solution:
+    """Parse a solution, as the row gives it, for comparison with answers.
+
+    Args:
+        text: The solution.
+    """
     number = _without_exponents(text)
     is_number = _IS_NUMBER.fullmatch(number) is not None
     values = _read_whole(number if is_number else text)
@@ -167,7 +172,7 @@ def _read_solution(text: str) -> _Solution:
 @lru_cache(maxsize=256)
 def _read_together(parts: tuple[str, ...]) -> _Solution:
     """Read several answers as one. Only a set of as many members counts: math-verify drops members it cannot read."""
-    whole = _read_solution(", ".join(parts))
+    whole = read_solution(", ".join(parts))
     sets = [value for value in whole.values if isinstance(value, FiniteSet) and len(value) == len(parts)]
     return replace(whole, values=sets)
 
@@ -179,7 +184,7 @@ def _is_right(parts: tuple[str, ...], completion: str) -> bool:
     """Return whether `completion` answers with all parts of a solution. Raises what math-verify raises."""
     parts = _different(parts)
     if len(parts) == 1:
-        return _is_answer(_read_solution(parts[0]), completion)
+        return _is_answer(read_solution(parts[0]), completion)
     together = _BETWEEN_ANSWERS.split(final_answer(completion) or "")
     for found in (boxes(completion)[-len(parts) :], together):
         if len(found) == len(parts):
@@ -202,7 +207,7 @@ def _is_answer(solution: _Solution, completion: str) -> bool:
 
 def _is_box(text: str, box: str) -> bool:
     """Return whether the content of a box equals a part of a solution."""
-    return _is_same(_read_solution(text), box, _read_formula)
+    return _is_same(read_solution(text), box, _read_formula)
 
 
 def _is_same(solution: _Solution, answer: str, read: Callable[[str], list[Any]]) -> bool:

@@ -36,7 +36,7 @@ _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _HOPELESS = 4  # give up after this many timeouts per process without an answer, since the rest could take hours
 _LOOK_S = 0.5
 _BREATH_S = 0.001  # between turns, so that one turn handles several answers
-_QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
+QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
 
@@ -102,7 +102,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         Raises:
             EngineError: The processes are not running.
         """
-        if not self._workers:
+        if not self.workers:
             raise EngineError("the reward processes are not running; call start() first")
         self.output.begin_step()
         return Scoring(self)
@@ -115,7 +115,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         """
         self._has_answered = self._has_answered or calls.n_answers > 0
         quiet_s = time.monotonic() - calls.answered_at
-        if calls.n_unanswered >= _HOPELESS * len(self._workers) and (quiet_s >= _QUIET_S or not self._has_answered):
+        if calls.n_unanswered >= _HOPELESS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
             self._give_up(calls, quiet_s)
 
     def slow_text(self, calls: _Calls, seconds: float) -> str:
@@ -125,8 +125,8 @@ class RewardPool(WorkerPool[RewardConfig]):
             calls: The samples of the scoring.
             seconds: How long the scoring has taken.
         """
-        config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self._workers)
-        max_s = math.ceil(calls.n_open / (n_together * len(self._workers))) * config.timeout_s
+        config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self.workers)
+        max_s = math.ceil(calls.n_open / (n_together * len(self.workers))) * config.timeout_s
         return (
             f"rewards: {calls.n_open} of {calls.n_open + len(calls.outcomes)} samples wait after {seconds:.0f} s "
             f"({calls.n_timeouts} timeouts), for at most {_span(max_s)} more; raise reward.workers "

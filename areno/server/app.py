@@ -37,7 +37,7 @@ from areno.types import SamplingParams
 logger = logging.getLogger("areno.server")
 T = TypeVar("T")
 
-_SMALL = 1 << 15  # bytes of a body that is read in the event loop and whose result is cached
+SMALL_BODY = 1 << 15  # bytes of a body that is read in the event loop and whose result is cached
 _MAX_CACHED_REQUESTS = 512
 _MAX_FRAMES = 10  # of a traceback in the log
 _MAX_NAME = 200  # characters of a model's name that an error repeats
@@ -168,12 +168,12 @@ class Server:
     async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
         """Return `read(body)` for the body of a request. A large body is read in a thread to free the event loop."""
         body = await self._body(request)
-        return read(body) if len(body) <= _SMALL else await self.threads.run(lambda: read(body))
+        return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
     def _chat_of(self, body: bytes) -> ChatRequest:
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
         """Parse the body of a chat request. The result for a small body is cached."""
-        return self._cached_chat_of(body) if len(body) <= _SMALL else self._parse_chat(body)
+        return self._cached_chat_of(body) if len(body) <= SMALL_BODY else self._parse_chat(body)
 
     @cached_property
     def _cached_chat_of(self) -> Callable[[bytes], ChatRequest]:

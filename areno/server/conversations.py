@@ -192,6 +192,10 @@ class Conversations:
         max_cached_tokens: Size of the cache of prompts and turns, see `TokenCache`.
         max_prompt_tokens: Maximum number of tokens in a prompt. None sets no limit.
         threads: Worker threads of `prompt_async`. None creates a new pool.
+
+    Attributes:
+        cache: Key of a conversation -> the sampled turn that ends the conversation, or the prompt of its first turn, which
+            the samples of a prompt share.
     """
 
     def __init__(
@@ -206,8 +210,7 @@ class Conversations:
     ):
         self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
         self._max_prompt_tokens = max_prompt_tokens
-        # Key of a conversation -> the sampled turn that ends it, or the prompt of its first turn, shared by samples.
-        self._cache = TokenCache(max_cached_tokens)
+        self.cache = TokenCache(max_cached_tokens)
         self._pending: dict[Key, _PendingPrompt] = {}
         self._threads = threads or prompt_threads(tokenizer)
         # Conversations given to `prefetch`, and whether a first turn of another conversation was requested since.
@@ -234,7 +237,7 @@ class Conversations:
             PromptTooLong: If the prompt exceeds `max_prompt_tokens`.
         """
         form, keys = form_key(tools, template), conversation_keys(messages)
-        if (known := self._cache.get((form, keys[-1]))) is not None:
+        if (known := self.cache.get((form, keys[-1]))) is not None:
             return known
         return self._cached(self._encoded(self._draft(messages, tools, template, form, keys)), messages)
 
@@ -265,7 +268,7 @@ class Conversations:
 
         form, keys = await self._threads.run(key_parts) if is_large else key_parts()
         key = form, keys[-1]
-        if (known := self._cache.get(key)) is not None:
+        if (known := self.cache.get(key)) is not None:
             return known
         if (pending := self._pending.get(key)) is None:
             is_prefetched = form == "" and keys[-1] in self._prefetched
@@ -326,7 +329,7 @@ class Conversations:
         """Return the prompt, after caching it if it is for a first turn and not too long."""
         limit = self._max_prompt_tokens
         if _is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
-            self._cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
+            self.cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
         return prompt
 
     def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
@@ -369,7 +372,7 @@ class Conversations:
         """Return a draft that continues the last cached turn of the conversation, or None if no cached turn fits."""
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
-            if messages[number - 1]["role"] == "assistant" and (turn := self._cache.get(key)):
+            if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
                 start = self._end_of_turn(turn, text)
                 if start is not None:
                     return _Draft(text, form, keys, start=start, turn=turn)
@@ -395,7 +398,7 @@ class Conversations:
         """
         key = prompt.form, next_key(prompt.keys[-1], message)
         turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
-        self._cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
+        self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:
         """Return the index in `text` at which a cached turn ends. None if the text does not begin with the turn."""

@@ -84,7 +84,7 @@ def bad_field(param: str | None, message: str, code: str | None = None) -> ApiEr
     return ApiError(400, message if param is None else f"{param} {message}", param=param, code=code)
 
 
-_PIECE = 1 << 16  # characters that are encoded at once
+PIECE = 1 << 16  # characters that are encoded at once
 _OVERCOUNT = 8  # counting in pieces may overestimate, by less than 1/8
 
 
@@ -162,8 +162,8 @@ def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
     if len(text) <= max_tokens:
         return False
     n = 0
-    for start in range(0, len(text), _PIECE):
-        n += _tokens_of(tokenizer, text[start : start + _PIECE])
+    for start in range(0, len(text), PIECE):
+        n += _tokens_of(tokenizer, text[start : start + PIECE])
         if n - n // _OVERCOUNT > max_tokens:
             return True
     return False

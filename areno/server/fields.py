@@ -186,8 +186,8 @@ class Fields:
 
 MAX_DEPTH = 128
 """Maximum nesting of lists and objects in a request, so that recursive functions can read the request."""
-_MAX_PARTS = 200_000  # values other than numbers for the scanner in C, during which no other thread can run
-_MAX_OBJECTS = 200_000  # lists and objects, all of which Python's garbage collector scans at once
+MAX_PARTS = 200_000  # values other than numbers for the scanner in C, during which no other thread can run
+MAX_OBJECTS = 200_000  # lists and objects, all of which Python's garbage collector scans at once
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
@@ -244,7 +244,7 @@ def read_json(body: bytes) -> Any:
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         n_parts = text.count('"') // 2 + sum(map(text.count, ("[", "{", "null", "true", "false")))
-        decoder: type[json.JSONDecoder] = _Interruptible if n_parts > _MAX_PARTS else json.JSONDecoder
+        decoder: type[json.JSONDecoder] = _Interruptible if n_parts > MAX_PARTS else json.JSONDecoder
         # With parse functions in Python, other threads can run between two numbers.
         numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda text: float(text)}
         value = decoder(**numbers, parse_constant=_refuse).decode(text)
@@ -271,8 +271,8 @@ class _Interruptible(json.JSONDecoder):
 
         def parse_counted(*args: Any) -> Any:
             self._n_objects += 1
-            if self._n_objects > _MAX_OBJECTS:
-                raise ApiError(400, f"the body has more than {_MAX_OBJECTS:,} lists and objects")
+            if self._n_objects > MAX_OBJECTS:
+                raise ApiError(400, f"the body has more than {MAX_OBJECTS:,} lists and objects")
             return parse(*args)
 
         return parse_counted

@@ -118,7 +118,7 @@ class ServerMetrics:
         return "\n".join(lines) + "\n"
 
 
-_MAX_SEEN = 1 << 16  # prompts whose repetitions are counted
+MAX_SEEN = 1 << 16  # prompts whose repetitions are counted
 _FIRST_ID = 1 << 48  # of requests; ids of calls to Engine.generate begin at 0
 
 _NAMES = {"n_samples": "n", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -201,7 +201,7 @@ class Sampler:
             prompt=prompt,
             n_samples=options.n,
             params=options.params,
-            seed=self._next_seed(prompt, digest) if options.seed is None else options.seed,
+            seed=self.next_seed(prompt, digest) if options.seed is None else options.seed,
             stream=options.stream,
             logit_bias=options.logit_bias,
             top_logprobs=options.n_top or 0,
@@ -214,12 +214,17 @@ class Sampler:
             raise _of_client(error, CONTEXT_FULL if too_long else None) from error
         return request
 
-    def _next_seed(self, prompt: list[int], digest: int | None) -> int:
+    def next_seed(self, prompt: list[int], digest: int | None) -> int:
+        """Return the seed of the next request with this prompt.
+
+        Args:
+            prompt: Token ids.
+            digest: Hash of the token ids. None computes it.
+        """
         # Requests arrive in any order, so a seed derived from a counter would differ between runs.
-        """Return the seed of the next request with this prompt."""
         digest = digest_of(prompt) if digest is None else digest
         n_seen = self._seen[digest] = self._seen.pop(digest, 0) + 1
-        if len(self._seen) > _MAX_SEEN:
+        if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return (self._seed * 0x9E3779B97F4A7C15 + digest + n_seen * 0xD1342543DE82EF95) % 2**64
 

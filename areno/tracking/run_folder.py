@@ -304,14 +304,14 @@ def _description(config: Section, overrides: list[str], recipe: str, script: str
 
 def versions() -> dict[str, str | None]:
     """Return the versions of areno, Python and important packages, and the git revision of a clone."""
-    found: dict[str, str | None] = {"areno": __version__, "git": _git_revision(), "python": platform.python_version()}
+    found: dict[str, str | None] = {"areno": __version__, "git": git_revision(), "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found | {"platform": platform.platform()}
 
 
-def _git_revision() -> str | None:
+def git_revision() -> str | None:
     """Return the commit of the clone that areno runs from, with `-dirty` if files differ from it."""
     if not (root() / ".git").exists():
         return None

@@ -64,8 +64,8 @@ Config = TypeVar("Config", RewardConfig, AgentConfig)
 Self = TypeVar("Self", bound="WorkerPool[Any]")  # typing has it from Python 3.11 on
 Failure = Literal["error", "timeout"]
 
-_IMPORT_LIMIT_S = 180.0  # an import may compile or download something, but a hang must end
-_SLOW_S = 10.0  # waiting for longer is logged, then again each time that it has doubled
+IMPORT_LIMIT_S = 180.0  # an import may compile or download something, but a hang must end
+SLOW_S = 10.0  # waiting for longer is logged, then again each time that it has doubled
 _POLL_S = 0.5
 
 
@@ -127,6 +127,7 @@ class WorkerPool(Generic[Config]):
         late_text: Message of a process that did not answer in time, with {} for the limit in seconds.
         import_text: Message of a process that ended while it started, with {} for how.
         output: Logs the lines that the processes print.
+        workers: The processes.
     """
 
     section: ClassVar[str]
@@ -142,7 +143,7 @@ class WorkerPool(Generic[Config]):
         self.output = Output(self.section)
         self._logger = logging.getLogger(f"areno.{self.section}s")
         self._first_message: tuple[Any, ...] = ()
-        self._workers: list[Worker] = []
+        self.workers: list[Worker] = []
 
     def start(self) -> None:
         """Start the processes without waiting for their imports.
@@ -154,9 +155,9 @@ class WorkerPool(Generic[Config]):
         self._first_message = self._build_first_message()
         try:
             for _ in range(self.n_workers):
-                self._workers.append(self._start_worker())
+                self.workers.append(self._start_worker())
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-            n_started, limit = len(self._workers), Key(f"{self.section}.workers")
+            n_started, limit = len(self.workers), Key(f"{self.section}.workers")
             self.close()
             text = "{} process {} of {} cannot be started: {}; lower {}"
             raise EngineError(text, self.section, n_started + 1, self.n_workers, error, limit) from error
@@ -168,7 +169,7 @@ class WorkerPool(Generic[Config]):
             ConfigError: If a process cannot import it. The message names the setting.
         """
         slow = SlowTimer()
-        while starting := [worker for worker in self._workers if worker.is_starting]:
+        while starting := [worker for worker in self.workers if worker.is_starting]:
             self._wait(starting, None)
             heartbeat.beat()
             if slow.is_due():
@@ -176,11 +177,11 @@ class WorkerPool(Generic[Config]):
 
     def close(self) -> None:
         """End the processes and all processes that they started."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.stop()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.end()
-        self._workers = []
+        self.workers = []
 
     def __enter__(self: Self) -> Self:
         self.start()
@@ -195,11 +196,11 @@ class WorkerPool(Generic[Config]):
 
     def _start_worker(self) -> Worker:
         """Start a process."""
-        return Worker(self._first_message, _IMPORT_LIMIT_S, self.module, self.output)
+        return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
     def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
         """Make calls until each has an outcome. `look` is called meanwhile, at least every half second."""
-        if not self._workers:
+        if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)
         try:
             while work.n_open:
@@ -217,9 +218,9 @@ class WorkerPool(Generic[Config]):
         Args:
             work: The calls.
         """
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.is_idle:
-                worker.send(work.next_chunk(len(self._workers), worker.is_async), self.config.timeout_s)
+                worker.send(work.next_chunk(len(self.workers), worker.is_async), self.config.timeout_s)
 
     def wait(self, work: Work, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
         """Wait until a process answers or is out of time, and handle it.
@@ -229,18 +230,18 @@ class WorkerPool(Generic[Config]):
             wake: A message on this connection ends the wait.
             max_s: The most seconds to wait.
         """
-        self._wait([worker for worker in self._workers if not worker.is_idle], work, wake, max_s)
+        self._wait([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
 
     def drop_calls(self) -> None:
         """Kill the busy processes and start new ones in their place."""
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.chunk:
                 self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
         """Kill a process and start another one in its place."""
         worker.end()
-        self._workers[self._workers.index(worker)] = self._start_worker()
+        self.workers[self.workers.index(worker)] = self._start_worker()
 
     def _wait(
         self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
@@ -275,7 +276,7 @@ class WorkerPool(Generic[Config]):
     def _lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
         """Replace a process that died or hangs, and let the work handle its calls."""
         if worker.is_starting:
-            hangs = f"importing it took more than {_IMPORT_LIMIT_S:g} s"
+            hangs = f"importing it took more than {IMPORT_LIMIT_S:g} s"
             why = hangs if status == "timeout" else self.import_text.format(text)
             raise ConfigError(Problem(self._key, f"{self.name}: {why}"))
         self._replace(worker)
@@ -303,7 +304,7 @@ class SlowTimer:
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._due_at = self._started + _SLOW_S
+        self._due_at = self._started + SLOW_S
 
     @property
     def seconds(self) -> float:

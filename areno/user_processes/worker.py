@@ -65,9 +65,9 @@ class Output:
 
 
 # The process of an async function enforces the time limit itself. It counts as hung if it is this much late.
-_ASYNC_SPARE_S = 5.0
+ASYNC_SPARE_S = 5.0
 _END_S = 10.0  # for a keeper to end
-_CODE_S = 5.0  # for a keeper's exit code after its process has closed the connection
+EXIT_CODE_S = 5.0  # for a keeper's exit code after its process has closed the connection
 _LAST_LINES_S = 1.0  # for the last printed lines, whose pipe may be held open by a process that could not be killed
 _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # buffered by the system for a socket that is not read
 
@@ -134,7 +134,7 @@ class Worker:
         self.chunk = deque(position for position, _ in chunk)
         self.sent = len(chunk)
         self._post(chunk)
-        self.deadline = time.monotonic() + timeout_s + (_ASYNC_SPARE_S if self.is_async else 0.0)
+        self.deadline = time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
 
     def _post(self, message: Any) -> None:
         """Send a message. A large one is sent in a thread, since a process that hangs does not read it."""
@@ -165,7 +165,7 @@ class Worker:
     def exit_text(self) -> str:
         """Describe the end of the process."""
         try:
-            return exit_text(self.process.wait(timeout=_CODE_S))
+            return exit_text(self.process.wait(timeout=EXIT_CODE_S))
         except subprocess.TimeoutExpired:
             return "closed its connection"
 

@@ -29,6 +29,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
+from areno.tracking.run_folder import script_of
 from tests.helpers import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ class MyConfig(GRPOConfig):
 
 @pytest.fixture(autouse=True)
 def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(algorithms, "_registered", {})
+    monkeypatch.setattr(algorithms, "registered", {})
 
 
 def policy_only() -> type[areno.PolicyOnlyTrainer]:
@@ -92,9 +93,9 @@ def test_names_that_are_taken_or_unknown() -> None:
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package has entry points, as in a checkout on Python's path."""
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    algorithms._installed.cache_clear()
+    algorithms.installed.cache_clear()
     yield
-    algorithms._installed.cache_clear()
+    algorithms.installed.cache_clear()
 
 
 @pytest.mark.usefixtures("not_installed")
@@ -117,8 +118,8 @@ def test_a_copy_of_the_package_alone_is_no_installation(tmp_path: Path, monkeypa
 
 def test_a_package_that_does_not_import_does_not_hide_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = EntryPoint("broken", "no_such_module:ALGORITHM", "areno.algorithms")
-    found = algorithms._installed() | {"broken": broken}
-    monkeypatch.setattr(algorithms, "_installed", lambda: found)
+    found = algorithms.installed() | {"broken": broken}
+    monkeypatch.setattr(algorithms, "installed", lambda: found)
     with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key; it is a setting of dpo$"):
         load(GSPOConfig, "quickstart", ["actor.beta=1"])
 
@@ -283,10 +284,32 @@ def test_a_run_of_a_file_is_evaluated_and_replayed(
     assert main(["replay", str(run_dir), "--step", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] is not None
     script.rename(script.with_name("moved.py"))
-    monkeypatch.setattr(algorithms, "_registered", {})
+    monkeypatch.setattr(algorithms, "registered", {})
     for command in (["evaluate", str(run_dir), "--data", str(rows)], ["replay", str(run_dir), "--step", "2"]):
         assert main(command) == 2
         assert f"the algorithm mine of {run_dir}: there is no file {script}" in capsys.readouterr().err
+
+
+def test_a_run_of_a_file_is_resumed_by_areno_train(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = script.parent / "outputs/quickstart/t"
+    done = start(script, *SMALL, "trial_name=t")
+    assert done.returncode == 0, done.stderr
+    folder = ["train", "--resume", str(run_dir)]
+    for named in ([], ["--algo", "mine"]):
+        monkeypatch.setattr(algorithms, "registered", {})
+        assert main([*folder, *named, f"total_train_steps={3 + len(named)}"]) == 0
+        told = f"the same run: python {script} --resume={run_dir} total_train_steps={3 + len(named)}\n"
+        assert told in capsys.readouterr().err
+    losses = [row["train/loss"] for row in scalars(run_dir) if "train/loss" in row]
+    assert len(losses) == 5
+    assert script_of(run_dir) == str(script)
+    script.rename(script.with_name("moved.py"))
+    monkeypatch.setattr(algorithms, "registered", {})
+    assert main(folder) == 2
+    gone = f"error: --resume: the algorithm mine of {run_dir}: there is no file {script} (looked for {script})\n"
+    assert capsys.readouterr().err == gone
 
 
 @pytest.mark.slow
@@ -297,6 +320,12 @@ def test_what_a_file_defines_reaches_spawned_workers(script: Path) -> None:
         assert done.returncode == 0, done.stderr
         rows = scalars(script.parent / "outputs/quickstart" / trial)
         found.append([row["train/loss"] for row in rows if "train/loss" in row])
+    run_dir = script.parent / "outputs/quickstart/spawn"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    resume = ["-m", "areno.cli", "train", "--resume", str(run_dir), "total_train_steps=3"]
+    done = warm_python.commands().run(resume, script.parent, environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len([row for row in scalars(run_dir) if "train/loss" in row]) == 3
     assert len(found[0]) == 2
     assert found[0] == found[1]
 

@@ -187,7 +187,7 @@ def test_check_goes_on_after_what_fails_and_its_exit_code_says_so(
 ) -> None:
     """The good case is in docs/reference/cli.md, which a test runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(check._AGREEMENT, "float32", -1.0)
+    monkeypatch.setitem(check.AGREEMENT, "float32", -1.0)
     assert main(["check", "--device", "cuda"]) == 1
     told = capsys.readouterr().out
     assert "FAIL  device             torch 2." in told

@@ -362,5 +362,5 @@ def test_an_algorithm_of_another_package_has_flags_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = replace(get_algorithm("ppo"), name="mine")
-    monkeypatch.setitem(algorithms._registered, "mine", mine)
+    monkeypatch.setitem(algorithms.registered, "mine", mine)
     assert shown(capsys, "--algo", "mine", "--critic-lr", "0.5")["critic"]["optimizer"]["lr"] == 0.5

@@ -235,7 +235,7 @@ def test_a_signal_ends_the_command_at_once_before_it_serves_and_in_time_afterwar
     def timers() -> list[threading.Thread]:
         return [each for each in threading.enumerate() if isinstance(each, threading.Timer) and each not in others]
 
-    monkeypatch.setattr("areno.cli.serve._MORE_S", 0.01)
+    monkeypatch.setattr("areno.cli.serve.GRACE_S", 0.01)
     monkeypatch.setattr(os, "_exit", ended.append)
     with _signals() as stopping, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)

@@ -291,7 +291,7 @@ def test_control_tokens_can_be_allowed(tokenizer_of) -> None:
 
 def test_a_control_token_in_a_long_text_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer("tiny")
-    monkeypatch.setattr("areno.data.control_tokens._SLICE", 7)
+    monkeypatch.setattr("areno.data.control_tokens.SLICE_CHARACTERS", 7)
     for n in range(14):
         text = "ab < " * n + "c" * n + FORGED
         tokens = encode_generation_prompt(tokenizer, text)

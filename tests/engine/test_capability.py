@@ -23,7 +23,7 @@ from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.worker import Worker
 from areno.errors import ConfigError
 from areno.kernels import backend
-from areno.kernels.attention import _has_flash_backward, choose_backend, varlen_attention
+from areno.kernels.attention import choose_backend, has_flash_backward, varlen_attention
 from areno.layers.parallel import ParallelGroup
 from areno.plan.facts import tell_model
 from areno.plan.plan import open_actor
@@ -50,7 +50,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     def forget() -> None:
         from areno.kernels.jit import supports_pdl
 
-        backend._compiles_for.cache_clear()
+        backend.compiles_for.cache_clear()
         supports_pdl.cache_clear()
 
     yield of
@@ -89,7 +89,7 @@ def test_what_runs_where(
     on_cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
     assert dot_precision(on_cuda, "tf32") == ("tf32x3" if attention == "varlen" else "ieee")
     on_cuda.dtype = torch.float16
-    assert _has_flash_backward(on_cuda) is (attention == "varlen")
+    assert has_flash_backward(on_cuda) is (attention == "varlen")
 
 
 def test_gpus_of_other_machines_are_taken_for_new_ones() -> None:

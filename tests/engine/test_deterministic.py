@@ -129,7 +129,7 @@ def test_all_requests_are_submitted_at_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_kv_cache_may_not_follow_from_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_free_bytes", lambda self: 2**19)
+    monkeypatch.setattr(Worker, "free_bytes", lambda self: 2**19)
     folder = model_folder(tmp_path)
     small = replace(ROLLOUT, decoder=DecoderConfig(max_kv_tokens=512))
     with Engine(spec(folder, deterministic=True), "inline") as engine:
@@ -144,7 +144,7 @@ def test_the_named_size_of_the_kv_cache_holds_the_longest_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block_bytes = 2 * 2 * 32 * 2 * 16 * 4  # k and v, layers, tokens, heads, head size, fp32
-    monkeypatch.setattr(Worker, "_free_bytes", lambda self: 32 * block_bytes)
+    monkeypatch.setattr(Worker, "free_bytes", lambda self: 32 * block_bytes)
     long = replace(ROLLOUT, max_len=512, decoder=DecoderConfig(mem_fraction=0.5))
     with Engine(spec(model_folder(tmp_path), deterministic=True), "inline") as engine:
         with pytest.raises(EngineError, match=r"room for 512 of \d+ tokens.*max_kv_tokens=512"):

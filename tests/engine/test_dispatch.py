@@ -134,18 +134,18 @@ def test_two_copies_share_uneven_work_and_draw_the_same_samples(folder: Path) ->
     # A driver that looks late finds nothing to be given back any more: then it tries again.
     for devices, rollout, most in ((1, ROLLOUT, 1), (2, few_blocks, 20)):
         with Engine(spec(folder, devices, optimizer=None)) as engine:
-            received = engine._dispatcher.received
+            received = engine.dispatcher.received
 
             def counted(outputs: Sequence[GenerationOutput], received: Any = received) -> Any:
                 nonlocal n_given_back
                 n_given_back += sum(output.sample == GIVEN_BACK for output in outputs)
                 return received(outputs)
 
-            engine._dispatcher.received = counted  # type: ignore[method-assign]
+            engine.dispatcher.received = counted  # type: ignore[method-assign]
             while most and not n_given_back:
                 engine.begin_rollout(rollout)
                 found.append(tokens_of(engine.generate(requests)))
-                assert not engine._dispatcher.missing
+                assert not engine.dispatcher.missing
                 engine.end_rollout()
                 most -= 1
     assert all(each == found[0] for each in found[1:])

@@ -291,8 +291,8 @@ def test_reference_with_another_vocabulary_is_refused(folder: Path, tmp_path: Pa
 def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def room(max_running: int = 4, **decoder: Any) -> int:
         engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=64, decoder=DecoderConfig(**decoder)))
-        assert engine._limits is not None
-        tokens = engine._limits.kv_tokens
+        assert engine.limits is not None
+        tokens = engine.limits.kv_tokens
         engine.end_rollout()
         return tokens
 
@@ -311,7 +311,7 @@ def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             rollout(engine, [request(i, n_samples=3, max_new_tokens=40, ignore_eos=True) for i in range(3)])
         )
         block_bytes = 2 * 2 * 32 * 2 * 16 * 4  # k and v, layers, tokens, heads, head size, fp32
-        monkeypatch.setattr(Worker, "_free_bytes", lambda _: 10 * block_bytes)
+        monkeypatch.setattr(Worker, "free_bytes", lambda _: 10 * block_bytes)
         assert room(mem_fraction=0.5) == 5 * 32
         assert room(mem_fraction=0.2) == 64
         with pytest.raises(EngineError, match=r"room for 32 tokens.*64: lower gconfig.max_new_tokens.*mem_fraction"):

@@ -175,7 +175,7 @@ def test_an_engine_keeps_nothing_of_a_stream_that_is_cancelled_at_its_beginning(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while engine._streams.are_open or engine.gathering._bursts:
+        while engine.streams.are_open or engine.gathering._bursts:
             await asyncio.sleep(0.001)
 
     with Engine(spec(model_folder(tmp_path)), "inline") as engine:
@@ -184,7 +184,7 @@ def test_an_engine_keeps_nothing_of_a_stream_that_is_cancelled_at_its_beginning(
         monkeypatch.setattr(engine, "submit", lambda requests: submitted.append(submit(requests)))
         engine.begin_rollout(ROLLOUT)
         asyncio.run(cancelled(engine, lambda: when == "waiting" or bool(submitted)))
-        assert engine._dispatcher.is_idle
+        assert engine.dispatcher.is_idle
         assert engine.generate([request(0)])[0]
 
 
@@ -192,13 +192,13 @@ def test_an_announced_burst_begins_when_all_are_there(monkeypatch: pytest.Monkey
     workers = Workers()
 
     async def all_of_them() -> None:
-        monkeypatch.setattr(gathering, "_PAUSE_S", 5.0)
+        monkeypatch.setattr(gathering, "PAUSE_S", 5.0)
         workers.gathering.announce(3)
         started = loop().time()
         await asyncio.gather(*map(workers.one, range(3)))
         assert loop().time() == started
         workers.is_idle = True
-        monkeypatch.setattr(gathering, "_PAUSE_S", 0.03)
+        monkeypatch.setattr(gathering, "PAUSE_S", 0.03)
         await asyncio.gather(*map(workers.one, range(3, 7)))  # the announcement was of the first burst
         workers.is_idle = True
         workers.gathering.announce(3)  # one of which never comes

@@ -107,10 +107,10 @@ def test_a_consumer_that_stops_aborts_its_request_and_no_other(engine: Engine) -
     (output,) = asyncio.run(main())
     assert len(output.tokens) == LONG
     deadline = time.monotonic() + 60
-    while engine._dispatcher.missing and time.monotonic() < deadline:
+    while engine.dispatcher.missing and time.monotonic() < deadline:
         assert engine.poll(0.1) == []  # what an abandoned request still gives is nobody's
-    assert not engine._dispatcher.missing
-    assert not engine._streams.are_open
+    assert not engine.dispatcher.missing
+    assert not engine.streams.are_open
     engine.end_rollout()
 
 
@@ -245,7 +245,7 @@ def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     with Engine(spec(folder), "inline") as engine:
         engine.begin_rollout(ROLLOUT)
         polls = [[piece([5])], [piece([6, 7])], [piece([3], "stop", request_id=1)], [piece([5, 6, 7, 1], "stop")]]
-        monkeypatch.setattr(engine, "_workers", Scripted(polls, n_requests=2))
+        monkeypatch.setattr(engine, "workers", Scripted(polls, n_requests=2))
         yield engine
 
 
@@ -253,9 +253,9 @@ def test_poll_passes_partial_outputs_on(scripted: Engine) -> None:
     scripted.submit([request(0), request(1)])
     partial = [scripted.poll(0.0) for _ in range(2)]
     assert [[output.tokens for output in outputs] for outputs in partial] == [[[5]], [[6, 7]]]
-    assert (scripted._dispatcher.n_samples, scripted._dispatcher.missing) == ([2], {0: 1, 1: 1})  # they finish nothing
+    assert (scripted.dispatcher.n_samples, scripted.dispatcher.missing) == ([2], {0: 1, 1: 1})  # they finish nothing
     assert [output.request_id for _ in range(2) for output in scripted.poll(0.0)] == [1, 0]
-    assert (scripted._dispatcher.n_samples, scripted._dispatcher.missing) == ([0], {})
+    assert (scripted.dispatcher.n_samples, scripted.dispatcher.missing) == ([0], {})
 
 
 def test_generate_returns_finished_samples_only(scripted: Engine) -> None:
@@ -294,9 +294,9 @@ def test_a_stream_out_of_time_aborts_its_request(engine: Engine) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(main())
     deadline = time.monotonic() + 60
-    while engine._dispatcher.missing and time.monotonic() < deadline:
+    while engine.dispatcher.missing and time.monotonic() < deadline:
         engine.poll(0.1)
-    assert not engine._dispatcher.missing
+    assert not engine.dispatcher.missing
     engine.end_rollout()
 
 
@@ -306,14 +306,14 @@ def test_an_aborted_stream_tells_the_workers(scripted: Engine) -> None:
             async for _ in stream:
                 break
 
-    workers: Any = scripted._workers
+    workers: Any = scripted.workers
     workers.polls, workers.n_requests = [[piece([5])]], 1
     asyncio.run(main())
     assert workers.sent[-1] == ("abort", [0])
 
 
 def test_an_output_of_no_request_is_raised_in_every_stream(scripted: Engine) -> None:
-    workers: Any = scripted._workers
+    workers: Any = scripted.workers
     workers.polls, workers.n_requests = [[piece([5], request_id=7)]], 1
 
     async def main() -> None:

@@ -72,7 +72,7 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, words: list[str], mod
 )
 def test_only_a_command_ends_at_once(words: str, is_command: bool):
     """A library, or a process that multiprocessing has started, keeps its handlers."""
-    assert interrupts._is_command(words.split()) is is_command
+    assert interrupts.is_command(words.split()) is is_command
 
 
 @reads_proc

@@ -97,9 +97,9 @@ def compare(
 ) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
     if device == "cuda":
-        patch = mock.patch("areno.kernels.backend._is_installed", return_value=False)
+        patch = mock.patch("areno.kernels.backend.is_installed", return_value=False)
     else:
-        patch = mock.patch("areno.kernels.backend._interprets", return_value=False)
+        patch = mock.patch("areno.kernels.backend.interprets", return_value=False)
     with patch:
         expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False)
     if dtype != torch.float32:  # the same weights, rounded

@@ -67,9 +67,9 @@ def until_ended(pids: Iterable[int], seconds: float = 60.0) -> None:
 
 def worker_pids(engine: Engine) -> list[int]:
     """The process ids of an engine's workers, by rank."""
-    return [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
+    return [process.pid for process in engine.workers.processes.processes.values()]  # type: ignore[attr-defined]
 
 
 def worker_of(engine: Engine) -> Any:
     """The worker of an engine that works in this process."""
-    return engine._workers.worker  # type: ignore[attr-defined]
+    return engine.workers.worker  # type: ignore[attr-defined]

@@ -135,7 +135,7 @@ def begin_again(folder: Path, dp: ParallelGroup) -> None:
         failures = iter([2, 9, 13] if dp.rank == 1 else [])  # by the number of backward passes that begin
         _run_short_of_memory(short, failures)
         assert_like(three_steps(short), expected, 0.0)
-        assert short._kept_layers.n_less == (3 if dp.rank == 1 else 0)  # type: ignore[attr-defined]
+        assert short.kept_layers.n_less == (3 if dp.rank == 1 else 0)  # type: ignore[attr-defined]
         for mine, wanted in zip(short.model.parameters(), plain.model.parameters(), strict=True):
             assert torch.equal(mine, wanted)
 
@@ -158,11 +158,11 @@ def _run_short_of_memory(short: TrainBackend, failures: Any) -> None:
     short.model.layers[0].mlp.register_forward_pre_hook(hook)
 
     def keep_less() -> bool:
-        short._kept_layers.n_less += 1  # type: ignore[attr-defined]
+        short.kept_layers.n_less += 1  # type: ignore[attr-defined]
         return True
 
-    short._kept_layers.n_less = 0  # type: ignore[attr-defined]
-    short._kept_layers.keep_less = keep_less  # type: ignore[method-assign]
+    short.kept_layers.n_less = 0  # type: ignore[attr-defined]
+    short.kept_layers.keep_less = keep_less  # type: ignore[method-assign]
 
 
 def in_backward() -> bool:

@@ -34,7 +34,7 @@ def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
 
 def plain() -> Any:
-    return mock.patch("areno.kernels.backend._interprets", return_value=False)
+    return mock.patch("areno.kernels.backend.interprets", return_value=False)
 
 
 def compare_routing(device: str = "cpu") -> None:

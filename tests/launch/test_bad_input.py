@@ -257,7 +257,7 @@ def test_data_files(capsys, section, rows, message):
 
 
 def test_data_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr("areno.data.sources._hub_answers", lambda: False)
+    monkeypatch.setattr("areno.data.sources.hub_answers", lambda: False)
     for path, message in {
         "rows.jsonl": "there is no file or folder rows.jsonl",
         "nobody/nothing": "hub cannot be reached .*to use local data, set train_dataset.path to a file or folder",

@@ -159,9 +159,9 @@ def test_a_run_of_an_earlier_version(work, caplog, monkeypatch, capsys):
     assert (stored["actor"]["warmth"], "heat" in stored["actor"]) == (2, False)
 
     assert changes(Now, stored, {**stored, "actor": {**stored["actor"], "warmth": 3.0}})[0].key == "actor.heat"
-    monkeypatch.setattr(algorithms, "_installed", dict)
+    monkeypatch.setattr(algorithms, "installed", dict)
     monkeypatch.setitem(
-        algorithms._registered, "gspo", Played(name="gspo", config=Now, loop=loop, default="small", main=Main())
+        algorithms.registered, "gspo", Played(name="gspo", config=Now, loop=loop, default="small", main=Main())
     )
     config = compose.load(Now, "config", ["engine.device=cpu"], folder)  # as `areno evaluate` and `areno replay` do
     assert (config.actor.heat, config.n_remarks) == (2, 3)

@@ -255,7 +255,7 @@ def compare_kernel() -> None:
             )
             assert torch.equal(swiglu_stacked(both.half(), b.half(), places, 0.7, 150, gelu), two_steps)
         assert torch.equal(both[:, :150], y)
-    with mock.patch("areno.kernels.adapters.triton._MANY", 17):
+    with mock.patch("areno.kernels.adapters.triton.MANY_ROWS", 17):
         bits = [add_lora_alone(n) for n in (1, 16, 17, 64, 65)]
     assert all(torch.equal(one, bits[-1][: len(one)]) for one in bits)
 

@@ -319,7 +319,7 @@ def test_an_error_of_math_verify_is_no_reward(name, monkeypatch):
         raise RuntimeError("sympy is confused")
 
     monkeypatch.setattr(math_reward, name, broken)
-    math_reward._read_solution.cache_clear()
+    math_reward.read_solution.cache_clear()
     with pytest.raises(RuntimeError, match="sympy is confused"):
         score("42", r"\boxed{6 \cdot 7}")
 
@@ -432,18 +432,18 @@ def test_outcomes_in_the_reward_process():
 def test_a_reward_process_has_scored_answers_of_some_kinds_before_the_first(tmp_path):
     """Their first time would be the longest of a step, in each process at another one."""
     probe = tmp_path / "probe.py"
-    reads = "import sys\n\ndef seen(record):\n    read = sys.modules['areno.reward_fns.math_reward']._read_solution\n"
+    reads = "import sys\n\ndef seen(record):\n    read = sys.modules['areno.reward_fns.math_reward'].read_solution\n"
     probe.write_text(reads + "    return read.cache_info().currsize\n")
     config = RewardConfig(fn=["math", f"{probe}:seen"], weights=[0.0, 1.0], workers=1, timeout_s=60.0)
     with RewardPool(config) as pool:
         pool.wait_ready()
         [outcome] = pool.score([RewardRecord(completion="4", solutions="42")])
-    math_reward._read_solution.cache_clear()
+    math_reward.read_solution.cache_clear()
     math_reward.warm_up()
-    assert outcome.value == math_reward._read_solution.cache_info().currsize + 1 > 2
+    assert outcome.value == math_reward.read_solution.cache_info().currsize + 1 > 2
 
 
 def test_warming_up_raises_nothing(monkeypatch):
     monkeypatch.setattr(math_reward, "verify", lambda *_, **__: 1 / 0)
-    math_reward._read_solution.cache_clear()
+    math_reward.read_solution.cache_clear()
     math_reward.warm_up()

@@ -155,7 +155,8 @@ def test_a_fork_while_importing(reward_file):
 @reads_proc
 @pytest.mark.parametrize("action", ["session", "orphan", "dies", "hangs", "exec"])
 def test_what_a_function_starts_ends_with_the_pool(reward_file, action, monkeypatch):
-    monkeypatch.setattr("areno.user_processes.worker._CODE_S", 0.2)  # a process that became another tells no exit code
+    # A process that became another one has no exit code.
+    monkeypatch.setattr("areno.user_processes.worker.EXIT_CODE_S", 0.2)
     n_sleeping = int(action in ("session", "orphan"))  # the others have lost their process, and are gone with it
     before = below(os.getpid())  # of other tests, such as multiprocessing's resource tracker
     with pool_of(reward_file(STARTS), timeout_s=1.5 if action == "hangs" else 30.0) as pool:
@@ -256,7 +257,7 @@ def test_a_stopped_process_is_ended_by_the_timeout(reward_file, which):
     with pool_of(reward_file(STARTS), timeout_s=2.0, workers=2) as pool:
         pool.wait_ready()
         stopped = {pid: command for pid, command in below(os.getpid()).items() if pid not in before}
-        [keeper, *_] = [worker.process.pid for worker in pool._workers]
+        [keeper, *_] = [worker.process.pid for worker in pool.workers]
         pids = [keeper, *below(keeper)] if which == "all" else list(below(keeper))
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -342,7 +343,7 @@ def reward_fn(record):
 
 
 def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.user_processes.pool._SLOW_S", 0.3)
+    monkeypatch.setattr("areno.user_processes.pool.SLOW_S", 0.3)
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=0.5) as pool:
         pool.wait_ready()
         start = time.monotonic()
@@ -362,7 +363,7 @@ def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypa
 
 def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, monkeypatch):
     """A judge that goes down in a later step: four timeouts of a process and a long silence are enough."""
-    monkeypatch.setattr("areno.rewards.pool._QUIET_S", 1.0)
+    monkeypatch.setattr("areno.rewards.pool.QUIET_S", 1.0)
     with pool_of(reward_file(SLOW)) as pool:
         patient, hasty = pool.config, dataclasses.replace(pool.config, timeout_s=0.5)
         pool.score(records("a"))
@@ -377,7 +378,7 @@ def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, 
 
 
 def test_an_import_that_takes_long_is_told(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.user_processes.pool._SLOW_S", 0.2)
+    monkeypatch.setattr("areno.user_processes.pool.SLOW_S", 0.2)
     path = reward_file("import time\ntime.sleep(0.8)\ndef reward_fn(record): return 1.0\n")
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(path) as pool:
         pool.wait_ready()

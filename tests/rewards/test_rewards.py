@@ -87,7 +87,7 @@ def pool_of(fn, **settings) -> RewardPool:
 
 
 def pids_of(pool):
-    return [worker.process.pid for worker in pool._workers]
+    return [worker.process.pid for worker in pool.workers]
 
 
 def records(*completions):
@@ -158,7 +158,7 @@ def test_async_calls_run_together(reward_file):
 
 
 def test_async_timeouts(reward_file, monkeypatch):
-    monkeypatch.setattr("areno.user_processes.worker._ASYNC_SPARE_S", 0.5)
+    monkeypatch.setattr("areno.user_processes.worker.ASYNC_SPARE_S", 0.5)
     with pool_of(f"{reward_file}:judge", timeout_s=1.5) as pool:
         outcomes = pool.score(records("a", "hang", "bb", "block", "ccc"))
     assert [o.status for o in outcomes] == ["ok", "timeout", "ok", "timeout", "ok"]
@@ -215,7 +215,7 @@ def test_bad_reward_file_is_found_at_the_start(tmp_path, source, suffix, message
 def test_import_that_hangs(tmp_path, monkeypatch):
     path = tmp_path / "slow.py"
     path.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr("areno.user_processes.pool._IMPORT_LIMIT_S", 0.5)
+    monkeypatch.setattr("areno.user_processes.pool.IMPORT_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match="importing it took more than"), pool_of(path) as pool:
         pool.wait_ready()
 
@@ -258,7 +258,7 @@ from areno.types import RewardRecord
 from areno.config.rollout import RewardConfig
 pool = RewardPool(RewardConfig(fn={str(reward_file)!r}, timeout_s=0.5, workers=2))
 pool.start(); pool.wait_ready()
-print("pids", *[worker.process.pid for worker in pool._workers], flush=True)
+print("pids", *[worker.process.pid for worker in pool.workers], flush=True)
 if {action!r} == "idle":
     time.sleep(60)
 pool.score([RewardRecord(completion={action!r})] * 2)

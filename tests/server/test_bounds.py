@@ -48,15 +48,15 @@ def test_tokens_are_counted_in_pieces_without_a_wrong_refusal(
     for name in ("tiny", "plain", "qwen3"):
         tokenizer = tokenizer_of(name)
         n = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        for piece in (9_999, errors._PIECE):
-            monkeypatch.setattr(errors, "_PIECE", piece)
+        for piece in (9_999, errors.PIECE):
+            monkeypatch.setattr(errors, "PIECE", piece)
             assert not has_more_tokens(tokenizer, text, n)
             assert has_more_tokens(tokenizer, text, n // 2) or len(text) <= n // 2  # which is short enough to try
 
 
 @pytest.mark.parametrize("most", [0, 10**9])
 def test_json_is_the_same_by_both_scanners(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "_MAX_PARTS", most)
+    monkeypatch.setattr(fields, "MAX_PARTS", most)
     value = {"a": [1, -2.5, 1e300, "\u00e9\n", None, True, {"": []}], "b": {"c": "d"}}
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
         assert read_json(json.dumps(value, ensure_ascii=False).encode(encoding)) == value
@@ -73,8 +73,8 @@ def test_json_is_the_same_by_both_scanners(most: int, monkeypatch: pytest.Monkey
 
 
 def test_the_number_of_lists_and_objects_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "_MAX_PARTS", 10)
-    monkeypatch.setattr(fields, "_MAX_OBJECTS", 10)
+    monkeypatch.setattr(fields, "MAX_PARTS", 10)
+    monkeypatch.setattr(fields, "MAX_OBJECTS", 10)
     assert read_json(json.dumps([{}] * 9).encode()) == [{}] * 9
     with pytest.raises(ApiError, match="more than 10 lists and objects"):
         read_json(json.dumps([{}] * 10).encode())

@@ -181,14 +181,14 @@ def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any
 def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
     turn = turn_of(conversations, [USER], "a<|im_end|>", None)
-    known = list(conversations._cache._entries)
+    known = list(conversations.cache._entries)
     builder = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer))
     with pytest.raises(BadTrajectory, match=r"they say .*and you"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
     monkeypatch.setattr(tiny, "chat_template", "{{ raise_exception('system first') }}")
     with pytest.raises(BadTrajectory, match=r"of the request .1 messages.: the chat template refuses .*first"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
-    assert list(conversations._cache._entries) == known  # which are the server's
+    assert list(conversations.cache._entries) == known  # which are the server's
 
 
 def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
@@ -352,8 +352,8 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
         conversations.prompt(long)
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
         asyncio.run(conversations.prompt_async(long))
-    assert 0 < n_characters <= 2 * min(errors._PIECE, 6 * n_words + 200)
-    assert len(conversations._cache) == 0
+    assert 0 < n_characters <= 2 * min(errors.PIECE, 6 * n_words + 200)
+    assert len(conversations.cache) == 0
 
 
 def test_what_a_turn_leaves_room_for_is_counted(tiny: Any) -> None:
@@ -397,7 +397,7 @@ def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=3000)
     for number in range(10):
         turn_of(conversations, [{"role": "user", "content": f"hello {number}"}], "a<|im_end|>", None)
-    remembered = conversations._cache
+    remembered = conversations.cache
     assert 0 < remembered.n_tokens <= 3000
     assert 6 < len(remembered) < 12  # of 20; short ones count, too
     long = turn_of(conversations, [{"role": "user", "content": "hello " * 500}], "a<|im_end|>", None)
@@ -416,13 +416,13 @@ def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) ->
     rows = [[{"role": "user", "content": f"prompt {number}"}] for number in range(8)]
 
     async def begun(other: bool) -> int:
-        conversations._cache = TokenCache(1_000_000)
+        conversations.cache = TokenCache(1_000_000)
         task = asyncio.ensure_future(conversations.prefetch(rows))
         await asyncio.sleep(0)
         asked = [{"role": "user", "content": "another" if other else "prompt 5"}]
         assert (await conversations.prompt_async(asked)).tokens == conversations.prompt(asked).tokens
         await task
-        return len(conversations._cache) - other
+        return len(conversations.cache) - other
 
     assert asyncio.run(begun(other=False)) == len(rows)
     assert 0 < asyncio.run(begun(other=True)) < len(rows)

@@ -54,7 +54,7 @@ def test_the_event_loop_is_not_held_up(proxy: SessionProxy, name: str, monkeypat
     body = json.dumps({"model": "policy", "max_tokens": 1, **fields}).encode()
     headers = {"Authorization": f"Bearer {proxy.api_key}"}
     monkeypatch.setattr(asyncio.Handle, "_run", timed)
-    remembered = proxy.server.chat.conversations._cache
+    remembered = proxy.server.chat.conversations.cache
     n_before = remembered.n_tokens
     answer = httpx2.post(f"{proxy.base_url}/{path}", content=body, headers=headers, timeout=60)
     assert answer.status_code == (200 if "echo" in fields else 400), answer.text
@@ -67,14 +67,14 @@ def test_how_often_a_prompt_came_is_known_of_the_latest_prompts(
     proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = proxy.server.sampler
-    monkeypatch.setattr(sampling, "_MAX_SEEN", 3)
+    monkeypatch.setattr(sampling, "MAX_SEEN", 3)
     sampler = sampling.Sampler(server.engine, server.request_limits, server.limits, 7, frozenset())
-    seeds = [sampler._next_seed([number], None) for number in (1, 1, 2, 1, 3, 1)]
+    seeds = [sampler.next_seed([number], None) for number in (1, 1, 2, 1, 3, 1)]
     assert len(set(seeds)) == 6
     for number in range(4, 100):
-        sampler._next_seed([number], None)
+        sampler.next_seed([number], None)
     assert len(sampler._seen) == 3
-    assert sampler._next_seed([1], None) == seeds[0]
+    assert sampler.next_seed([1], None) == seeds[0]
 
 
 def connected(url: str) -> socket.socket:

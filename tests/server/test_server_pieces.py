@@ -49,9 +49,9 @@ def test_an_answer_is_the_same_however_often_the_engine_tells_of_it(
 
     body()  # so that both find the prompt in the cache
     told.clear()
-    monkeypatch.setattr(decoder, "_PIECE_STEPS", 1000)
+    monkeypatch.setattr(decoder, "PIECE_STEPS", 1000)
     whole, n_whole = body(), len(told)
-    monkeypatch.setattr(decoder, "_PIECE_STEPS", 3)
+    monkeypatch.setattr(decoder, "PIECE_STEPS", 3)
     assert body() == whole
     assert n_whole == fields.get("n", 1)
     assert len(told) - n_whole > n_whole or fields.get("max_tokens") == 1
@@ -81,7 +81,7 @@ def test_equal_requests_are_read_once_and_draw_for_themselves(client: OpenAI, mo
     with pytest.raises(openai.BadRequestError):
         chat(client, messages=asked, max_tokens=0)
     assert chat(client, messages=asked, max_tokens=3).usage.completion_tokens <= 3
-    monkeypatch.setattr(app, "_SMALL", 10)
+    monkeypatch.setattr(app, "SMALL_BODY", 10)
     chat(client, messages=asked, max_tokens=20)
     assert len(read) == 3
 
@@ -97,7 +97,7 @@ def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pyte
             for sample in range(2)
         ]
         session.proxy.prefetch(items)
-        until(lambda: len(conversations._cache) >= 2)
+        until(lambda: len(conversations.cache) >= 2)
         assert 6 in trainer.engine.gathering._announced.values()
         monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
         for messages in (rows[0], [{"role": "user", "content": "text 2"}]):

@@ -283,20 +283,20 @@ def test_a_terminal_that_is_gone_does_not_hold_anything_up(terminal, monkeypatch
 
 def test_after_a_stop_the_lines_begin_anew(terminal, monkeypatch):
     screen = a_screen(terminal)
-    screen._draw()
+    screen.draw()
     terminal.stream.write("[1]+ Stopped\n$ fg\n")
     screen._note_continued(signal.SIGCONT, None)
-    screen._draw()
-    screen._draw()
+    screen.draw()
+    screen.draw()
     terminal.close()
     assert terminal.lines == ["region 0", "end", "[1]+ Stopped", "$ fg", "region 2", "end", ""]
 
 
 def test_lines_of_a_terminal_that_became_narrower_are_taken_away(terminal):
     screen = a_screen(terminal, lambda width, height: [[("x" * (width - 1), "")]] * 2)
-    screen._draw()
+    screen.draw()
     fcntl.ioctl(terminal.end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 50, 0, 0))
-    screen._draw()
+    screen.draw()
     terminal.close()
     assert "\x1b[6A" in terminal.written, "each of the two lines of 119 cells takes three rows now"
 

@@ -16,7 +16,7 @@ import numpy as np
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.fixed_order import SPAN, border, n_spans
 
-_MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
+MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
 _MIN_SPAN, _MAX_SPLITS = 64, 16
 _MAX_OWN_SPAN, _MAX_SHARED_SPAN = 256, 512  # rows' own lengths differ, and short spans balance them better
 _PIECES_PER_PROCESSOR = 2  # of own positions, and as many of shared ones
@@ -79,7 +79,7 @@ def split_attention(
             shared_lens_B[group] = n_shared
             shared_lens.append(n_shared)
             n_saved += (len(group) - 1) * n_shared
-    uses_groups = n_saved > _MIN_SAVING * len(sequences)
+    uses_groups = n_saved > MIN_SAVING * len(sequences)
     if not uses_groups:
         shared_lens_B[:] = 0
     longest_shared = max(shared_lens) if uses_groups else 0

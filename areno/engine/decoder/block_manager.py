@@ -183,6 +183,8 @@ class BlockManager:
         per_stack: Blocks in one stack of every group.
         per_window_stack: The same for groups with windows alone.
         n_available: Blocks that are free or can be evicted.
+        free_blocks: Blocks that are free.
+        cached_stacks: Cached stacks, least recently used first.
     """
 
     def __init__(self, n_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(None),)):
@@ -192,10 +194,10 @@ class BlockManager:
         self.per_window_stack = tables_with_windows(groups)  # of those with windows alone
         self.has_windows = self.per_window_stack > 0
         self.n_available = n_blocks  # blocks that are free, and those that can be evicted
-        self._free = deque(range(n_blocks))
+        self.free_blocks = deque(range(n_blocks))
         self._ref_counts = [0] * n_blocks
         self._stacks: list[tuple[int, ...]] = [(block,) for block in range(n_blocks)]  # by the first block
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self.cached_stacks: OrderedDict[int, None] = OrderedDict()
         self._by_content: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # content -> (prefix id, stack)
         self._by_prefix: list[dict[int, int]] = [{} for _ in groups]  # prefix id -> stack; of the first group unused
         self._content: dict[int, tuple[dict[Any, Any], Any]] = {}  # registered stack -> where, and its key there
@@ -245,26 +247,26 @@ class BlockManager:
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
         """Return whether `reserve` blocks stay available after acquiring stacks and allocating `n_new` blocks."""
-        revived = sum(len(self._stacks[stack]) for stack in shared if stack in self._cached)
+        revived = sum(len(self._stacks[stack]) for stack in shared if stack in self.cached_stacks)
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, stacks: Iterable[int]) -> None:
         """Add one reference to each stack. The stacks are in use or cached."""
         for stack in stacks:
             if self._ref_counts[stack] == 0:
-                del self._cached[stack]
+                del self.cached_stacks[stack]
                 self.n_available -= len(self._stacks[stack])
             self._ref_counts[stack] += 1
 
     def allocate(self, group: int = 0) -> int:
         """Return an empty stack of a group with one reference. The caller has checked `n_available`."""
         n_blocks = self.groups[group].n_tables
-        while len(self._free) < n_blocks:
-            evicted, _ = self._cached.popitem(last=False)
+        while len(self.free_blocks) < n_blocks:
+            evicted, _ = self.cached_stacks.popitem(last=False)
             where, key = self._content.pop(evicted)
             del where[key]
-            self._free.extend(self._stacks[evicted])
-        blocks = tuple([self._free.popleft() for _ in range(n_blocks)])
+            self.free_blocks.extend(self._stacks[evicted])
+        blocks = tuple([self.free_blocks.popleft() for _ in range(n_blocks)])
         self.n_available -= n_blocks
         self._stacks[blocks[0]] = blocks
         self._ref_counts[blocks[0]] = 1
@@ -278,9 +280,9 @@ class BlockManager:
             if self._ref_counts[stack] == 0:
                 self.n_available += len(self._stacks[stack])
                 if stack in self._content:
-                    self._cached[stack] = None
+                    self.cached_stacks[stack] = None
                 else:
-                    self._free.extend(self._stacks[stack])
+                    self.free_blocks.extend(self._stacks[stack])
 
     def register(self, stack: int, before: int, tokens: tuple[int, ...]) -> int:
         """Add a full stack of the first group to the prefix cache.
@@ -314,9 +316,9 @@ class BlockManager:
         """Empty the prefix cache. Blocks in use stay in use. Earlier prefix ids become invalid."""
         for found in (self._by_content, *self._by_prefix, self._content):
             found.clear()
-        for stack in self._cached:
-            self._free.extend(self._stacks[stack])
-        self._cached.clear()
+        for stack in self.cached_stacks:
+            self.free_blocks.extend(self._stacks[stack])
+        self.cached_stacks.clear()
 
 
 class HeldBlocks:

@@ -22,7 +22,7 @@ from areno.models.transformer import Transformer
 from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
 
 MOST_STOP_STRINGS = 64  # sets of them that are remembered
-_PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
+PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
 
 
 class Decoder:
@@ -50,6 +50,9 @@ class Decoder:
 
     Attributes:
         limits: Which requests the decoder accepts.
+        blocks: Blocks of the KV cache, free and used.
+        runner: Runs the model, and holds the tensors of the cache and of sampling.
+        unfinished: Request id -> number of its samples that have not finished.
         weights_version: Version of the weights, set by the caller between steps. A token carries the version at the
             launch of the step that sampled it.
     """
@@ -78,11 +81,11 @@ class Decoder:
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
         context_len = config.max_position_embeddings
         layout = KVLayout.of(config, block_size, max_len or context_len, by_window=not keeps_routes)
-        self._blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
-        self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
-        self._runner = Runner(
+        self.blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
+        self._scheduler = Scheduler(self.blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
+        self.runner = Runner(
             model,
-            self._blocks,
+            self.blocks,
             layout,
             max_running,
             use_graphs=use_graphs,
@@ -93,7 +96,7 @@ class Decoder:
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=context_len,
-            kv_tokens=layout.most_tokens(self._blocks.n_blocks, context_len),
+            kv_tokens=layout.most_tokens(self.blocks.n_blocks, context_len),
             cache_tokens=n_blocks * block_size,
             stop_strings=detokenize is not None,
             grammars=compile_grammar is not None,
@@ -103,7 +106,7 @@ class Decoder:
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
         self._awaiting: list[tuple[GenerationOutput, PendingRoutes]] = []  # finished, until their routes have arrived
-        self._unfinished: dict[int, int] = {}  # request id -> samples
+        self.unfinished: dict[int, int] = {}
         self._finite_version: int | None = None  # of weights that were looked through
         self._has_bad_blocks = False  # the cache may hold numbers that are not finite
         self._n_generated = 0
@@ -117,7 +120,7 @@ class Decoder:
     @property
     def stats(self) -> RolloutStats:
         """Counters since construction or the last `reset_stats`."""
-        graphs = self._runner.graphs
+        graphs = self.runner.graphs
         return RolloutStats(
             running=self._scheduler.n_running,
             waiting=len(self._scheduler.waiting),
@@ -135,7 +138,7 @@ class Decoder:
             GrammarError: Its grammar cannot be compiled.
         """
         max_new = self.limits.max_new(request)
-        if request.request_id in self._unfinished:
+        if request.request_id in self.unfinished:
             raise EngineError(f"request id {request.request_id} is that of an unfinished request; give each its own")
         params = request.params
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
@@ -148,7 +151,7 @@ class Decoder:
         grammar: Grammar | None = None
         if request.grammar is not None and self._compile_grammar is not None:
             grammar = self._compile_grammar(request.grammar)
-        self._unfinished[request.request_id] = request.n_samples
+        self.unfinished[request.request_id] = request.n_samples
         for sample in range(request.first_sample, request.first_sample + request.n_samples):
             key, tokens = sample_key(request.seed, sample), list(request.prompt)
             self._scheduler.waiting.append(
@@ -175,7 +178,7 @@ class Decoder:
         """
         for request in self._scheduler.give_back(n_samples):
             request_id = request.request_id
-            del self._unfinished[request_id]
+            del self.unfinished[request_id]
             self._outputs.append(
                 GenerationOutput(
                     request_id=request_id, sample=GIVEN_BACK, tokens=[], logprobs=[], versions=[], finish_reason="abort"
@@ -184,7 +187,7 @@ class Decoder:
 
     def clear(self) -> None:
         """Drop all requests without outputs."""
-        for request_id in list(self._unfinished):
+        for request_id in list(self.unfinished):
             self.abort(request_id)
         self._outputs, self._awaiting = [], []
 
@@ -199,7 +202,7 @@ class Decoder:
             self._collect()
         if self._has_bad_blocks:
             self.reset_cache()
-        launched = self._runner.launch(self._scheduler.schedule())
+        launched = self.runner.launch(self._scheduler.schedule())
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
         outputs, self._outputs = self._outputs, []
@@ -212,16 +215,16 @@ class Decoder:
         """Drop all keys and values, because the weights have changed. Unfinished sequences are recomputed."""
         self._collect()
         self._scheduler.preempt_all()
-        self._blocks.reset()
+        self.blocks.reset()
         if self._has_bad_blocks:
-            self._runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
+            self.runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
             self._has_bad_blocks = False
 
     def reset_stats(self) -> None:
         """Set all counters to 0."""
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
-        if self._runner.graphs is not None:
-            self._runner.graphs.n_replays = 0
+        if self.runner.graphs is not None:
+            self.runner.graphs.n_replays = 0
 
     def _collect(self) -> None:
         """Wait for the tokens in flight, and append them to their sequences."""
@@ -231,7 +234,7 @@ class Decoder:
         if tells := now - self._streamed_at >= self._stream_every_s:
             self._streamed_at = now
         self._n_collected += bool(in_flight)
-        ends_piece = self._n_collected % _PIECE_STEPS == 0
+        ends_piece = self._n_collected % PIECE_STEPS == 0
         for pending in in_flight:
             for sequence, token, logprob, top in zip(pending.sequences, *pending.wait(), strict=True):
                 if sequence.finish_reason is not None:  # stopped or aborted with this token in flight
@@ -250,7 +253,7 @@ class Decoder:
                 # The last token is an input of the next step, so its own keys and values are not in the cache yet.
                 self._scheduler.register(sequence, len(sequence.tokens) - 1)
         if finished:
-            cache = self._runner.routes
+            cache = self.runner.routes
             # While the blocks are theirs: what comes to the device later may write over them.
             routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
             self._scheduler.remove_finished()
@@ -259,7 +262,7 @@ class Decoder:
     def _fail(self, sequence: Sequence) -> None:
         """End a sample whose log-probability is not finite. EngineError if the weights are not finite."""
         if self._finite_version != self.weights_version:
-            parts = [part for part in self._runner.model.parameters() if part.numel()]
+            parts = [part for part in self.runner.model.parameters() if part.numel()]
             if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
                 raise non_finite_logits()
             self._finite_version = self.weights_version
@@ -273,6 +276,6 @@ class Decoder:
             else:
                 self._awaiting.append((sequence.output(), routes[index]))
             request_id = sequence.request.request_id
-            self._unfinished[request_id] -= 1
-            if not self._unfinished[request_id]:
-                del self._unfinished[request_id]
+            self.unfinished[request_id] -= 1
+            if not self.unfinished[request_id]:
+                del self.unfinished[request_id]

@@ -18,6 +18,8 @@ from multiprocessing import connection
 from types import FunctionType
 from typing import Any
 
+from areno.files.user_code import USER_MODULE, load_module
+
 
 @contextmanager
 def without_main_module() -> Iterator[None]:
@@ -58,7 +60,11 @@ def follow_parent() -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value for a child. Functions and classes of `__main__` or of a local scope are pickled by value."""
+    """Pickle a value for a child.
+
+    Functions and classes of `__main__` or of a local scope are pickled by value. The child imports files of the user
+    that `load_module` has imported here.
+    """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -67,8 +73,21 @@ def dumps(value: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Pickle functions and classes that a child cannot import with dill."""
-        if isinstance(obj, (FunctionType, type)) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
-            import dill
+        if not isinstance(obj, (FunctionType, type)):
+            return NotImplemented
+        of_file = obj.__module__.startswith(USER_MODULE)
+        if not (of_file or obj.__module__ == "__main__" or "<" in obj.__qualname__):
+            return NotImplemented
+        import dill
 
-            return dill.loads, (dill.dumps(obj, recurse=True),)
-        return NotImplemented
+        file = sys.modules[obj.__module__].__file__ if of_file else None
+        return _loads, (file, obj.__module__, dill.dumps(obj, recurse=True))
+
+
+def _loads(file: str | None, module: str, content: bytes) -> Any:
+    """Unpickle a function or class of `_Pickler`. Import the file of the user that defines it, if there is one."""
+    import dill
+
+    if file is not None and module not in sys.modules:
+        load_module(file, "the script")
+    return dill.loads(content)

@@ -100,7 +100,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 
     if ray.is_initialized():
         return
-    given = _given_address(n_nodes)
+    given = given_address(n_nodes)
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # what matters in it comes as an exception, too
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     with _own_signals():
@@ -134,8 +134,15 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
         _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
 
 
-def _given_address(n_nodes: int) -> str | None:
-    """Return RAY_ADDRESS, or None without it. ConfigError if a run on `n_nodes` nodes cannot use it."""
+def given_address(n_nodes: int) -> str | None:
+    """Return the environment variable RAY_ADDRESS, or None if it is not set.
+
+    Args:
+        n_nodes: Number of nodes of the run.
+
+    Raises:
+        ConfigError: If the address has another form, or is `local` for several nodes.
+    """
     given = os.environ.get("RAY_ADDRESS") or None
     host, _, port = (given or "").rpartition(":")
     if given is None or given == _AUTO or (host and port.isdecimal() and not set(host) & set("/, ")):

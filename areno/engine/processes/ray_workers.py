@@ -37,12 +37,12 @@ _ANSWER_S = 10.0  # for other calls of an actor
 _KILL_S = 2.0
 _CLOSE_S = 6.0  # longer than a worker has to end by itself
 _START_S = 120.0  # for Ray to start an actor, whose node may still load Python from a slow disk
-_RESERVE_S = 30.0  # for Ray to hand out devices that should be free
+RESERVE_S = 30.0  # for Ray to hand out devices that should be free
 _FORGET_S = 60.0  # for Ray to notice a lost node: it asks 5 times, for 10 seconds each
 # Environment variables of the driver that workers inherit, unless their node sets them.
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "HF_HUB_OFFLINE", "TOKENIZERS_")
 
-_lost_nodes: set[str] = set()  # ids of nodes that this process knows or suspects to be lost
+lost_nodes: set[str] = set()  # ids of nodes that this process knows or suspects to be lost
 
 
 @dataclass
@@ -91,7 +91,7 @@ class RayProcesses:
             self.close()
             raise EngineError("the workers cannot be started on their node: {}", ray_cluster.said(error)) from error
         except self._ray.exceptions.RayError as error:
-            _lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
+            lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
             self.close()
             raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.said(error)) from error
         except BaseException:
@@ -105,8 +105,8 @@ class RayProcesses:
         spec = self.spec
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = ray_cluster.wanted(kind, n_nodes, n_each)
-        if _lost_nodes:
-            ray_cluster.wait_for(partial(_sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None)
+        if lost_nodes:
+            ray_cluster.wait_for(partial(sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None)
         found = ray_cluster.wait_for(
             lambda found: ray_cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what
         )
@@ -131,8 +131,8 @@ class RayProcesses:
 
         bundle = {ray_cluster.resource(kind): float(n_each)}
         self._group = placement_group([bundle] * self.spec.n_nodes, strategy=strategy)
-        seconds, told = max(_RESERVE_S, self.spec.setup_timeout), False
-        limit = f"{seconds:g} s ({ray_cluster.TIMEOUT}, but at least {_RESERVE_S:g} s)"
+        seconds, told = max(RESERVE_S, self.spec.setup_timeout), False
+        limit = f"{seconds:g} s ({ray_cluster.TIMEOUT}, but at least {RESERVE_S:g} s)"
         deadline = time.monotonic() + seconds
         while not self._group.wait(1):
             heartbeat.beat()
@@ -179,7 +179,7 @@ class RayProcesses:
         check_folders(self.spec, reports, signs)
         for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a node it lost
             node.id, node.host = report.id, report.host
-            _lost_nodes.discard(node.id)
+            lost_nodes.discard(node.id)
         hosts = [node.host for node in self._nodes for _ in node.ranks]
         self.spec = spec = replace(self.spec, hosts=tuple(hosts))
         self.counters = [0] * (FIELDS * spec.world_size)
@@ -234,7 +234,7 @@ class RayProcesses:
         """Record that a node is lost, and wake callers."""
         if self._closed.is_set():
             return
-        _lost_nodes.add(node.id)
+        lost_nodes.add(node.id)
         workers = f"worker {node.ranks[0]}" if len(node.ranks) == 1 else f"workers {node.ranks[0]} to {node.ranks[-1]}"
         self._lost = self._lost or WorkerLost("node {} with {} was lost: {}", node.host, workers, why)
         self._inbox.put(([], []))  # wakes who waits
@@ -337,12 +337,17 @@ def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
     return method.options(concurrency_group=group).remote(*args)
 
 
-def _sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
+def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
     """Return whether no lost node looks usable to Ray. Until Ray notices a loss, it would place workers there.
 
     A node that hangs may still accept connections, but the devices of its workers are not free.
+
+    Args:
+        kind: "cpu" or "cuda".
+        n_each: Devices that the run needs on each node.
+        found: Nodes of the cluster.
     """
-    lost = [node for node in found if node.id in _lost_nodes]
+    lost = [node for node in found if node.id in lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
     return all(node.answers() and free.get(node.id, 0) >= n_each for node in lost)
 

@@ -60,6 +60,9 @@ class TrainBackend:
         fill: Sets the parameters once they lie in the flat buffer, see FlatParameters.
         stays: The frozen parameters are already set and stay where they are.
         beside: Advice about other models on the device, see training_hint.
+
+    Attributes:
+        kept_layers: Decides how many layers keep their activations, from the memory that is free.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class TrainBackend:
         on_cuda = self.device.type == "cuda"
         self._split = sequence_parallel and model.tp.size > 1
         alone = model.tp.size == context.size == 1
-        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone, self._split)
+        self.kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone, self._split)
         routing = model.routing
         self._routing = None if routing is None else StepRouting(routing, router_aux_loss_coef, dp)
         self.flat: FlatParameters | None = None
@@ -137,7 +140,7 @@ class TrainBackend:
             ]
             is_policy = self.model.config.head == "lm"
             if is_policy:
-                score = partial(self._scored_logprobs, sampling=update.sampling)
+                score = partial(self.scored_logprobs, sampling=update.sampling)
                 set_before_first_update(batches, update.old_logprobs, self.exact, score)
             stats, old = [], []
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
@@ -145,8 +148,17 @@ class TrainBackend:
                 old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
             return TrainResult(over_steps(stats), old)
 
-    def _scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> Tensor:
-        """Return log-probabilities at `trained_T`, (N,), without gradient, by the forward pass of an update."""
+    def scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> Tensor:
+        """Return log-probabilities without gradient, by the forward pass of an update.
+
+        Args:
+            packed: The N tokens of a micro-batch.
+            trained_T: Positions of the trained tokens, (T,).
+            sampling: Sampling settings, which the log-probabilities include.
+
+        Returns:
+            Log-probabilities, (N,), 0 at tokens that are not trained.
+        """
         with torch.no_grad():
             logprobs_N = self._logprobs(packed, trained_T, sampling)[0]
         if self._routing is not None:
@@ -224,7 +236,7 @@ class TrainBackend:
         share = TokenShare.of(packed, self.context, self.attn_backend, multiple)
         if self._routing is not None:
             self._routing.begin(packed, share)
-        n_kept = self._kept_layers.count(len(share.tokens_n)) if self.recompute else 0
+        n_kept = self.kept_layers.count(len(share.tokens_n)) if self.recompute else 0
         how = {"recompute": self.recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
@@ -311,7 +323,7 @@ class TrainBackend:
                 if not is_out_of_memory(error):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass that failed
-                if not self._kept_layers.keep_less():
+                if not self.kept_layers.keep_less():
                     raise
             self._gradients.begin(step, again=True)
 
@@ -344,7 +356,7 @@ class TrainBackend:
         """Return the context that explains an out-of-memory error in these micro-batches."""
         recomputes = self.recompute or not torch.is_grad_enabled()
         in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
-        fitting = self._kept_layers.fitting
+        fitting = self.kept_layers.fitting
         return training_hint(self.section, mb_spec, fitting, self._beside, recomputes=recomputes, in_adam=in_adam)
 
 

@@ -12,7 +12,7 @@ from areno.kernels.jit import kernel
 
 _BLOCK = 1024
 _ROWS = 8  # blocks of 8-bit codes of one program
-_MAX_PROGRAMS = 2048  # of a reduction; each counts few enough entries to be exact in fp32
+MAX_PROGRAMS = 2048  # of a reduction; each counts few enough entries to be exact in fp32
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
@@ -48,7 +48,7 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
     """Return the sum of squares and the number of nonzero entries of grad (n,), as (2,) float64."""
-    n_programs = min(triton.cdiv(grad.numel(), _BLOCK), _MAX_PROGRAMS)
+    n_programs = min(triton.cdiv(grad.numel(), _BLOCK), MAX_PROGRAMS)
     partial_P2 = grad.new_zeros((max(n_programs, 1), 2))
     if n_programs:
         _squares_kernel[(n_programs,)](grad, partial_P2, grad.numel(), BLOCK=_BLOCK, num_warps=4)

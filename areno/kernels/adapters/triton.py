@@ -16,7 +16,7 @@ from areno.kernels.adapters.reference import TILE, Place
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
 
-_MANY = 1024  # with more rows of y, a program takes more rows
+MANY_ROWS = 1024  # with more rows of y, a program takes more rows
 
 
 def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
@@ -83,7 +83,7 @@ def swiglu_stacked(
 
 def _sizes(n_rows: int, rank: int) -> dict[str, int]:
     """Return the tile sizes and warps of a program. With more rows for each warp, registers spill."""
-    rows, n_warps = (16, 4) if n_rows <= _MANY else (32, 8)
+    rows, n_warps = (16, 4) if n_rows <= MANY_ROWS else (32, 8)
     inputs = max(16, min(64, triton.next_power_of_2(rank)))
     return {"RANK": rank, "ROWS": rows, "COLUMNS": TILE, "INPUTS": inputs, "num_warps": n_warps}
 

@@ -245,7 +245,7 @@ def varlen_backward(
         The gradients of q, k and v, in their shapes.
     """
     rows = cu_seqlens, cu_seqlens, max_len, max_len
-    if backend == "varlen" or (backend == "fixed_order" and _has_flash_backward(q_NHD)):
+    if backend == "varlen" or (backend == "fixed_order" and has_flash_backward(q_NHD)):
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
@@ -272,8 +272,12 @@ def varlen_backward(
     return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
 
 
-def _has_flash_backward(q_NHD: Tensor) -> bool:
-    """Return whether torch's flash kernel computes the gradient of fixed-order attention: on GPUs, not in fp32."""
+def has_flash_backward(q_NHD: Tensor) -> bool:
+    """Return whether torch's flash kernel computes the gradient of fixed-order attention: on GPUs, not in fp32.
+
+    Args:
+        q_NHD: Queries of N tokens and H heads of size D.
+    """
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
 

@@ -140,10 +140,10 @@ class Screen:
                     time.sleep(_TOGETHER_S)
                 self._wake.clear()
                 before = time.thread_time()
-                self._draw()
+                self.draw()
                 interval = min(max(INTERVAL_S, (time.thread_time() - before) / SHARE), _LONGEST_S)
             with self._ending:
-                self._draw(keep=False)
+                self.draw(keep=False)
                 self._is_over = True
         except Exception as error:
             with self._ending:
@@ -155,8 +155,12 @@ class Screen:
                     self._stream.write("".join(self._above))
             self._failed(error)
 
-    def _draw(self, keep: bool = True) -> None:
-        """Write new output, and then the lines; without `keep`, no lines."""
+    def draw(self, keep: bool = True) -> None:
+        """Write new output, and then the lines of the display below it.
+
+        Args:
+            keep: Whether the lines of the display are written. False removes them.
+        """
         size = os.get_terminal_size(self._stream.fileno())
         width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
         here = _in_foreground(self._stream.fileno())

@@ -96,11 +96,11 @@ def check(of: Decoder, device: str = "cpu") -> None:
     """Twice, so that slots, masks and graphs are used again; half of the batch has no grammar."""
     for _ in range(2):
         for plain, with_grammar in zip(MIXED, [*CONSTRAINED, *CONSTRAINED], strict=False):
-            if with_grammar.request_id not in of._unfinished:
+            if with_grammar.request_id not in of.unfinished:
                 of.submit(with_grammar)
             of.submit(plain)
         for item in CONSTRAINED:
-            if item.request_id not in of._unfinished:
+            if item.request_id not in of.unfinished:
                 of.submit(item)
         outputs = run(of)
         for item in CONSTRAINED:
@@ -147,7 +147,7 @@ def test_masks_cost_nothing_where_no_request_has_a_grammar() -> None:
     of = decoder()
     of.submit(MIXED[0])
     run(of)
-    assert of._runner.sampler.masks_SW is None
+    assert of.runner.sampler.masks_SW is None
 
 
 def test_a_stream_and_an_abort() -> None:

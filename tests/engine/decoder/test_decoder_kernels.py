@@ -21,7 +21,7 @@ def decode_in_groups(device: str, use_graphs: bool) -> None:
     decoder = make_decoder(model(device), n_blocks=14, attn_backend="sdpa", use_graphs=use_graphs)
     n_groups = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("areno.engine.decoder.attention_split._MIN_SAVING", 0)
+        patch.setattr("areno.engine.decoder.attention_split.MIN_SAVING", 0)
 
         def counted(*args, **kwargs) -> AttentionSplit:
             nonlocal n_groups

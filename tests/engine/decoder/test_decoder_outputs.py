@@ -60,7 +60,7 @@ def test_partial_outputs_add_up_to_the_finished_one(settings: dict[str, int]) ->
 
 
 def test_pieces_come_for_all_samples_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areno.engine.decoder.decoder._PIECE_STEPS", 4)
+    monkeypatch.setattr("areno.engine.decoder.decoder.PIECE_STEPS", 4)
     decoder = make_decoder()
     for item in MIXED:
         decoder.submit(replace(item, pieces=item.request_id % 2 == 0))

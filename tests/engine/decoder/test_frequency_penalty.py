@@ -73,10 +73,10 @@ def test_counts_are_made_only_for_requests_that_use_them() -> None:
     decoder = make_decoder()
     decoder.submit(MIXED[0])
     run(decoder)
-    assert decoder._runner.sampler.tensors.counts is None
+    assert decoder.runner.sampler.tensors.counts is None
     decoder.submit(PENALIZED[0])
     run(decoder)
-    assert decoder._runner.sampler.tensors.counts is not None
+    assert decoder.runner.sampler.tensors.counts is not None
 
 
 def check_interpreted() -> None:

@@ -211,7 +211,7 @@ def arrive(scheduler: Scheduler, device: Device, plan: Plan) -> None:
 @pytest.mark.parametrize("groups", GROUPS)
 def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests, turns of conversations, shared prompts, aborts and preemptions; nothing is lost at the end."""
-    monkeypatch.setattr("areno.engine.decoder.attention_split._MIN_SAVING", 0)
+    monkeypatch.setattr("areno.engine.decoder.attention_split.MIN_SAVING", 0)
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4])
     per_stack = sum(group.n_tables for group in GROUPS[groups])
@@ -248,7 +248,7 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
     assert scheduler.n_cached_tokens > 0
     assert device.n_teams > 0
     assert blocks.n_available == n_blocks
-    free = [*blocks._free, *(block for stack in blocks._cached for block in blocks.stack(stack))]
+    free = [*blocks.free_blocks, *(block for stack in blocks.cached_stacks for block in blocks.stack(stack))]
     assert sorted(free) == list(range(n_blocks))
 
 

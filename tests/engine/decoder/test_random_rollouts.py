@@ -83,12 +83,12 @@ def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, 
         if rng.random() < 0.02:
             decoder.reset_cache()
         if rng.random() < 0.01:
-            aborted.add(number := rng.choice(list(decoder._unfinished) or [-1]))
+            aborted.add(number := rng.choice(list(decoder.unfinished) or [-1]))
             decoder.abort(number)
         found |= {(output.request_id, output.sample): output for output in decoder.step()}
 
     assert decoder.stats.preemptions > 0
-    assert decoder._blocks.n_available == decoder._blocks.n_blocks
+    assert decoder.blocks.n_available == decoder.blocks.n_blocks
     assert found.keys() == expected.keys()
     for key, output in found.items():
         other, n = expected[key], len(output.tokens)

@@ -176,13 +176,13 @@ def test_a_node_that_hangs_is_seen_as_lost_until_its_devices_are_free(monkeypatc
     free = {"a": 8, "b": 0}
     monkeypatch.setattr(Node, "answers", lambda node: node.id != "c")
     monkeypatch.setattr(cluster, "free_devices", lambda kind: free)
-    monkeypatch.setattr(ray_workers, "_lost_nodes", {"b"})
-    assert not ray_workers._sees_losses("cuda", 4, [BIG, SMALL])
-    assert ray_workers._sees_losses("cuda", 4, [BIG])
+    monkeypatch.setattr(ray_workers, "lost_nodes", {"b"})
+    assert not ray_workers.sees_losses("cuda", 4, [BIG, SMALL])
+    assert ray_workers.sees_losses("cuda", 4, [BIG])
     free["b"] = 4
-    assert ray_workers._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
-    monkeypatch.setattr(ray_workers, "_lost_nodes", {"b", "c"})
-    assert not ray_workers._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    assert ray_workers.sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    monkeypatch.setattr(ray_workers, "lost_nodes", {"b", "c"})
+    assert not ray_workers.sees_losses("cuda", 4, [BIG, SMALL, HEAD])
 
 
 @pytest.mark.parametrize(("scheduler", "retries", "tries"), [("ray", 1, 2), ("ray", 0, 1), ("local", 1, 1)])
@@ -278,18 +278,18 @@ def test_the_interface_of_an_address() -> None:
 def test_an_address_that_a_run_cannot_use(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError) as caught:
-        cluster._given_address(2)
+        cluster.given_address(2)
     assert str(caught.value).startswith(f"scheduler.type: is ray, but {message}")
 
 
 def test_addresses_that_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("auto", "10.0.0.1:6379", "[::1]:6379", "head:6379"):
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert cluster._given_address(2) == address
+        assert cluster.given_address(2) == address
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert cluster._given_address(1) == "local"
+    assert cluster.given_address(1) == "local"
     monkeypatch.setenv("RAY_ADDRESS", "")
-    assert cluster._given_address(2) is None
+    assert cluster.given_address(2) is None
 
 
 def test_auto_without_a_cluster_is_told_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,7 @@ def test_a_worker_that_fails_or_dies_is_told_as_on_one_machine(nodes: TwoNodes, 
             engine.train(rows, dies)
         engine.restart()
         assert engine.spec.n_nodes == 2, "the node is there"
-        engine._workers.watchdog.limit_s = 3.0
+        engine.workers.watchdog.limit_s = 3.0
         with pytest.raises(WorkerLost, match=r"worker 0 \(cpu\), worker 1 \(cpu\) made no progress for \d s in train"):
             engine.train(rows, sleeps)
     nodes.wait_without_workers()
@@ -238,7 +238,7 @@ def test_what_cannot_be_placed_is_one_line(
     )
     with pytest.raises(CheckpointError, match=r"actor\.path: node 127\.0\.0\.1 has no /nowhere/model; each node reads"):
         Engine(on_two(Path("/nowhere/model")), "ray")
-    monkeypatch.setattr(ray_workers, "_RESERVE_S", 0.5)
+    monkeypatch.setattr(ray_workers, "RESERVE_S", 0.5)
     caplog.set_level("INFO", "areno")
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group

@@ -60,7 +60,7 @@ def started(folder: Path, workers: str = "spawn", **settings: Any) -> Iterator[E
 
 
 def be_strict(engine: Engine, limit_s: float = LIMIT_S) -> None:
-    engine._workers.watchdog.limit_s = limit_s
+    engine.workers.watchdog.limit_s = limit_s
 
 
 def be_strict_when(begun: Path, engine: Engine) -> None:
@@ -139,7 +139,7 @@ def test_a_worker_that_gets_on_is_left_alone(folder: Path, tmp_path: Path) -> No
 
     with started(folder) as engine, ThreadPoolExecutor(1) as beside:
         be_strict(engine, 1000.0)
-        group: Any = engine._workers
+        group: Any = engine.workers
         training = beside.submit(engine.train, ROWS, slow, UpdateSpec(MicroBatchSpec(mini_bs=1)))
         try:
             for step in range(4):
@@ -182,7 +182,7 @@ def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, tm
 def test_work_of_the_driver_that_hangs_is_interrupted(folder: Path, caplog: Any) -> None:
     with started(folder, "inline") as engine:
         be_strict(engine)
-        engine._workers.watchdog.look(100 * LIMIT_S)  # time outside of work
+        engine.workers.watchdog.look(100 * LIMIT_S)  # time outside of work
         with (
             pytest.raises(
                 EngineError, match=r"^the driver made no progress for 1.5 s in the run > reward; raise engine"

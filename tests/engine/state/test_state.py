@@ -144,7 +144,7 @@ def test_moments_that_are_left_out_begin_at_zero(folder: Path, tmp_path: Path, k
         steps(other, 1)
         other.load_state(*([tmp_path / "small"] if left_out == "of the state" else [whole, False]))
         assert same(buffers(other), at_save | empty)
-        worker: Any = other._workers
+        worker: Any = other.workers
         of_actor = worker.worker.roles["actor"].backend.optimizer
         assert (of_actor.steps, of_actor.moments_from) == (2, 2)
         before = of_actor.flat.masters.clone()
@@ -210,7 +210,7 @@ def test_states_one_after_another(folder: Path, tmp_path: Path) -> None:
 def test_closing_drops_what_is_under_way(folder: Path, tmp_path: Path, slow_disk: threading.Event) -> None:
     engine = built(folder)
     engine.save_state(tmp_path / "state")
-    closing: threading.Event = worker_of(engine)._states._closed
+    closing: threading.Event = worker_of(engine).states._closed
     threading.Thread(target=lambda: closing.wait(60) and slow_disk.set()).start()
     engine.close()
     assert not (tmp_path / "state" / "index.json").exists()
@@ -261,7 +261,7 @@ def test_the_next_update_waits_for_the_copy_beside_it(tmp_path: Path) -> None:
         for _ in range(2):  # the second time, nothing is compiled
             train(engine)
             before = content(saved(engine, tmp_path / "before"))
-        states: Any = worker_of(engine)._states
+        states: Any = worker_of(engine).states
         with torch.cuda.stream(states._stream):
             torch.cuda._sleep(2 * 10**9)  # clock cycles
         engine.save_state(tmp_path / "state")

@@ -59,7 +59,7 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
 
     monkeypatch.setattr(backend.model, "forward", short_of_memory)
     enough = next(free for free in range(2**31, 2**34, 10_000) if layers_to_keep(backend.model, 80, free) == 2)
-    backend._kept_layers = KeptLayers(backend.model, lambda: enough)
+    backend.kept_layers = KeptLayers(backend.model, lambda: enough)
     stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
     assert stats == pytest.approx(expected)
     torch.testing.assert_close(other, gradient)
@@ -71,10 +71,10 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
 
     monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     n_fitting = fitting_tokens(backend.model, 2**33) // 256 * 256
-    backend._kept_layers = KeptLayers(backend.model, lambda: 2**33)
+    backend.kept_layers = KeptLayers(backend.model, lambda: 2**33)
     with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit"):
         train_on(backend, rows, sft_loss_fn, spec)
-    backend._kept_layers = KeptLayers(backend.model, lambda: 0)
+    backend.kept_layers = KeptLayers(backend.model, lambda: 0)
     with pytest.raises(EngineError, match="no micro-batch fits"):
         train_on(backend, rows, sft_loss_fn, spec)
 

@@ -154,8 +154,8 @@ def test_a_critic_leaves_the_rows_as_they_are():
 def test_what_needs_no_ratio_is_not_scored(monkeypatch):
     """Supervised rows bring no log-probabilities; exact mode's rollout has the bits of training."""
     backend, passes = make(FROZEN), []
-    scored = backend._scored_logprobs
-    monkeypatch.setattr(backend, "_scored_logprobs", lambda *args, **more: passes.append(1) or scored(*args, **more))
+    scored = backend.scored_logprobs
+    monkeypatch.setattr(backend, "scored_logprobs", lambda *args, **more: passes.append(1) or scored(*args, **more))
     rows = fresh_rows(backend, apart=0.0)
     bare = [dataclasses.replace(row, logprobs=None, ref_logprobs=None) for row in rows]
     train_on(backend, bare, sft_loss_fn, CUT, gradient_accumulation_steps=1)
