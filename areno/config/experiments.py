@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.config import datasets, models, run
-from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig
+from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
@@ -228,8 +228,8 @@ class PolicyExperimentConfig(ExperimentConfig):
     eval_gconfig: GenerationConfig | None = setting(
         None, help="Sampling during evaluation. null: as in gconfig", flags={}, only_with=_EVALUATION
     )
-    rollout: run.RolloutConfig = setting(
-        factory=run.RolloutConfig, help="Decoding of completions, and how a step selects samples"
+    rollout: RolloutConfig = setting(
+        factory=RolloutConfig, help="Decoding of completions, and how a step selects samples"
     )
     agent: AgentConfig = setting(
         factory=AgentConfig, help="Agents: your own code that calls the model, in place of one completion per sample"

@@ -1,4 +1,4 @@
-"""Settings of sampling, of agents, and of the reward: functions and a reward model. Imports no torch."""
+"""Settings of sampling, the rollout, agents, and the reward: functions and a reward model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
+from areno.config.run import DecoderConfig
 from areno.errors import ConfigError, Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
 from areno.schema.fields import Missing, Needs, Section, as_in, check, forbid, setting, settings, with_sections
@@ -198,6 +199,51 @@ class GenerationConfig(SamplingConfig):
     def no_room_for_prompts(self) -> bool:
         """Return whether the completion fills all of max_tokens."""
         return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(DecoderConfig):
+    """Settings of the decoder in a run, and how a step treats the samples."""
+
+    max_concurrent_rollouts: int | None = setting(
+        None,
+        help="Largest number of sequences that are decoded at the same time. null: batch_size * n_samples",
+        gt=0,
+        flag="--max-running-prompts",
+    )
+    drop_rollout_state: bool = setting(
+        False, help="Free the KV cache and the CUDA graphs between steps", flag="--drop-rollout-state"
+    )
+    enable_thinking: bool | None = setting(
+        None,
+        help="Value of the argument enable_thinking of the chat template. null: the template's own default",
+        flag="--disable-thinking=false",
+    )
+    dynamic_sampling: bool = setting(
+        False,
+        help="Drop prompts whose samples all have the same reward, and sample other prompts in their place (DAPO "
+        "2503.14476 sec. 3.2). With dynamic_bs=true, train on the remaining prompts only",
+    )
+    max_sampling_rounds: int = setting(
+        10,
+        help="Largest number of batches that dynamic_sampling samples per step. After that, the step trains on the "
+        "prompts it has",
+        gt=0,
+        only_with=(
+            Needs("dynamic_sampling", so="no prompts are sampled again"),
+            Needs("dynamic_bs", False, so="a step samples one batch"),
+        ),
+    )
+    dump_to_file: bool = setting(
+        False, help="Record every training sample in rollouts/<step>.jsonl in the folder of the run"
+    )
+    dump_n_samples: int = setting(
+        8,
+        help="Without dump_to_file: number of samples per step that are recorded in rollouts/<step>.jsonl. Whole "
+        "groups are drawn at random. 0: none",
+        ge=0,
+        only_with=Needs("dump_to_file", False, so="all samples are kept"),
+    )
 
 
 VERIFIERS = "verifiers:"

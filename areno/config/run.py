@@ -1,4 +1,4 @@
-"""Settings beside the models: decoding, saving, evaluation, resuming, devices and machines. Imports no torch."""
+"""Settings beside the models: the decoder, saving, evaluation, resuming, devices and machines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,51 +34,6 @@ class DecoderConfig(Section):
         gt=0,
     )
     eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
-
-
-@dataclass(kw_only=True)
-class RolloutConfig(DecoderConfig):
-    """Settings of the decoder in a run, and how a step treats the samples."""
-
-    max_concurrent_rollouts: int | None = setting(
-        None,
-        help="Largest number of sequences that are decoded at the same time. null: batch_size * n_samples",
-        gt=0,
-        flag="--max-running-prompts",
-    )
-    drop_rollout_state: bool = setting(
-        False, help="Free the KV cache and the CUDA graphs between steps", flag="--drop-rollout-state"
-    )
-    enable_thinking: bool | None = setting(
-        None,
-        help="Value of the argument enable_thinking of the chat template. null: the template's own default",
-        flag="--disable-thinking=false",
-    )
-    dynamic_sampling: bool = setting(
-        False,
-        help="Drop prompts whose samples all have the same reward, and sample other prompts in their place (DAPO "
-        "2503.14476 sec. 3.2). With dynamic_bs=true, train on the remaining prompts only",
-    )
-    max_sampling_rounds: int = setting(
-        10,
-        help="Largest number of batches that dynamic_sampling samples per step. After that, the step trains on the "
-        "prompts it has",
-        gt=0,
-        only_with=(
-            Needs("dynamic_sampling", so="no prompts are sampled again"),
-            Needs("dynamic_bs", False, so="a step samples one batch"),
-        ),
-    )
-    dump_to_file: bool = setting(
-        False, help="Record every training sample in rollouts/<step>.jsonl in the folder of the run"
-    )
-    dump_n_samples: int = setting(
-        8,
-        help="Without dump_to_file: number of samples per step that are recorded in rollouts/<step>.jsonl. Whole "
-        "groups are drawn at random. 0: none",
-        ge=0,
-        only_with=Needs("dump_to_file", False, so="all samples are kept"),
-    )
 
 
 @dataclass(kw_only=True)
