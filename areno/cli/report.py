@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     help = "folders of runs; the folder of a sweep stands for its runs"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=help)
-    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "-o", "--output", default="report.html", metavar="FILE", help="file to write (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -23,9 +23,7 @@ LossFn = Callable[..., Any]
 class ExperimentConfig(Section):
     """Settings of every run. The dataclass of a recipe also defines the loss that its settings describe."""
 
-    experiment_name: str = setting(
-        help="Name of the experiment. The folder <cluster.fileroot>/<experiment_name> holds its runs"
-    )
+    experiment_name: str = setting(help="Name of the experiment, and of the folder that holds its runs")
     trial_name: str | None = setting(
         None, help="Name of the run, and of its folder in the folder of the experiment. null: the time of its start"
     )
