@@ -237,8 +237,8 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     dynamic_bs: bool = setting(
         False,
-        help="With rollout.dynamic_sampling: true trains a step on the prompts that remain after others were "
-        "dropped. false samples new prompts until the batch is full",
+        help="Used with rollout.dynamic_sampling. true: train a step on the prompts that remain after others were "
+        "dropped. false: sample new prompts until the batch is full",
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
     )
 

@@ -422,7 +422,8 @@ class CriticConfig(Section):
     )
     eps_clip: float = setting(
         0.5,
-        help="Clip range of the value loss: new values may differ from the values before the update by at most this",
+        help="Clip range of the value loss: each new value is clipped to at most this distance from the value "
+        "before the update",
         gt=0,
         flag="--value-clip-eps",
     )

@@ -23,7 +23,7 @@ class DecoderConfig(Section):
     )
     mem_fraction: float = setting(
         0.6,
-        help="Fraction of the memory that is free after the models are loaded which the KV cache may use (CUDA)",
+        help="The KV cache may use this fraction of the memory that is free after the models are loaded (CUDA)",
         gt=0,
         lt=1,
     )
@@ -279,7 +279,7 @@ class EngineConfig(Section):
     )
     world_size: int | None = setting(
         None,
-        help="Number of devices, each with one worker process. null: all visible GPUs, or one CPU device",
+        help="Number of devices. null: all visible GPUs, or one CPU device",
         gt=0,
         flag="--world-size",
     )
