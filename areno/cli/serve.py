@@ -98,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         help="after SIGTERM, how many seconds the server waits for answers in progress",
     )
+    _add_engine_arguments(parser)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that configure the engine and the prompts."""
+    add = parser.add_argument
     add(
         "--tp-size",
         type=_number(int, 1),
