@@ -241,7 +241,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser.
     """
     parser.description = (
-        "Times rollout, training, a whole step or scoring on random prompts, against the device's floor."
+        "Measures the speed of rollout, training, a whole step or scoring on random prompts, and compares it with the "
+        "limits of the device."
     )
     add = parser.add_argument
     add("work", choices=get_args(Kind), help=_WORKS)

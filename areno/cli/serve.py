@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = (
         "Serves a Hugging Face folder, such as a checkpoint of a run, at http://HOST:PORT/v1: chat/completions, "
-        "completions and models. /health and /metrics (Prometheus) are beside it. Ends on Ctrl-C or SIGTERM, when the "
-        "answers in progress are done."
+        "completions and models. The server also has /health and /metrics (Prometheus). After Ctrl-C or SIGTERM it "
+        "finishes the answers in progress and ends."
     )
     add = parser.add_argument
     add(
