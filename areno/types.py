@@ -45,8 +45,8 @@ class SamplingParams(SamplingConfig):
             that are at least this many times as likely as the most likely one, arXiv 2407.01082).
     """
 
-    max_context_len: int | None = setting(None, help="longest prompt plus completion in tokens", gt=0)
-    max_prompt_len: int | None = setting(None, help="longest prompt in tokens", gt=0)
+    max_context_len: int | None = setting(None, help="maximum number of tokens of prompt and completion together", gt=0)
+    max_prompt_len: int | None = setting(None, help="maximum number of tokens of a prompt", gt=0)
 
     def __init__(
         self,

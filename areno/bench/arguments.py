@@ -241,18 +241,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser.
     """
     parser.description = (
-        "Times rollout, training, a whole step or scoring on random prompts, against the device's floor."
+        "Measures the speed of rollout, training, a whole step or scoring on random prompts, and compares it with the "
+        "limits of the device."
     )
     add = parser.add_argument
     add("work", choices=get_args(Kind), help=_WORKS)
-    add("--shape", "--model", default="qwen3-0.6b", help="a shape's name (random weights) or a model folder")
-    add("--device", help="default: cuda:0, or cpu where there is no GPU")
+    add("--shape", "--model", default="qwen3-0.6b", help="name of a model shape (random weights), or a model folder")
+    add("--device", help="device (default: cuda:0, or cpu without a GPU)")
     _add_engine_arguments(parser)
-    add("--prompts", type=_positive, help="default 32; serve, or with --uniform: 256")
-    add("--samples", type=_positive, help="completions of each prompt; default 8, with --uniform 1; serve: always 1")
-    add("--prompt-len", type=_positive, default=256, help="tokens")
-    add("--new-tokens", type=_positive, default=256, help="tokens of each completion")
-    add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
+    add("--prompts", type=_positive, help="number of prompts (default 32; for serve, or with --uniform: 256)")
+    add("--samples", type=_positive, help="completions per prompt (default 8; with --uniform: 1; for serve always 1)")
+    add("--prompt-len", type=_positive, default=256, help="tokens per prompt")
+    add("--new-tokens", type=_positive, default=256, help="tokens per completion")
+    add(
+        "--uniform",
+        type=_positive,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="draw the lengths of prompts and completions from LOW..HIGH",
+    )
     add("--clients", type=_positive, default=64, help="serve: number of clients that send requests at the same time")
     add(
         "--copies",
@@ -261,47 +268,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[1, 2],
         help="driver: numbers of model copies; each copy gets all prompts",
     )
-    add("--updates", type=_positive, default=1, help="step: optimizer steps of a batch, as actor.ppo_n_minibatches")
-    compared = "step: the denominator of the ratios; rollout is actor.recompute_logprob=false"
+    add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
+    compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
     add(
         "--tokenizer",
         metavar="FOLDER",
-        help="sampling: also times stop strings; agents, serve and driver need a tokenizer",
+        help="tokenizer folder. sampling: also measure stop strings. agents, serve and driver need it",
     )
-    add("--folder", help="state: folder to write to; default is a temporary folder")
-    add("--repeats", type=_positive, default=3, help="timed repeats, after a warm-up")
-    others = "also time the same work by this library. plain: areno without --exact and --deterministic"
+    add("--folder", help="state: folder to write to (default: a temporary folder)")
+    add("--repeats", type=_positive, default=3, help="number of timed repeats after a warm-up")
+    others = "also measure the same work with this library. plain: areno without --exact and --deterministic"
     add("--against", choices=["transformers", "vllm", PLAIN], action="append", help=others)
     add("--against-repeats", type=_positive, default=2)
-    add("--profile", metavar="FILE", help="trace one more repeat: device time by kernel group, and idle time (CUDA)")
+    add(
+        "--profile",
+        metavar="FILE",
+        help="write a trace of one more repeat: device time by kernel group, and idle time (CUDA)",
+    )
     add("--json", action="store_true", help="print one line of JSON")
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that configure the engine."""
     add = parser.add_argument
-    add("--world-size", type=_positive, default=1, help="devices to use, from --device on; they share the batch")
+    add("--world-size", type=_positive, default=1, help="number of devices, starting at --device. They share the batch")
     add("--tp-size", type=_positive, default=1, help="as engine.tp_size")
     add("--cp-size", type=_positive, default=1, help="as engine.cp_size")
     add("--zero-stage", type=int, choices=[0, 1, 2], default=1, help="as engine.zero_stage")
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="default: bfloat16 on a GPU that has it, else float32",
+        help="data type (default: bfloat16 on a GPU that supports it, else float32)",
     )
-    add("--tokens-per-mb", type=_positive, default=32768, help="token budget of a micro-batch")
+    add("--tokens-per-mb", type=_positive, default=32768, help="maximum number of tokens per micro-batch")
     add("--optimizer", choices=get_args(OptimizerType), default="adam")
-    kept = "keep all activations; the default keeps as many as fit in memory"
+    kept = "keep all activations (default: keep as many as fit into memory, and recompute the others)"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
-    add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one decoder step")
-    add("--mem-fraction", type=_fraction, default=0.6, help="share of the free memory for the KV cache")
+    add("--max-prefill-tokens", type=_positive, default=8192, help="maximum number of prompt tokens per decoder step")
+    add("--mem-fraction", type=_fraction, default=0.6, help="fraction of the free memory for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--deterministic", action="store_true", help="as engine.deterministic")
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
-    add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")
-    add("--eager-decode", action="store_true", help="no CUDA graphs")
+    add(
+        "--lora-rank",
+        type=_positive,
+        help="train LoRA adapters of this rank on all linear layers, and decode with them",
+    )
+    add("--eager-decode", action="store_true", help="decode without CUDA graphs")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -21,21 +21,21 @@ from areno.files import interrupts
 
 COMMANDS = {
     "train, evaluate and serve": {
-        "train": "start a training run, by flags",
+        "train": "start a training run",
         "evaluate": "score a checkpoint on data, with the reward of its run",
-        "serve": "serve a checkpoint by the OpenAI protocol",
+        "serve": "serve a checkpoint with an OpenAI-compatible API",
     },
     "look at runs": {
-        "runs": "list runs with their date, state, best number and duration",
+        "runs": "list runs with their date, state, best result and duration",
         "report": "write one HTML page of runs: curves, samples, settings",
-        "replay": "recompute one recorded sample under a checkpoint",
-        "compare": "print what differs between runs: settings, versions, results",
+        "replay": "recompute the log-probabilities of one recorded sample with a checkpoint",
+        "compare": "print the differences between runs: settings, versions, results",
         "reward": "try reward functions on recorded samples",
     },
     "this installation": {
-        "check": "try what a run needs, and say what works",
+        "check": "test whether runs work on this machine, or whether a model is supported",
         "env": "print versions, devices, kernels and extras",
-        "bench": "measure speed against what the device can",
+        "bench": "measure speed, and compare it with the limits of the device",
         "recipes": "list algorithms, tasks and tested runs",
         "completion": "print the shell code that completes commands on TAB",
     },
@@ -49,7 +49,7 @@ _SILENT = {"--cfg", "stats_logger.console=quiet"}
 _ABOUT = """\
 areno post-trains language models with reinforcement learning.
 
-  areno check                           does it work here?
+  areno check                           test this installation
   areno train --algo gspo --ckpt MODEL --dataset-path rows.jsonl --reward-fn-path reward.py
   areno report outputs/prompts/TRIAL    look at the run
 

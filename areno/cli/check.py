@@ -133,13 +133,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "read. With FOLDER/config.json it looks at this file alone."
     )
     parser.add_argument(
-        "folder", nargs="?", metavar="FOLDER", help="a model folder in the Hugging Face format, or its config.json"
+        "folder",
+        nargs="?",
+        metavar="FOLDER",
+        help="model folder in the Hugging Face format, or its config.json; default: check this installation",
     )
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda if there is one"
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="device type (default: cuda if available)"
     )
-    parser.add_argument("--world-size", type=int, metavar="N", help="number of devices (default: every visible one)")
-    parser.add_argument("--debug", action="store_true", help="print the traceback of what does not work")
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of devices (default: all visible ones)")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of each failed check")
 
 
 @dataclass

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Prints the settings and the versions of packages in which runs differ, and the first, the best and the last "
         "value of each of their results."
     )
-    help = "folders of runs; the folder of a sweep stands for its runs"
+    help = "folders of runs, or of sweeps, which stand for all of their runs"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=help)
 
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'Put `eval "$(areno completion bash)"` into ~/.bashrc (zsh: ~/.zshrc, after compinit), or '
         "`areno completion fish | source` into the configuration of fish. Needs pip install 'areno[completion]'."
     )
-    parser.add_argument("shell", choices=_SHELLS, help="kind of shell")
+    parser.add_argument("shell", choices=_SHELLS, help="name of the shell")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Prints the versions of areno and the packages that it uses, the extras that are installed, the devices, and "
         "which kernels run on them. Put it into a bug report."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the output as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -85,20 +85,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reward, or the settings of another run."
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="checkpoint, run (its last checkpoint), or any model folder")
-    add("--run", metavar="RUN", help="take the settings of this run (default: that of the checkpoint)")
-    add("--data", metavar="DATA", help="other rows: file, folder or hub dataset (default: valid_dataset of the run)")
     add(
-        "--reward", metavar="FN", help="another reward: file.py[:function] or a built-in one (default: that of the run)"
+        "folder",
+        metavar="FOLDER",
+        help="folder of a checkpoint, of a run (its last checkpoint is evaluated), or of any model",
     )
-    add("--max-rows", metavar="N", help="only the first rows")
-    add("--n-samples", type=int, metavar="N", help="answers to each prompt; more than one are sampled, for pass@k")
+    add("--run", metavar="RUN", help="folder of the run whose settings are used (default: the run of the checkpoint)")
+    add("--data", metavar="DATA", help="file, folder or hub dataset to evaluate on (default: valid_dataset of the run)")
+    add("--reward", metavar="FN", help="reward: file.py[:function] or a built-in one (default: the reward of the run)")
+    add("--max-rows", metavar="N", help="evaluate only the first N rows")
+    add(
+        "--n-samples",
+        type=int,
+        metavar="N",
+        help="answers per prompt. With more than one, the answers are sampled, and pass@k is measured",
+    )
     for name, flag in _FLAGS_OF_DRAWS.items():
-        add(flag, dest=name, metavar=name[0].upper(), help=f"sample with this {name}")
-    add("--max-new-tokens", metavar="N", help="longest answer")
-    add("--device", choices=["auto", "cpu", "cuda"], help="default: that of the run")
-    add("-o", "--output", metavar="FOLDER", help="new folder for the answers (default: evaluations/ in the run)")
-    add("--json", action="store_true", help="print JSON")
+        add(flag, dest=name, metavar=name[0].upper(), help=f"{name} of sampling")
+    add("--max-new-tokens", metavar="N", help="maximum number of tokens of an answer")
+    add("--device", choices=["auto", "cpu", "cuda"], help="device type (default: the device of the run)")
+    add(
+        "-o",
+        "--output",
+        metavar="FOLDER",
+        help="new folder to write the answers to (default: in evaluations/ in the folder of the run)",
+    )
+    add("--json", action="store_true", help="print the output as JSON")
     add("settings", nargs="*", default=[], metavar="key=value", help="any other setting of a run")
 
 

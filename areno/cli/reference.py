@@ -18,11 +18,15 @@ _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of
 _HEAD = """\
 # Configuration reference
 
-This page lists every setting of every recipe. Set it on the command line (`actor.optimizer.lr=2e-6`) or in a YAML file.
-Types and bounds are checked before a run starts, and all problems are reported at once. *Recipes* names the recipes
-that have a setting, unless all of them do. If a default differs between recipes, each one is given. The page is
-generated from the dataclasses in `areno/config/`, `areno/recipes/`, `areno/reward_fns/` and `areno/services/`, and a
-test checks that it is up to date.
+This page lists every setting of every recipe. Give a setting on the command line (`actor.optimizer.lr=2e-6`) or in a
+YAML file. Types and bounds are checked before a run starts, and all problems are reported at once.
+
+- *Recipes* names the recipes that have a setting. It is left out if all recipes have the setting.
+- If a default or a meaning differs between recipes, the table gives it for each recipe.
+- In the column "meaning", a name without a dot, such as `lr`, is a key of the same section.
+
+The page is generated from the dataclasses in `areno/config/`, `areno/recipes/`, `areno/reward_fns/` and
+`areno/services/`, and a test checks that it is up to date.
 """
 
 
@@ -44,7 +48,7 @@ def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
         absent = [recipe for recipe, other in by_recipe.items() if other.default == "null"]
         where = "" if len(absent) == len(by_recipe) else f" ({', '.join(absent)})"
         optional = f" Optional, default null{where}." if absent else ""
-        lines += [f"{row.setting.help}.{optional}{_recipes(by_recipe)}", ""]
+        lines += [f"{_about(by_recipe)}{optional}{_recipes(by_recipe)}", ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, by_recipe in merged.items():
         row = next(iter(by_recipe.values()))
@@ -61,7 +65,17 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
         yield _escape(row.default)
     else:
         yield _escape(", ".join(f"{default} ({recipe})" for recipe, default in defaults.items()))
-    yield _escape(row.setting.help) + (_recipes(by_recipe) if "." in row.key else "")
+    yield _escape(_about(by_recipe)) + (_recipes(by_recipe) if "." in row.key else "")
+
+
+def _about(by_recipe: dict[str, Row]) -> str:
+    """Return the help of a setting. If it differs between recipes, return each help with the recipes that have it."""
+    recipes: dict[str, list[str]] = {}
+    for recipe, row in by_recipe.items():
+        recipes.setdefault(row.setting.help, []).append(recipe)
+    if len(recipes) == 1:
+        return f"{next(iter(recipes))}."
+    return " ".join(f"{', '.join(names)}: {help}." for help, names in recipes.items())
 
 
 def _recipes(by_recipe: dict[str, Row]) -> str:

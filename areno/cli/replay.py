@@ -26,14 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of the run")
-    add("--step", type=int, required=True, metavar="N", help="step that sampled it")
-    add("--sample", type=int, default=0, metavar="N", help="which sample of the step, counted from 0 (default 0)")
-    add("--row", type=int, default=0, metavar="N", help="which row of an agent's sample, counted from 0 (default 0)")
-    help = "step of a checkpoint, latest, best, or a model folder (default: the one nearest to the step)"
+    add("--step", type=int, required=True, metavar="N", help="step in which the sample was recorded")
+    add(
+        "--sample",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of the sample in the step, counted from 0 (default 0)",
+    )
+    add(
+        "--row",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of the row in an agent's sample, counted from 0 (default 0)",
+    )
+    help = "checkpoint: its step, latest, best, or a model folder (default: the checkpoint nearest to the step)"
     add("--checkpoint", metavar="STEP|FOLDER", help=help)
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda if there is one")
-    add("--prompt", action="store_true", help="show the tokens of the prompt, too")
-    add("--json", action="store_true", help="print JSON, with all tokens")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device type (default: cuda if available)")
+    add("--prompt", action="store_true", help="also show the tokens of the prompt")
+    add("--json", action="store_true", help="print the output as JSON, with all tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -43,15 +43,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="FUNCTION",
         help="file.py, file.py:function or the name of a built-in reward; "
-        "also settings, such as reward.code.partial=true",
+        "settings such as reward.code.partial=true may follow",
     )
-    add("--data", required=True, metavar="PATH", help="jsonl, json, parquet or csv file, or the folder of a run")
-    add("--step", type=int, help="step of the run whose samples are scored (default: the last one that has any)")
-    add("--weights", nargs="+", type=float, metavar="W", help="factors of the functions (default: 1 for all)")
-    add("--tokenizer", metavar="FOLDER", help="counts the tokens of samples without any, for the reward length")
+    add(
+        "--data",
+        required=True,
+        metavar="PATH",
+        help="file with samples (jsonl, json, parquet or csv), or the folder of a run",
+    )
+    add(
+        "--step",
+        type=int,
+        help="step of the run whose samples are scored (default: the last step with recorded samples)",
+    )
+    add(
+        "--weights",
+        nargs="+",
+        type=float,
+        metavar="W",
+        help="weights of the functions in their sum (default: 1 for all)",
+    )
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="tokenizer that counts tokens for the reward length, if the samples have no tokens",
+    )
     add("--limit", type=int, metavar="N", help="score the first N samples only")
-    add("--show", type=int, default=20, metavar="N", help="samples in the table (default: 20)")
-    add("--workers", type=int, default=2, help="processes that call the functions (default: 2)")
+    add("--show", type=int, default=20, metavar="N", help="number of samples in the table (default: 20)")
+    add("--workers", type=int, default=2, help="number of processes that call the functions (default: 2)")
     add("--timeout-s", type=float, default=30.0, help="time limit for one sample in seconds (default: 30)")
 
 

@@ -13,7 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Lists the runs below a folder, those of sweeps among them: when they began, whether they are completed, how "
         "many steps they have, their best number and how long they took."
     )
-    parser.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument(
+        "folder", nargs="?", default="outputs", metavar="FOLDER", help="folder that holds runs (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

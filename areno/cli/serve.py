@@ -49,57 +49,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = (
-        "Serve a Hugging Face model folder, such as a checkpoint of a run, through an OpenAI-compatible API at "
-        "http://HOST:PORT/v1: chat/completions, completions and models. The server also has /health and /metrics "
-        "(Prometheus). Ctrl-C or SIGTERM stops it after the answers in progress are finished."
+        "Serves a Hugging Face folder, such as a checkpoint of a run, at http://HOST:PORT/v1: chat/completions, "
+        "completions and models. The server also has /health and /metrics (Prometheus). After Ctrl-C or SIGTERM it "
+        "finishes the answers in progress and ends."
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="model folder, folder of a run (serves its newest checkpoint), or hub id")
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every address and needs --api-key")
+    add(
+        "folder",
+        metavar="FOLDER",
+        help="folder of a checkpoint, of a run (its last checkpoint is served) or of any model, or a hub id",
+    )
+    add(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 listens on all addresses and needs --api-key"
+    )
     add("--port", type=_number(int, 0, 65535), default=8000, help="port to listen on; 0 chooses a free port")
     add(
         "--api-key",
         default=os.environ.get("ARENO_API_KEY"),
-        help="API key that requests must send; by default $ARENO_API_KEY. Without a key, every program on this machine "
-        "can send requests",
+        help="API key that requests must send; by default $ARENO_API_KEY. "
+        "Without a key, every program on this machine can use the server",
     )
     add(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="names of the model in requests; by default the path of the folder and the last part of this path",
+        help="names of the model in requests; by default the path of the folder and the last part of the path",
     )
-    add("--max-model-len", type=_number(int, 2), help="limit on prompt plus answer in tokens; default: the model's")
-    add("--max-running", type=_number(int, 1), default=256, help="answers sampled at the same time")
-    add("--max-waiting", type=_number(int, 0), default=1024, help="answers that may wait; further requests get 429")
-    add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="limit on the request body in MB")
-    add("--max-messages", type=_number(int, 1), default=10_000, help="limit on the number of messages in a chat")
-    add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for a request in seconds")
+    add(
+        "--max-model-len",
+        type=_number(int, 2),
+        help="maximum tokens of prompt plus answer; by default the model's context",
+    )
+    add(
+        "--max-running",
+        type=_number(int, 1),
+        default=256,
+        help="maximum number of answers that are sampled at the same time",
+    )
+    add(
+        "--max-waiting",
+        type=_number(int, 0),
+        default=1024,
+        help="maximum number of answers that wait; more requests get status 429",
+    )
+    add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="maximum size of a request in MB")
+    add("--max-messages", type=_number(int, 1), default=10_000, help="maximum number of messages in a chat")
+    add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request in seconds")
     add(
         "--shutdown-s",
         type=_number(float, 0),
         default=30.0,
-        help="time limit in seconds for the answers in progress after SIGTERM or Ctrl-C",
+        help="after SIGTERM, how many seconds the server waits for answers in progress",
     )
-    add("--tp-size", type=_number(int, 1), default=1, help="devices for each copy of the model (tensor parallel)")
-    add("--world-size", type=_number(int, 1), help="devices in total; by default all visible devices")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="kind of device")
-    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="dtype of the weights")
+    _add_engine_arguments(parser)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that configure the engine and the prompts."""
+    add = parser.add_argument
+    add(
+        "--tp-size",
+        type=_number(int, 1),
+        default=1,
+        help="number of devices that share one copy of the model (tensor parallel)",
+    )
+    add("--world-size", type=_number(int, 1), help="total number of devices; by default all visible ones")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device type")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="data type of the weights")
     add(
         "--mem-fraction",
         type=_number(float, 0.01, 0.99),
         default=0.85,
-        help="share of the free memory for the KV cache",
+        help="fraction of the free memory for the KV cache",
     )
     add("--max-kv-tokens", type=_number(int, 1), help="size of the KV cache in tokens")
-    add("--max-prefill-tokens", type=_number(int, 1), default=8192, help="limit on prompt tokens in one forward pass")
+    add(
+        "--max-prefill-tokens",
+        type=_number(int, 1),
+        default=8192,
+        help="maximum number of prompt tokens per forward pass",
+    )
     add("--eager-decode", action="store_true", help="decode without CUDA graphs")
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
     add(
         "--allow-control-tokens",
         action="store_true",
-        help="interpret control tokens (turn markers, bos, eos, pad) in the text of system, user and tool messages as "
-        "control tokens; by default they are ordinary text",
+        help="text in system, user and tool messages that spells a control token (turn marker, bos, eos, pad) "
+        "becomes this token; by default it is tokenized as ordinary text",
     )
     add("--random-weights", action="store_true", help="serve random weights, for benchmarks; needs no weight files")
 
@@ -238,7 +274,8 @@ def _signals() -> Iterator[_Shutdown]:
     """Stop the server on SIGINT or SIGTERM.
 
     The first signal lets the answers in progress finish. A signal before the server accepts requests, and a second
-    signal, stop the process at once. If a thread hangs, the process is killed after the time limit of the last answers and GRACE_S.
+    signal, stop the process at once. If a thread hangs, the process is killed after the time limit of the last answers
+    and GRACE_S.
     """
     shutdown, timers = _Shutdown(), list[threading.Timer]()
 

@@ -23,8 +23,8 @@ Trains a model by SFT, DPO, GSPO, GRPO or PPO: data, rollout, rewards, loss, opt
   areno train --ckpt Qwen/Qwen3-0.6B --dataset-path rows.jsonl --reward-fn-path reward.py --algo gspo --batch-size 8
   areno train --algo gspo --config-name quickstart --max-steps 20        a task that comes with areno
 
-A flag stands for a setting. Settings without a flag are given as key=value, and `areno recipes` lists what
---config-name can be. The command of the recipe that does the same is printed at the start."""
+Each flag sets a setting of the configuration. Settings without a flag are given as key=value. `areno recipes` lists the
+tasks that --config-name can name. The run first prints the command of the recipe that does the same."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in REFUSED:
         nargs: Any = {"action": "store_true"} if name == "--tune-params" else {}
         parser.add_argument(name, dest=name, default=None, help=argparse.SUPPRESS, **nargs)
-    more = parser.add_argument_group("Settings", "as of the recipes")
-    config_name = more.add_argument("--config-name", default=TASK, metavar="NAME", help=f"task (default {TASK})")
-    more.add_argument("--config-dir", metavar="DIR", help="folder of your own task files")
+    more = parser.add_argument_group("Settings", "the settings of the recipes, and the task that they belong to")
+    config_name = more.add_argument(
+        "--config-name", default=TASK, metavar="NAME", help=f"name of the task (default {TASK})"
+    )
+    more.add_argument("--config-dir", metavar="DIR", help="folder with your own task files")
     more.add_argument("--resume", metavar="RUN", help="resume the run in this folder")
-    more.add_argument("--cfg", choices=["job"], help="print the configuration and do not run")
+    more.add_argument("--cfg", choices=["job"], help="print the configuration and do not start a run")
     settings = more.add_argument("settings", nargs="*", default=[], metavar="key=value", help="any other setting")
     vars(config_name)["completer"], vars(settings)["completer"] = _tasks, _keys  # argcomplete looks for these
 

@@ -18,11 +18,11 @@ TASK = "train"
 """The default task file, conf/train.yaml, whose settings the flags change."""
 
 HEADINGS = {
-    "Basic": "what to run, on which devices",
-    "Rollout": "the completions: how many, how long, how they are sampled and scored",
-    "Train": "the update: micro-batches, optimizer, the models beside the policy, the loss",
-    "Checkpoint": "what is saved",
-    "Observability": "what is logged",
+    "Basic": "the algorithm, the model, the data and the devices",
+    "Rollout": "completions: how many, how long, how they are sampled and scored",
+    "Train": "training: micro-batches, optimizer, loss, reference model and critic",
+    "Checkpoint": "when and where checkpoints are saved",
+    "Observability": "where metrics are written",
 }
 # The beginning of a key -> its heading; the longest one counts.
 _PLACES = {
@@ -45,25 +45,23 @@ _TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
 _KL_TYPES = {"low_var_kl": "k3"}
 # Where the help of the setting needs its section around it, or speaks of the value that a switch stands for.
 _HELP = {
-    "--use-kl-loss": "Add the KL to the reference model to the loss",
+    "--use-kl-loss": "Add a term for the KL divergence to the reference model to the loss",
     "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",
-    "--adam-8bit": "Keep Adam's moments in blocks of 8-bit codes, 2 bytes per parameter instead of 8",
+    "--adam-8bit": "Use AdamW with moments in blocks of 8-bit codes, 2 bytes per parameter instead of 8",
     "--disable-thinking": "Render the chat template with enable_thinking=false",
-    "--attn-backend": "Attention: flash is the flash-attn package, native is torch, auto is the fastest that is there",
-    "--ref-ckpt": "Reference model: folder or hub id. Default: the policy before training",
-    "--critic-ckpt": "Critic: folder or hub id. Default: the body of the policy",
-    "--critic-lr": "Peak learning rate of the critic",
-    "--critic-warmup-steps": "First steps that train only the critic",
-    "--save-interval": "Save a checkpoint every this many steps, and at the end",
+    "--ref-ckpt": "Model folder or hub id of the reference model. Default: the policy before training",
+    "--critic-lr": "Peak learning rate of the critic. 0: its weights do not change",
+    "--save-interval": "Save a checkpoint each time this many steps have passed, and at the end of the run",
     "--save-path": "Folder of the checkpoints. Default: checkpoints/ in the folder of the run",
     "--metrics-log-dir": "Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
-    "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1, as the samples of a prompt "
-    "would be equal otherwise. With --n-samples 1 also set actor.adv_norm=null: a group of one has no advantage",
-    "--dataset-path": "A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
+    "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1, because all samples of a prompt "
+    "would be equal. With --n-samples 1, also set actor.adv_norm=null, because a group of one sample has no advantage",
+    "--dataset-path": "A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
     "repo[:config[:split]]",
-    "--dataset-loader-fn": "Your own loader, as file.py[:function], for rows of another form",
-    "--agent-fn": "Agent, as file.py[:function]. Default: each sample is a single completion",
-    "--mini-bs": "Rows per micro-batch",
+    "--dataset-loader-fn": "Function of your own that loads the rows, as file.py[:function]. Needed for rows that are "
+    "not in a form that areno knows",
+    "--agent-fn": "Agent function, as file.py[:function]. Default: no agent, each sample is a single completion",
+    "--mini-bs": "Number of rows per micro-batch",
 }
 _UNQUOTED = set("_/+.%*@?|:-")  # Hydra reads these, letters and digits as text without quotes
 

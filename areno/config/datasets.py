@@ -14,13 +14,15 @@ from areno.schema.fields import Missing, Needs, Section, build_check, check, set
 class ColumnsConfig(Section):
     """The columns of a dataset that hold the fields of a row. null: the column has the name of the field."""
 
-    prompt: str | None = setting(None, help="Column of the prompt, text or messages")
-    solutions: str | None = setting(None, help="Column of what the reward function compares with")
+    prompt: str | None = setting(None, help="Column of the prompt, which is a text or a list of messages")
+    solutions: str | None = setting(
+        None, help="Column of the reference answer, which the reward function compares the completion with"
+    )
     response: str | None = setting(None, help="Column of the answer to train on (SFT)")
     messages: str | None = setting(None, help="Column of the conversation to train on (SFT)")
     chosen: str | None = setting(None, help="Column of the better answer (DPO)")
     rejected: str | None = setting(None, help="Column of the worse answer (DPO)")
-    tools: str | None = setting(None, help="Column of the tools that the chat template is given")
+    tools: str | None = setting(None, help="Column of the tool definitions, which are passed to the chat template")
 
     def given(self) -> dict[str, str]:
         """Return the columns that are set, by the fields of a row."""
@@ -33,35 +35,37 @@ class DatasetConfig(Section):
 
     path: str | None = setting(
         None,
-        help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
-        "repo[:config[:split]]. null: loader makes the rows itself",
+        help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
+        "repo[:config[:split]]. null: loader makes the rows without a path",
         flag="--dataset-path",
     )
     loader: str | None = setting(
         None,
-        help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows, or "
-        "load_dataset(split) if it reads no path. verifiers:NAME: the rows of an environment of the verifiers package",
+        help="Function of your own that loads the rows, as file.py[:function] (default: load_dataset). It is called "
+        "as load_dataset(path, split), or as load_dataset(split) if it has no argument for a path, and returns "
+        "the rows. verifiers:NAME takes the rows of an environment of the verifiers package. null: areno reads "
+        "path",
         flag="--dataset-loader-fn",
     )
     columns: ColumnsConfig = setting(
         factory=ColumnsConfig,
-        help="Names of the columns, where they differ from the fields of a row",
+        help="Names of the columns, if they differ from the names that areno expects",
         only_with=Needs(
             "loader", None, so="its rows are taken as they are", do="set loader to null to read the file itself"
         ),
     )
     dataset_kwargs: dict[str, Any] | None = setting(
         None,
-        help="More keyword arguments for the function that loads the data: your loader or, without one, "
-        "datasets.load_dataset, which reads hub datasets and folders of data files. For example {revision: v2}",
+        help="More keyword arguments for the function that loads the data, such as {revision: v2}. This function is "
+        "your loader or, without a loader, datasets.load_dataset for hub datasets and folders of data files",
     )
-    split: str = setting("train", help="Split to read, if the source has several")
-    batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
-    shuffle: bool = setting(True, help="Use a new order in every epoch, drawn with seed")
-    drop_last: bool = setting(True, help="Skip the last batch of an epoch if it is not full")
+    split: str = setting("train", help="Split of the dataset to read, if the dataset has several")
+    batch_size: int = setting(32, help="Number of prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
+    shuffle: bool = setting(True, help="Shuffle the rows anew in every epoch. The order depends on seed")
+    drop_last: bool = setting(True, help="Skip the last batch of an epoch if it has fewer rows than batch_size")
     max_length: int = setting(
         1024,
-        help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted",
+        help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped, and their number is logged",
         gt=0,
         flag="--max-prompt-tokens",
     )
@@ -90,13 +94,17 @@ MISSING_ROWS = f"missing ({settings(DatasetConfig)['path'].help})"
 class ValidSetConfig(DatasetConfig):
     """Rows for evaluation. By default all of them are read, in order."""
 
-    split: str = setting("test", help="Split to read, if the source has several")
+    split: str = setting("test", help="Split of the dataset to read, if the dataset has several")
     batch_size: int = setting(
-        32, help="Prompts that are sampled at the same time (RL), or rows per forward call (SFT, DPO)", gt=0
+        32,
+        help="Number of prompts that are sampled at the same time (RL), or of rows per forward pass (SFT, DPO)",
+        gt=0,
     )
-    shuffle: bool = setting(False, help="Use a new order in every evaluation, drawn with seed")
-    drop_last: bool = setting(False, help="Skip the last batch if it is not full")
-    max_rows: int | None = setting(None, help="Use only the first rows of the data, this many. null: all", gt=0)
+    shuffle: bool = setting(False, help="Shuffle the rows anew in every evaluation. The order depends on seed")
+    drop_last: bool = setting(False, help="Skip the last batch if it has fewer rows than batch_size")
+    max_rows: int | None = setting(
+        None, help="Use only this many rows, from the start of the data. null: all rows", gt=0
+    )
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
@@ -124,8 +132,9 @@ class ValidDatasetConfig(ValidSetConfig):
 
     sets: dict[str, ValidSetConfig] | None = setting(
         None,
-        help="Several evaluation sets: name -> the settings of this section that are different for it. With sets, the "
-        "settings of this section itself are only their defaults",
+        help="Several evaluation sets, as a mapping from the name of a set to its settings. The keys are those of "
+        "valid_dataset, and a key that a set does not give has the value of valid_dataset. null: one set, "
+        "described by valid_dataset itself",
     )
 
     @build_check

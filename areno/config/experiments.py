@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.config import datasets, models, run
-from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig
+from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
@@ -23,38 +23,48 @@ LossFn = Callable[..., Any]
 class ExperimentConfig(Section):
     """Settings of every run. The dataclass of a recipe also defines the loss that its settings describe."""
 
-    experiment_name: str = setting(help="Name of the experiment's folder, which holds its runs")
+    experiment_name: str = setting(help="Name of the experiment, and of the folder that holds its runs")
     trial_name: str | None = setting(
-        None, help="Name of the run's folder in the folder of the experiment. null: the start time"
+        None, help="Name of the run, and of its folder in the folder of the experiment. null: the time of its start"
     )
-    seed: int = setting(1, help="Seed of data order, sampling and random weights", ge=0)
-    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0, flag="--epochs")
-    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0, flag="--max-steps")
-    total_train_n_seqs: int | None = setting(None, help="Stop after this many training rows", gt=0)
-    tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
+    seed: int = setting(1, help="Seed of the data order, of sampling and of random weights", ge=0)
+    total_train_epochs: int = setting(10, help="Number of passes over the training data", gt=0, flag="--epochs")
+    total_train_steps: int | None = setting(
+        None, help="End the training after this many steps. null: no limit on steps", gt=0, flag="--max-steps"
+    )
+    total_train_n_seqs: int | None = setting(
+        None, help="End the training after this many training rows. null: no limit on rows", gt=0
+    )
+    tokenizer_path: str | None = setting(
+        None, help="Folder or hub id of the tokenizer. null: the tokenizer in the folder of actor.path"
+    )
     allow_control_tokens: bool = setting(
         False,
-        help="Read control tokens (turn markers, bos, eos, pad) in the text of system, user and tool messages as such. "
-        "false: they are ordinary text",
+        help="true: text in system, user and tool messages that spells a control token (turn marker, bos, eos, pad) "
+        "becomes this token. false: it is tokenized as ordinary text",
     )
     actor: models.ModelConfig = setting(help="The model that is trained")
-    engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices and processes")
+    engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices, parallelism and worker processes")
     train_dataset: datasets.DatasetConfig = setting(
         factory=datasets.DatasetConfig, help="Training data", required_in_build=True
     )
     valid_dataset: datasets.ValidDatasetConfig | None = setting(
         None, help="Evaluation data. null: no evaluation", flags={}
     )
-    saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
-    evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation", only_with=_EVALUATION)
+    saver: run.SaverConfig = setting(factory=run.SaverConfig, help="When and where checkpoints are saved")
+    evaluator: run.EvaluatorConfig = setting(
+        factory=run.EvaluatorConfig, help="When the model is evaluated, and early stopping", only_with=_EVALUATION
+    )
     recover: RecoverConfig = setting(
         factory=RecoverConfig,
-        help="Going on with a run that was interrupted",
+        help="Saving the state of a run, and resuming an interrupted run",
         only_with=Needs("recover.mode", "auto", "resume", so="no states are written", in_build=True),
     )
-    stats_logger: StatsLoggerConfig = setting(factory=StatsLoggerConfig, help="Metrics")
+    stats_logger: StatsLoggerConfig = setting(
+        factory=StatsLoggerConfig, help="Console output, and the services that metrics are sent to"
+    )
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
-    scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="What starts the worker processes")
+    scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="How worker processes are started")
 
     def brings_rows(self) -> bool:
         """Return whether the run has training data although train_dataset names none."""
@@ -193,7 +203,8 @@ class PreferenceExperimentConfig(ExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer."""
 
     ref: models.ScoringRefConfig = setting(
-        factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
+        factory=models.ScoringRefConfig,
+        help="Frozen reference model of DPO. It computes the log-probabilities of every pair once, before training",
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
@@ -211,18 +222,23 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     actor: models.PolicyConfig = setting(help="The policy")
     ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
-    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
+    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training")
     eval_gconfig: GenerationConfig | None = setting(
-        None, help="Sampling in evaluation. null: gconfig", flags={}, only_with=_EVALUATION
+        None, help="Sampling during evaluation. null: as in gconfig", flags={}, only_with=_EVALUATION
     )
-    rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
-    agent: AgentConfig = setting(factory=AgentConfig, help="Agents that sample in the place of the recipe")
+    rollout: RolloutConfig = setting(
+        factory=RolloutConfig, help="Decoding of completions, and how a step selects samples"
+    )
+    agent: AgentConfig = setting(
+        factory=AgentConfig, help="Agents: your own code that calls the model, in place of one completion per sample"
+    )
     reward: RewardConfig = setting(
         factory=RewardConfig, help="Reward function and reward model", required_in_build=True
     )
     dynamic_bs: bool = setting(
         False,
-        help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others",
+        help="Used with rollout.dynamic_sampling. true: train a step on the prompts that remain after others were "
+        "dropped. false: sample new prompts until the batch is full",
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
     )
 

@@ -27,42 +27,49 @@ class OptimizerConfig(Section):
 
     type: OptimizerType = setting(
         "adam",
-        help="adam is AdamW with fp32 moments, 8 bytes per parameter. adam_8bit keeps them in blocks of 8-bit codes, 2 "
-        "bytes. sgd is SGD without momentum, which keeps none",
+        help="adam: AdamW with fp32 moments, 8 bytes per parameter. adam_8bit: AdamW with moments in blocks of "
+        "8-bit codes, 2 bytes per parameter. sgd: SGD without momentum, which has no moments",
         flag="--adam-8bit=adam_8bit",
     )
-    lr: float = setting(1e-6, help="Peak learning rate. 0 leaves the weights as they are", ge=0, flag="--lr")
+    lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
     min_lr_ratio: float = setting(
         0.1,
-        help="Learning rate at the end of the decay, as a fraction of lr",
+        help="Learning rate at the end of its decay, as a fraction of lr",
         ge=0,
         le=1,
         only_with=Needs("lr_scheduler_type", "linear", "cosine", so="lr does not decay"),
         flag="--min-lr",
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "cosine", help="Shape of the decay of lr", flag="--lr-decay-style"
+        "cosine", help="Shape of the decay of the learning rate", flag="--lr-decay-style"
     )
     lr_decay_steps: int | None = setting(
         None,
-        help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up. null: all of the run. In a "
-        "script that calls Trainer itself: 1000",
+        help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to "
+        "min_lr_ratio * lr. null: all optimizer steps of the run, or 1000 in a script that calls areno.Trainer",
         gt=0,
         flag="--lr-decay-steps",
     )
     warmup_steps_proportion: float = setting(
-        0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
+        0.001, help="Length of the linear warm-up from 0 to lr, as a fraction of lr_decay_steps", ge=0, lt=1
     )
     beta1: float = setting(
-        0.9, help="Adam: decay rate of the first moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta1"
+        0.9, help="Decay rate of Adam's first moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta1"
     )
     beta2: float = setting(
-        0.999, help="Adam: decay rate of the second moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta2"
+        0.999, help="Decay rate of Adam's second moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta2"
     )
-    eps: float = setting(1e-8, help="Adam: added to the square root of the second moment", gt=0, only_with=_MOMENTS)
-    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
+    eps: float = setting(
+        1e-8, help="Adam's epsilon, which is added to the square root of the second moment", gt=0, only_with=_MOMENTS
+    )
+    weight_decay: float = setting(
+        0.01, help="Decoupled weight decay. Norm weights and biases are not decayed", ge=0, flag="--weight-decay"
+    )
     gradient_clipping: float = setting(
-        1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
+        1.0,
+        help="Gradients are scaled down if their global norm is larger than this. 0: no clipping",
+        ge=0,
+        flag="--grad-clip-norm",
     )
 
 
@@ -72,14 +79,17 @@ class MicroBatchSpec(Section):
 
     mini_bs: int = setting(
         16,
-        help="Rows per micro-batch, if max_tokens_per_mb is null",
+        help="Number of rows per micro-batch. Used if max_tokens_per_mb is null",
         gt=0,
         # The engine makes a size of each from arguments of a script.
         only_with=Needs("max_tokens_per_mb", None, so="micro-batches have a size in tokens", in_build=True),
         flag="--mini-bs",
     )
     max_tokens_per_mb: int | None = setting(
-        None, help="Token budget of a micro-batch, filled first-fit decreasing. It takes the place of mini_bs", gt=0
+        None,
+        help="Largest number of tokens per micro-batch. Rows are packed first-fit decreasing. null: mini_bs rows "
+        "per micro-batch",
+        gt=0,
     )
 
 
@@ -91,18 +101,28 @@ class NormConfig(Section):
     """Normalisation: (x - mean) / (std + eps). Mean and std are each over the group or the batch, or left out."""
 
     mean_level: Literal["batch", "group"] | None = setting(
-        "group", help="Subtract the mean over the group or batch. null: no mean"
+        "group",
+        help="Subtract the mean over the group (the samples of one prompt) or over the batch. null: subtract no mean",
     )
     mean_leave1out: bool = setting(
         False,
-        help="Leave the sample itself out of its mean (RLOO 2402.14740)",
+        help="Compute each sample's mean from the other samples only (RLOO 2402.14740)",
         only_with=Needs("mean_level", so="no mean is subtracted"),
     )
     std_level: Literal["batch", "group"] | None = setting(
-        "group", help="Divide by the standard deviation over the group or batch. null: no division (Dr.GRPO)"
+        "group",
+        help="Divide by the standard deviation over the group (the samples of one prompt) or over the batch. null: "
+        "do not divide (Dr.GRPO)",
     )
-    std_unbiased: bool = setting(False, help="Divide by n - 1 instead of n in the variance", only_with=_DEVIATION)
-    eps: float = setting(1e-6, help="Added to the standard deviation", gt=0, only_with=_DEVIATION)
+    std_unbiased: bool = setting(
+        False, help="Divide by n - 1 instead of n when the variance is computed", only_with=_DEVIATION
+    )
+    eps: float = setting(
+        1e-6,
+        help="Small number that is added to the standard deviation before the division",
+        gt=0,
+        only_with=_DEVIATION,
+    )
 
 
 @dataclass(kw_only=True)
@@ -112,36 +132,40 @@ class UpdatedModelConfig(Section):
     path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto",
-        help="Type of weights and activations. auto: bfloat16 on GPUs that have it (from compute capability 8.0 on), "
-        "float32 elsewhere. Masters are always fp32",
+        help="Data type of weights and activations. auto: bfloat16 on GPUs that support it (compute capability 8.0 "
+        "and higher), float32 on other GPUs and on a CPU. The master weights of the optimizer are always fp32",
     )
     init_from_scratch: bool = setting(
         False,
-        help="Start this model from random weights, drawn with seed, in the shape of path/config.json. Its folder "
-        "needs no weight files. Models of other folders are read from these",
+        help="true: start this model from random weights, in the shape of path/config.json. The random numbers "
+        "depend on seed. The folder needs no weight files. Other models of the run still load theirs",
     )
     max_skipped_steps: int | None = setting(
-        10, help="End the run after so many steps in a row whose loss or gradient was not finite. null: never", gt=0
+        10,
+        help="Steps with a loss or gradient that is not finite are skipped. End the run after this many skipped "
+        "steps in a row. null: never",
+        gt=0,
     )
     gradient_checkpointing: bool = setting(
         True,
-        help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed",
+        help="Recompute activations in the backward pass to save memory. On CUDA, only as many layers as necessary "
+        "are recomputed",
         flag="--activation-checkpointing",
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        help="Micro-batches per optimizer step. null: one optimizer step per batch",
+        help="Number of micro-batches per optimizer step. null: one optimizer step per batch",
         gt=0,
         flag="--gradient-accumulation-steps",
     )
     router_aux_loss_coef: float = setting(
         0.0,
-        help="For models with experts: coefficient of the loss that spreads tokens over them (Switch 2101.03961). "
-        "0: no such loss. Otherwise each optimizer step has one more forward pass",
+        help="Coefficient of the load-balancing loss of mixture-of-experts models (Switch Transformer 2101.03961). "
+        "0: no such loss. Any other value costs one more forward pass per optimizer step",
         ge=0,
     )
-    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
-    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and its schedule")
+    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of micro-batches")
+    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and learning-rate schedule")
 
     @forbid(
         "optimizer.lr_decay_steps",
@@ -161,26 +185,31 @@ class LoraConfig(Section):
 
     use_lora: bool = setting(
         False,
-        help="Train low-rank adapters on the linear layers (LoRA 2106.09685) and leave the model's weights as they "
-        "are. The reference policy is then the model without its adapters",
+        help="Train low-rank adapters on the linear layers (LoRA 2106.09685) and freeze the weights of the model. "
+        "The reference policy is then the model without its adapters",
     )
     lora_rank: int = setting(32, help="Rank of the adapters", gt=0, only_with=_ADAPTERS)
-    lora_alpha: float = setting(16.0, help="Adapters are scaled by lora_alpha / lora_rank", gt=0, only_with=_ADAPTERS)
+    lora_alpha: float = setting(
+        16.0, help="The output of the adapters is scaled by lora_alpha / lora_rank", gt=0, only_with=_ADAPTERS
+    )
     target_modules: list[str] = setting(
         factory=lambda: [ALL_LINEAR],
-        help="Linear layers that have adapters, such as [q_proj,v_proj]. [all-linear]: all that the model has",
+        help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. [all-linear]: all linear "
+        "layers except the output head and experts",
         only_with=_ADAPTERS,
     )
-    peft_type: Literal["lora"] = setting("lora", help="Kind of adapters")
+    peft_type: Literal["lora"] = setting("lora", help="Kind of adapters. Only lora is supported")
     use_rslora: bool = setting(
         False,
-        help="Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA 2312.03732). For high ranks",
+        help="Scale the adapters by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank (rsLoRA "
+        "2312.03732). Recommended for high ranks",
         only_with=_ADAPTERS,
     )
     init_lora_from: str | None = setting(
         None,
-        help="Folder or hub id of adapters in the form of peft to start from, which bring their own rank, alpha and "
-        "target modules. null: new adapters, with which the model computes what it did without",
+        help="Folder or hub id of trained adapters in the format of peft to start from. Their rank, alpha and "
+        "target modules are read from the folder. null: new adapters, with which the model at first computes "
+        "the same as without adapters",
         only_with=_ADAPTERS,
     )
 
@@ -221,29 +250,48 @@ class PolicyConfig(ModelConfig):
     """
 
     ppo_n_minibatches: int = setting(
-        1, help="Optimizer steps per rollout batch. The ratio is always to the policy before the first of them", gt=0
+        1,
+        help="Number of optimizer steps per rollout batch. Importance ratios of all these steps compare with the "
+        "policy before the first step",
+        gt=0,
     )
     routing_replay: bool = setting(
         False,
-        help="For models with experts: train each token with the experts that it went through in the rollout, so that "
-        "both agree. Costs a byte for each expert of a token and layer (two with 256 or more experts) of a sample",
+        help="For mixture-of-experts models: train each token with the experts that the router chose in the "
+        "rollout. Stores one byte per token, layer and chosen expert (two bytes if the model has 256 or more "
+        "experts)",
     )
-    reward_bias: float = setting(0.0, help="Added to each reward, before reward_scaling")
-    reward_scaling: float = setting(1.0, help="Factor on each reward")
-    reward_clip: float | None = setting(None, help="Largest absolute reward after scaling. null: no limit", gt=0)
+    reward_bias: float = setting(0.0, help="Added to each reward, before the reward is multiplied by reward_scaling")
+    reward_scaling: float = setting(1.0, help="Each reward is multiplied by this, after reward_bias is added")
+    reward_clip: float | None = setting(
+        None, help="Clip each reward to [-reward_clip, reward_clip] after scaling. null: no clipping", gt=0
+    )
     overlong_reward_penalty: bool = setting(
-        False, help="Reduce rewards of completions close to max_new_tokens (DAPO 2503.14476 eq. 13)"
+        False, help="Reduce the rewards of completions whose length is close to max_new_tokens (DAPO 2503.14476 eq. 13)"
     )
     overlong_tokens: int | None = setting(
-        None, help="Tokens before max_new_tokens over which the penalty grows", gt=0, only_with=_OVERLONG
+        None,
+        help="The penalty for long completions starts this many tokens before max_new_tokens and grows linearly",
+        gt=0,
+        only_with=_OVERLONG,
     )
-    overlong_penalty_factor: float | None = setting(None, help="Penalty at max_new_tokens", gt=0, only_with=_OVERLONG)
+    overlong_penalty_factor: float | None = setting(
+        None,
+        help="Penalty of a completion of max_new_tokens tokens, subtracted from its reward",
+        gt=0,
+        only_with=_OVERLONG,
+    )
     mask_no_eos_with_zero: bool = setting(
-        False, help="Do not train on completions cut off at max_new_tokens. Their rewards still count in the group"
+        False,
+        help="Do not train on completions that were cut off at max_new_tokens. Their rewards still count in the "
+        "mean and standard deviation of their group",
     )
-    reward_norm: NormConfig | None = setting(None, help="Normalise rewards before any other use. null: as they are")
+    reward_norm: NormConfig | None = setting(
+        None, help="Normalisation of rewards before advantages are computed. null: rewards are not normalised"
+    )
     adv_norm: NormConfig | None = setting(
-        factory=NormConfig, help="Turns rewards into advantages. null: the reward itself"
+        factory=NormConfig,
+        help="Normalisation that turns rewards into advantages. null: the advantage is the reward itself",
     )
 
     @forbid(
@@ -284,15 +332,23 @@ class KLConfig(PolicyConfig):
     An algorithm of your own inherits from this class if its loss or its advantages use these settings.
     """
 
-    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
+    kl_ctl: float = setting(
+        0.0,
+        help="Coefficient of the KL divergence to the reference model (ref). 0: no KL term",
+        ge=0,
+        flag="--kl-loss-coef",
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3",
-        help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
+        help="Estimator of the KL divergence, where r = p_ref / p_policy. k1: -log r. k2: (log r)^2 / 2. k3: r - "
+        "log r - 1",
         only_with=_KL,
         flag="--kl-loss-type",
     )
     use_kl_in_reward: bool = setting(
-        False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss", only_with=_KL
+        False,
+        help="true: subtract kl_ctl * KL from the reward of each token. false: add kl_ctl * KL to the loss",
+        only_with=_KL,
     )
 
     @property
@@ -322,10 +378,11 @@ class RefConfig(Section):
 
     path: str | None = setting(
         None,
-        help="Model folder or hub id. null: the actor's initial weights, loaded once for both",
+        help="Model folder or hub id of the reference model. null: the initial weights of the actor, which are "
+        "loaded once for both",
         flag="--ref-ckpt",
     )
-    offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
+    offload: bool = setting(False, help="Keep the reference model in host memory while it is not in use (CUDA)")
 
 
 @dataclass(kw_only=True)
@@ -333,7 +390,7 @@ class ScoringRefConfig(Section):
     """A reference that scores the data before training and is then released."""
 
     path: str | None = setting(
-        None, help="Model folder or hub id. null: the actor itself, before training", flag="--ref-ckpt"
+        None, help="Model folder or hub id of the reference model. null: the actor before training", flag="--ref-ckpt"
     )
 
 
@@ -341,28 +398,45 @@ class ScoringRefConfig(Section):
 class CriticConfig(Section):
     """The value function of PPO: a transformer body with one output per token."""
 
-    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body", flag="--critic-ckpt")
+    path: str | None = setting(
+        None,
+        help="Model folder or hub id of the critic. null: the transformer body of the actor, with a new value head",
+        flag="--critic-ckpt",
+    )
     init_from_scratch: bool = setting(
         False,
-        help="Start the critic from random weights, drawn with seed, in the shape of path/config.json. Its folder "
-        "needs no weight files",
+        help="true: start the critic from random weights, in the shape of path/config.json. The random numbers "
+        "depend on seed. The folder needs no weight files",
     )
-    offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
+    offload: bool = setting(False, help="Keep the critic in host memory while it is not in use (CUDA)")
     mask_no_eos_with_zero: bool = setting(
         False,
-        help="Do not train the critic on completions cut off at max_new_tokens. With actor.mask_no_eos_with_zero, "
-        "neither model trains on them",
+        help="Do not train the critic on completions that were cut off at max_new_tokens. "
+        "actor.mask_no_eos_with_zero leaves them out of the training of both models",
     )
-    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0, flag="--critic-warmup-steps")
-    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0, flag="--value-clip-eps")
+    warmup_steps: int = setting(
+        20,
+        help="Number of steps at the start of the run that train only the critic",
+        ge=0,
+        flag="--critic-warmup-steps",
+    )
+    eps_clip: float = setting(
+        0.5,
+        help="Clip range of the value loss: each new value is clipped to at most this distance from the value "
+        "before the update",
+        gt=0,
+        flag="--value-clip-eps",
+    )
     value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")
-    ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
+    ppo_n_minibatches: int = setting(1, help="Number of optimizer steps of the critic per rollout batch", gt=0)
     gradient_checkpointing: bool = setting(
-        True, help="Recompute the critic's activations in the backward pass", flag="--activation-checkpointing"
+        True,
+        help="Recompute the activations of the critic in the backward pass to save memory",
+        flag="--activation-checkpointing",
     )
-    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
+    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of the critic's micro-batches")
     optimizer: OptimizerConfig = setting(
         factory=lambda: OptimizerConfig(lr=1e-5),
-        help="Optimizer and its schedule",
+        help="Optimizer and learning-rate schedule of the critic",
         flags={"lr": "--critic-lr", "type": "--adam-8bit=adam_8bit"},
     )

@@ -19,22 +19,28 @@ from areno.schema.fields import Needs, Section, check, forbid, setting
 class RejectionSamplingConfig(Section):
     """Mask or truncate tokens or rows whose importance weights are extreme: settings of the decoupled loss."""
 
-    level: Literal["token", "sequence"] = setting("token", help="Judge each token alone, or each row as a whole")
+    level: Literal["token", "sequence"] = setting(
+        "token", help="Compare each token with the bounds (token), or each row as a whole (sequence)"
+    )
     action: Literal["mask", "clamp"] = setting(
-        "mask", help="mask: leave it out of training. clamp: limit its weight to [lower, upper] (truncated IS)"
+        "mask",
+        help="What happens to a token or row outside of the bounds. mask: it is not trained. clamp: its weight is "
+        "clamped to [lower, upper] (truncated importance sampling)",
     )
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = setting(
         "ratio",
-        help="ratio: r = proximal / behaviour probability. kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1. "
-        "binary_kl: the larger of the two KL directions, where the only outcomes are this token and any other token",
+        help="Number that is compared with the bounds, where r = proximal / behaviour probability. ratio: r. kl_k1: "
+        "log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1. binary_kl: the larger one of the two KL directions "
+        "of a distribution with two outcomes, this token and any other token",
     )
     agg: Literal["sum", "mean", "max"] = setting(
         "mean",
-        help="How level=sequence combines tokens. Ratios are combined in log space: mean is geometric",
+        help="With level=sequence: how the metrics of a row's tokens become one number. For metric=ratio, log r is "
+        "combined, so mean gives the geometric mean",
         only_with=Needs("level", "sequence", so="tokens are not combined"),
     )
-    upper: float = setting(5.0, help="Largest metric that is accepted", gt=0)
-    lower: float | None = setting(None, help="Smallest metric that is accepted. null: no bound")
+    upper: float = setting(5.0, help="Upper bound of the metric", gt=0)
+    lower: float | None = setting(None, help="Lower bound of the metric. null: no lower bound")
 
     @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
     def clamp_without_ratio(self) -> bool:
@@ -71,29 +77,36 @@ class RatioConfig(PolicyConfig):
 
     recompute_logprob: bool = setting(
         True,
-        help="Take the old log-probabilities from the training pass. The first update of a batch has them anyway; "
-        "later ones cost a scoring pass. false: use those of the rollout; they differ by rounding, which alone can "
-        "push ratios out of a narrow clip range",
+        help="true: the denominator of the importance ratio is computed by the training code. This costs nothing "
+        "for the first update of a batch, and one scoring pass for later updates. false: the denominator is "
+        "the rollout's probability. It differs by rounding, which alone can move ratios out of a narrow clip "
+        "range",
     )
     use_decoupled_loss: bool = setting(
         False,
-        help="Clip against the proximal policy (prox_logp_method) and weight tokens by proximal / behaviour "
-        "probability (decoupled PPO 2505.24298). Corrects for stale or mismatched rollouts",
+        help="Decoupled PPO (2505.24298): clip the ratio to the policy before the update (proximal policy), and "
+        "multiply the loss of each token by proximal / behaviour probability, where the behaviour policy "
+        "sampled the token. Corrects for rollouts that are stale or computed with other kernels",
     )
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
         "recompute",
-        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: no extra pass; the first update of "
-        "a batch uses its own, later ones interpolate between behaviour and current policy by the row's staleness. "
-        "metrics: recompute, and log the error of loglinear",
+        help="Source of the proximal log-probabilities. recompute: one more forward pass before the update. "
+        "loglinear: no more forward passes; the first update of a batch uses its own log-probabilities, and "
+        "later updates interpolate between the behaviour and the current policy according to the staleness of "
+        "the row. metrics: as recompute, and the error of loglinear is logged",
         only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
         None,
-        help="Mask or truncate extreme weights of use_decoupled_loss. null: neither",
+        help="With use_decoupled_loss: mask tokens whose importance weights are extreme, or clamp their weights. "
+        "null: neither",
         only_with=Needs("use_decoupled_loss", so="tokens have no weights"),
     )
     m2_threshold: float | None = setting(
-        None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
+        None,
+        help="Mask the tokens with the largest log-ratios until the mean square of the other log-ratios is at most "
+        "this (M2PO 2510.01161, which uses 0.04). null: no mask",
+        gt=0,
     )
 
     @forbid(

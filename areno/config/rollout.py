@@ -1,4 +1,4 @@
-"""Settings of sampling, of agents, and of the reward: functions and a reward model. Imports no torch."""
+"""Settings of sampling, the rollout, agents, and the reward: functions and a reward model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
+from areno.config.run import DecoderConfig
 from areno.errors import ConfigError, Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
 from areno.schema.fields import Missing, Needs, Section, as_in, check, forbid, setting, settings, with_sections
@@ -38,13 +39,14 @@ class SamplingConfig(Section):
 
     greedy: bool = setting(
         False,
-        help="Always take the most likely token. In training only with an agent or n_samples=1, as the samples of a "
-        "prompt would be equal otherwise",
+        help="Always take the most likely token. In training this needs an agent or n_samples=1, because all "
+        "samples of a prompt would be equal",
         flag="--greedy",
     )
     top_p: float = setting(
         1.0,
-        help="Sample from the most likely tokens with this total probability",
+        help="Sample only from the smallest set of most likely tokens whose total probability reaches this. 1: all "
+        "tokens",
         gt=0,
         le=1,
         only_with=_DRAWING,
@@ -52,45 +54,56 @@ class SamplingConfig(Section):
     )
     top_k: int = setting(
         -1,
-        help="Sample from the k most likely tokens. -1: from all",
+        help="Sample only from this many most likely tokens. -1: all tokens",
         ge=-1,
         le=_MOST,
         only_with=_DRAWING,
         flag="--top-k",
     )
-    max_new_tokens: int = setting(16, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
-    min_new_tokens: int = setting(0, help="A completion does not end before it has this many tokens", ge=0)
+    max_new_tokens: int = setting(16, help="Maximum number of tokens of a completion", gt=0, flag="--max-new-tokens")
+    min_new_tokens: int = setting(
+        0,
+        help="Minimum number of tokens of a completion. Until then, no end-of-sequence token, stop token or stop "
+        "string ends it",
+        ge=0,
+    )
     temperature: float = setting(
         1.0,
-        help="Softmax temperature, in sampling and in training",
+        help="Softmax temperature, for sampling and for the log-probabilities in training",
         ge=0,
         le=MOST_TEMPERATURE,
         flag="--temperature",
     )
     frequency_penalty: float = setting(
         0.0,
-        help="Lower a token's logit by this for each time that the completion has it already. Not part of logprobs",
+        help="Subtracted from the logit of a token for each time that the token is already in the completion. "
+        "Log-probabilities do not include it",
         ge=-2,
         le=2,
     )
     presence_penalty: float = _edit(
         0.0,
-        help="Lower a token's logit by this once the completion has it. Not part of logprobs",
+        help="Subtracted from the logit of a token if the token is already in the completion. Log-probabilities do "
+        "not include it",
         ge=-2,
         le=2,
     )
     min_p: float = _edit(
         0.0,
-        help="Sample only tokens that are at least this times as likely as the most likely one. Applied before top_k "
-        "and top_p. 0: all",
+        help="Sample only tokens whose probability is at least min_p times the probability of the most likely "
+        "token. Applied before top_k and top_p. 0: all tokens",
         ge=0,
         le=1,
         only_with=_DRAWING,
     )
-    stop: list[str] | None = setting(None, help="Strings that end a completion")
-    stop_token_ids: list[int] | None = setting(None, help="Token ids that end a completion, beside those of the model")
-    ignore_eos: bool = setting(False, help="Continue to max_new_tokens after an end of sequence")
-    skip_special_tokens: bool = setting(True, help="Leave special tokens out of the text that rewards and logs get")
+    stop: list[str] | None = setting(None, help="Strings that end a completion. null: none")
+    stop_token_ids: list[int] | None = setting(
+        None, help="Token ids that end a completion, in addition to the end-of-sequence tokens of the model. null: none"
+    )
+    ignore_eos: bool = setting(False, help="Do not stop at end-of-sequence tokens, but sample max_new_tokens tokens")
+    skip_special_tokens: bool = setting(
+        True, help="Remove special tokens from the text of completions that reward functions and logs get"
+    )
 
     @property
     def is_greedy(self) -> bool:
@@ -162,11 +175,11 @@ def at_temperature(value: Any) -> SamplingConfig:
 class GenerationConfig(SamplingConfig):
     """How completions are sampled."""
 
-    n_samples: int = setting(8, help="Completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
+    n_samples: int = setting(8, help="Number of completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
     max_new_tokens: int = as_in(SamplingConfig, "max_new_tokens", default=3071)
     max_tokens: int | None = setting(
         None,
-        help="Longest prompt plus completion in tokens. null: the model's limit",
+        help="Maximum number of tokens of prompt and completion together. null: the context length of the model",
         gt=0,
         flag="--max-context-len",
     )
@@ -188,6 +201,51 @@ class GenerationConfig(SamplingConfig):
         return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
 
 
+@dataclass(kw_only=True)
+class RolloutConfig(DecoderConfig):
+    """Settings of the decoder in a run, and how a step treats the samples."""
+
+    max_concurrent_rollouts: int | None = setting(
+        None,
+        help="Largest number of sequences that are decoded at the same time. null: batch_size * n_samples",
+        gt=0,
+        flag="--max-running-prompts",
+    )
+    drop_rollout_state: bool = setting(
+        False, help="Free the KV cache and the CUDA graphs between steps", flag="--drop-rollout-state"
+    )
+    enable_thinking: bool | None = setting(
+        None,
+        help="Value of the argument enable_thinking of the chat template. null: the template's own default",
+        flag="--disable-thinking=false",
+    )
+    dynamic_sampling: bool = setting(
+        False,
+        help="Drop prompts whose samples all have the same reward, and sample other prompts in their place (DAPO "
+        "2503.14476 sec. 3.2). With dynamic_bs=true, train on the remaining prompts only",
+    )
+    max_sampling_rounds: int = setting(
+        10,
+        help="Largest number of batches that dynamic_sampling samples per step. After that, the step trains on the "
+        "prompts it has",
+        gt=0,
+        only_with=(
+            Needs("dynamic_sampling", so="no prompts are sampled again"),
+            Needs("dynamic_bs", False, so="a step samples one batch"),
+        ),
+    )
+    dump_to_file: bool = setting(
+        False, help="Record every training sample in rollouts/<step>.jsonl in the folder of the run"
+    )
+    dump_n_samples: int = setting(
+        8,
+        help="Without dump_to_file: number of samples per step that are recorded in rollouts/<step>.jsonl. Whole "
+        "groups are drawn at random. 0: none",
+        ge=0,
+        only_with=Needs("dump_to_file", False, so="all samples are kept"),
+    )
+
+
 VERIFIERS = "verifiers:"
 """The prefix of agent.fn before the name of an environment of the verifiers package."""
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
@@ -199,24 +257,28 @@ class AgentConfig(Section):
 
     fn: str | None = setting(
         None,
-        help="Agent, as file.py[:function] (default: run_agent). It is called with (ctx, batch) and returns "
-        "trajectories. verifiers:NAME is an installed environment of the verifiers package; it brings its data and its "
-        "reward. null: each sample is a single completion",
+        help="Agent function, as file.py[:function] (default: run_agent). It is called as run_agent(ctx, batch) and "
+        "returns trajectories. verifiers:NAME runs an installed environment of the verifiers package, which "
+        "has its own data and reward. null: no agent, each sample is a single completion",
         flag="--agent-fn",
     )
     timeout_s: float = setting(
         300.0,
-        help="Time limit for the agent of one sample, and for each of its requests, in seconds",
+        help="Time limit in seconds for the agent of one sample, and for each request of the agent",
         gt=0,
         le=86400,
         only_with=_AGENT,
         flag="--agent-timeout-s",
     )
     workers: int = setting(
-        2, help="Number of processes that run agents. Each runs many at once", gt=0, le=512, only_with=_AGENT
+        2,
+        help="Number of processes that run agents. Each process runs many agents at the same time",
+        gt=0,
+        le=512,
+        only_with=_AGENT,
     )
     train_tool_results: bool = setting(
-        False, help="Also train the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
+        False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )
 
     @property
@@ -243,18 +305,21 @@ class RewardConfig(Section):
 
     fn: str | list[str] | None = setting(
         None,
-        help="Reward function: file.py[:function] (default: reward_fn) or a built-in one: "
-        f"{', '.join(BUILT_IN_REWARDS)}. A list of several is their weighted sum, and each is a part with metrics of "
-        "its own",
+        help="Reward function: file.py[:function] (default: reward_fn), or a built-in one: "
+        f"{', '.join(BUILT_IN_REWARDS)}. A list of several functions gives their weighted sum, and each function has "
+        "its own metrics",
         flag="--reward-fn-path",
     )
     weights: list[float] | None = setting(
-        None, help="Factors of the functions in the sum, one for each. null: 1 for all", only_with=_FUNCTION
+        None,
+        help="Weights of the reward functions in their sum, one per function. null: all weights are 1",
+        only_with=_FUNCTION,
     )
     path: str | None = setting(
         None,
-        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the actor's "
-        "tokenizer. Its score of the whole row is added to the result of fn",
+        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the same "
+        "tokenizer as the actor. Its score for prompt and completion is added to the reward of fn. null: no "
+        "reward model",
         flag="--reward-ckpt",
     )
     offload: bool = setting(
@@ -264,15 +329,16 @@ class RewardConfig(Section):
     )
     timeout_s: float = setting(
         30.0,
-        help="Time limit for scoring one sample by fn, in seconds. A sample that takes longer counts as a timeout",
+        help="Time limit in seconds for fn to score one sample. A sample that takes longer is recorded as a timeout "
+        "and has no reward",
         gt=0,
         le=86400,
         only_with=_FUNCTION,
     )
     workers: int | None = setting(
         None,
-        help="Number of processes that call fn. null: as many as there are cores for (those the run may use, less one "
-        "for the driver and one for each device), from 2 to 64",
+        help="Number of processes that call fn. null: the number of available CPU cores, minus one for the driver "
+        "and one for each device, but at least 2 and at most 64",
         gt=0,
         le=512,
         only_with=_FUNCTION,

@@ -1,4 +1,4 @@
-"""Settings beside the models: decoding, saving, evaluation, resuming, devices and machines. Imports no torch."""
+"""Settings beside the models: the decoder, saving, evaluation, resuming, devices and machines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,65 +18,36 @@ from areno.services.service import Service
 class DecoderConfig(Section):
     """Memory and speed of the decoder."""
 
-    max_prefill_tokens: int = setting(8192, help="Prompt tokens per forward pass. Longer prompts are split", gt=0)
+    max_prefill_tokens: int = setting(
+        8192, help="Largest number of prompt tokens per forward pass. Longer prompts are split (chunked prefill)", gt=0
+    )
     mem_fraction: float = setting(
-        0.6, help="Share of the memory free after loading that the KV cache may use (CUDA)", gt=0, lt=1
+        0.6,
+        help="The KV cache may use this fraction of the memory that is free after the models are loaded (CUDA)",
+        gt=0,
+        lt=1,
     )
     max_kv_tokens: int | None = setting(
         None,
-        help="Size of the KV cache, in tokens kept in all layers. null: as much as is needed, within mem_fraction",
+        help="Size of the KV cache, in tokens that all layers keep. null: as much as the run needs, within "
+        "mem_fraction",
         gt=0,
     )
     eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
 
 
 @dataclass(kw_only=True)
-class RolloutConfig(DecoderConfig):
-    """Settings of the decoder in a run, and how a step treats the samples."""
-
-    max_concurrent_rollouts: int | None = setting(
-        None,
-        help="Sequences that are decoded at the same time. null: batch_size * n_samples",
-        gt=0,
-        flag="--max-running-prompts",
-    )
-    drop_rollout_state: bool = setting(
-        False, help="Free KV cache and CUDA graphs between steps", flag="--drop-rollout-state"
-    )
-    enable_thinking: bool | None = setting(
-        None, help="Passed to the chat template. null: the template's own default", flag="--disable-thinking=false"
-    )
-    dynamic_sampling: bool = setting(
-        False,
-        help="Drop prompts whose samples all have the same reward, and sample other prompts instead (DAPO 2503.14476 "
-        "sec. 3.2). With dynamic_bs=true, train on the remaining prompts only",
-    )
-    max_sampling_rounds: int = setting(
-        10,
-        help="Batches of prompts that dynamic_sampling may sample per step. After them, train on what there is",
-        gt=0,
-        only_with=(
-            Needs("dynamic_sampling", so="no prompts are sampled again"),
-            Needs("dynamic_bs", False, so="a step samples one batch"),
-        ),
-    )
-    dump_to_file: bool = setting(False, help="Keep every sample of training in rollouts/<step>.jsonl")
-    dump_n_samples: int = setting(
-        8,
-        help="Without dump_to_file: how many samples of each step are kept in rollouts/<step>.jsonl, as whole groups "
-        "that are drawn at random. 0 keeps none",
-        ge=0,
-        only_with=Needs("dump_to_file", False, so="all samples are kept"),
-    )
-
-
-@dataclass(kw_only=True)
 class FrequencyConfig(Section):
     """How often a run saves, evaluates or writes its state. A setting that is null has no effect."""
 
-    freq_steps: int | None = setting(None, help="Every this many steps", gt=0)
-    freq_epochs: int | None = setting(None, help="Every this many epochs", gt=0)
-    freq_secs: float | None = setting(None, help="At the next step once this many seconds have passed", gt=0)
+    freq_steps: int | None = setting(None, help="Interval in steps. null: no interval in steps", gt=0)
+    freq_epochs: int | None = setting(None, help="Interval in epochs. null: no interval in epochs", gt=0)
+    freq_secs: float | None = setting(
+        None,
+        help="Interval in seconds, which takes effect at the end of the step that exceeds it. null: no interval in "
+        "seconds",
+        gt=0,
+    )
 
 
 @dataclass(kw_only=True)
@@ -85,29 +56,37 @@ class RecoverConfig(FrequencyConfig):
 
     mode: Literal["auto", "resume", "off"] = setting(
         "auto",
-        help="auto goes on with the unfinished run of this trial_name, if there is one. resume is an error if there is "
-        "none. off writes no states and never goes on. on is another word for auto, and disabled for off",
+        help="auto: resume the unfinished run of this trial_name, if there is one. resume: the same, but it is an "
+        "error if there is no such run. off: never resume, and write no states. on is the same as auto, and "
+        "disabled the same as off",
         aliases={"on": "auto", "disabled": "off"},
     )
-    freq_epochs: int | None = setting(1, help="Every this many epochs", gt=0)
-    freq_secs: float | None = setting(600.0, help="At the next step once this many seconds have passed", gt=0)
-    keep: int = setting(2, help="How many of the newest states stay. While one is written, there is one more", gt=0)
+    freq_epochs: int | None = setting(1, help="Interval in epochs. null: no interval in epochs", gt=0)
+    freq_secs: float | None = setting(
+        600.0,
+        help="Interval in seconds, which takes effect at the end of the step that exceeds it. null: no interval in "
+        "seconds",
+        gt=0,
+    )
+    keep: int = setting(
+        2, help="Number of newest states to keep on disk. While a state is being written, there is one more", gt=0
+    )
     retries: int = setting(
         3,
-        help="How often a run may start its workers again, after one was lost, and go on from the last state without "
-        "an end of its process",
+        help="How many times a run may restart its worker processes after one was lost, and continue from the last "
+        "state within the same command",
         ge=0,
     )
 
     no_save_optim: bool = setting(
         False,
-        help="Leave the moments of the optimizers out of states, which then take 4 bytes per parameter. A run that "
-        "goes on from one begins with moments of zero; its learning-rate schedule goes on",
+        help="Save states without the moments of the optimizers, with 4 bytes per parameter. A run that resumes "
+        "from such a state starts with moments of zero, but continues its learning-rate schedule",
     )
     no_load_optim: bool = setting(
         False,
-        help="When a run goes on from a state, begin with moments of zero, whatever the state holds. The learning-rate "
-        "schedule goes on",
+        help="When a run is resumed, ignore the optimizer moments in the state and start with moments of zero. The "
+        "learning-rate schedule continues",
     )
 
 
@@ -120,50 +99,55 @@ class SaverConfig(FrequencyConfig):
 
     path: str | None = setting(
         None,
-        help="Folder of the checkpoints, for one run only. In a sweep, each run has a subfolder. null: checkpoints/ in "
-        "the run's folder",
+        help="Folder for the checkpoints of this run. Different runs need different folders. In a sweep, each run "
+        "has a subfolder. null: checkpoints/ in the folder of the run",
         flag="--save-path",
     )
-    freq_steps: int | None = setting(100, help="Every this many steps", gt=0, flag="--save-interval")
+    freq_steps: int | None = setting(
+        100, help="Interval in steps. null: no interval in steps", gt=0, flag="--save-interval"
+    )
     mode: Literal["auto", "sync", "async"] = setting(
         "sync",
-        help="sync: the step waits until its checkpoint is on the disk. async: it waits only until the weights are "
-        "copied to host memory; they are written during the next step. auto: async on CUDA, sync on CPU",
+        help="sync: the step waits until its checkpoint is on disk. async: the step waits until the weights are "
+        "copied to host memory, and they are written to disk during the next step. auto: async on CUDA, sync "
+        "on CPU",
     )
     keep: int | None = setting(
-        None, help="So many newest checkpoints stay, and older ones are removed. null: all stay", gt=0
+        None, help="Number of newest checkpoints to keep. Older ones are removed. null: keep all checkpoints", gt=0
     )
     best_metric: str | None = setting(
         None,
-        help="Scalar that checkpoints are compared by, such as eval/rewards_mean. `best` links to the best one, which "
-        "is never removed. With an eval/* scalar, every checkpoint is evaluated. null: they are not compared",
+        help="Metric by which checkpoints are compared, such as eval/rewards_mean. The link `best` points to the "
+        "best checkpoint, which is never removed. With an eval/ metric, every checkpoint is evaluated. null: "
+        "checkpoints are not compared",
     )
     best_mode: Literal["max", "min"] | None = setting(
         None,
-        help="Whether a large or a small best_metric is good. null: min for a loss, max otherwise",
+        help="Whether larger (max) or smaller (min) values of best_metric are better. null: min for a loss, max for "
+        "other metrics",
         only_with=_COMPARING,
     )
     keep_best: int = setting(
         1,
-        help="So many best checkpoints stay beside the newest",
+        help="Number of best checkpoints to keep, in addition to the newest ones",
         gt=0,
         only_with=(_COMPARING, Needs("keep", so="no checkpoint is removed")),
     )
     merge_adapters: bool = setting(
         False,
-        help="With actor.use_lora: checkpoints are whole models, with the adapters merged into the weights. Without it "
-        "they are folders of peft that hold the adapters only",
+        help="With actor.use_lora. true: checkpoints are whole models, with the adapters merged into the weights. "
+        "false: checkpoints are peft folders that contain the adapters only",
         only_with=Needs("actor.use_lora", so="there are no adapters"),
     )
     push_to_hub: str | None = setting(
         None,
-        help="Model repository (owner/name) of the Hugging Face hub that every checkpoint is uploaded to, beside the "
-        "run. Needs a token in the environment variable HF_TOKEN. In a sweep, each run has its own, with its number at "
-        "the end of the name. null: none",
+        help="Model repository of the Hugging Face hub (owner/name). Every checkpoint is uploaded to it while the "
+        "run continues. Needs a token in the environment variable HF_TOKEN. In a sweep, each run has its own "
+        "repository, with the number of the run at the end of the name. null: no upload",
     )
     hub_private: bool = setting(
         True,
-        help="Make the repository of push_to_hub private if it does not exist yet",
+        help="If the repository of push_to_hub does not exist yet, create a private one",
         only_with=Needs("push_to_hub", so="nothing is uploaded"),
     )
 
@@ -180,26 +164,27 @@ _EARLY_STOPPING = Needs("patience", so="the run is not ended early")
 class EvaluatorConfig(FrequencyConfig):
     """When the model is evaluated on valid_dataset. A run with a valid_dataset always evaluates at its end."""
 
-    eval_before_train: bool = setting(False, help="Also evaluate before the first step")
+    eval_before_train: bool = setting(False, help="Also evaluate before the first training step")
     patience: int | None = setting(
         None,
-        help="End the run after this many evaluations in a row without an improvement of metric (early stopping). "
-        "null: never",
+        help="Early stopping: end the run after this many evaluations in a row in which metric did not improve. "
+        "null: no early stopping",
         gt=0,
     )
     metric: str | None = setting(
         None,
-        help="What has to improve: the name of an eval/ metric, such as accuracy, or gsm8k/accuracy for one of several "
-        "sets. null: rewards_mean (RL) or loss (SFT, DPO)",
+        help="Metric for early stopping: the name of an eval/ metric without eval/, such as accuracy, or "
+        "gsm8k/accuracy for one of several evaluation sets. null: rewards_mean (RL) or loss (SFT, DPO)",
         only_with=_EARLY_STOPPING,
     )
     mode: Literal["max", "min"] | None = setting(
         None,
-        help="Whether more or less of metric is better. null: less of a loss, more of anything else",
+        help="Whether larger (max) or smaller (min) values of metric are better. null: min for a loss, max for "
+        "other metrics",
         only_with=_EARLY_STOPPING,
     )
     min_delta: float = setting(
-        0.0, help="A smaller change of metric than this is no improvement", ge=0, only_with=_EARLY_STOPPING
+        0.0, help="Smallest change of metric that counts as an improvement", ge=0, only_with=_EARLY_STOPPING
     )
 
     @forbid(
@@ -289,56 +274,64 @@ ALONE = Layout()
 class EngineConfig(Section):
     """Devices and processes."""
 
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", help="Device type. auto uses cuda if it is available")
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", help="Device type. auto: cuda if it is available, else cpu"
+    )
     world_size: int | None = setting(
-        None, help="Number of devices. null: every visible one, and one on CPU", gt=0, flag="--world-size"
+        None,
+        help="Number of devices. null: all visible GPUs, or one CPU device",
+        gt=0,
+        flag="--world-size",
     )
     tp_size: int = setting(
         1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size"
     )
     cp_size: int = setting(
         1,
-        help="Number of model copies that train each row together, each with a part of its tokens (context parallel). "
-        "For rows that are too long for one copy. Rollout does not use it",
+        help="Number of model copies that train each row together, each with a part of the tokens (context "
+        "parallel). For rows that are too long for one copy. It has no effect on rollout",
         gt=0,
     )
     zero_stage: Literal[0, 1, 2] = setting(
         1,
-        help="What copies of a trained model divide among them (ZeRO 1910.02054). 0: nothing. 1: fp32 masters and "
-        "moments. 2: the gradients of its layers, too, at the price of communication in every micro-batch. It changes "
-        "memory use and speed, not the result",
+        help="What the data-parallel copies of a trained model shard among them (ZeRO 1910.02054). 0: nothing. 1: "
+        "fp32 masters and optimizer moments. 2: also the gradients of the layers, which costs communication in "
+        "every micro-batch. It changes memory use and speed, but not the result",
     )
     sequence_parallel: bool | None = setting(
         None,
-        help="With tp_size, divide what lies between the matrix products of a layer by tokens (sequence parallel, "
-        "2205.05198), in training only. It takes less memory and does not change the result. null: yes, unless exact",
+        help="With tp_size above 1: shard the activations between the matrix products of a layer over the tokens "
+        "(sequence parallel, 2205.05198). Used in training only. It takes less memory and does not change the "
+        "result. null: true, unless exact is true",
     )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
-        help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "
-        "inline for one CPU device",
+        help="inline: run the only device in the driver process. spawn: start one process per device. auto: inline "
+        "for a single CPU device, else spawn",
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
-        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch. GPUs below "
-        "compute capability 8.0 always run native",
+        help="Attention kernels in training and prefill. flash: the flash-attn package. native and auto: the "
+        "kernels of torch, which include flash attention. GPUs below compute capability 8.0 always use torch",
         flag="--attn-backend",
     )
     exact: bool = setting(
         False,
-        help="Compute each token in one order of operations, so that the log-probability of a sampled token has the "
-        "same bits in rollout and in training. The run ends where one does not",
+        help="Compute each token in a fixed order of operations, so that the log-probabilities of sampled tokens "
+        "are bit-identical in rollout and training. The run ends if they are not",
     )
     deterministic: bool = setting(
         False,
-        help="Two runs of the same configuration on the same machine are equal bit for bit: weights, moments, samples "
-        "and all metrics but times and memory. It costs some speed",
+        help="Make two runs of the same configuration on the same machine bit-identical: weights, optimizer "
+        "moments, samples and all metrics except times and memory. Runs are somewhat slower",
     )
-    dummy_load: bool = setting(False, help="Random weights in all models, for benchmarks. No folder needs weight files")
+    dummy_load: bool = setting(
+        False, help="Use random weights in all models, for benchmarks. The model folders need no weight files"
+    )
     stall_timeout_s: float | None = setting(
         600.0,
-        help="End what makes no progress for so many seconds, and show where it hangs. Every decoding step and every "
-        "micro-batch is progress. null: wait for ever",
+        help="If a worker process makes no progress for this many seconds, end the process and report where it "
+        "hangs. Every decoding step and every micro-batch counts as progress. null: no limit",
         gt=0,
         le=86400,
     )
@@ -386,14 +379,15 @@ class ClusterConfig(Section):
 
     fileroot: str = setting(
         "outputs",
-        help="Folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or time>. With several "
-        "nodes, all of them must see it",
+        help="Root folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or time>. A run on "
+        "several nodes needs a folder that all nodes share",
     )
-    n_nodes: int = setting(1, help="Machines of the run. More than one needs scheduler.type=ray", gt=0)
+    n_nodes: int = setting(1, help="Number of machines of the run. More than one needs scheduler.type=ray", gt=0)
     n_gpus_per_node: int | None = setting(
         None,
-        help="Devices of the run on each node; on a CPU, worker processes. null: an even share of engine.world_size. "
-        "If that is null, too: every GPU, and one copy of the model on a CPU",
+        help="Number of devices (GPUs, or worker processes on a CPU) that the run uses on each node. null: "
+        "engine.world_size divided by n_nodes. If engine.world_size is null, too: all GPUs of a node, or one "
+        "copy of the model on a CPU",
         gt=0,
     )
 
@@ -409,13 +403,15 @@ class SchedulerConfig(Section):
 
     type: Literal["local", "ray"] = setting(
         "local",
-        help="local: on this machine. ray: on the nodes of the Ray cluster of RAY_ADDRESS, or of the one that runs on "
-        "this machine. Without one, Ray is started here for a run on one node",
+        help="local: start the worker processes on this machine. ray: start them on the nodes of a Ray cluster. "
+        "This is the cluster of the environment variable RAY_ADDRESS, or the one that runs on this machine. If "
+        "there is none, a run on one node starts Ray itself",
     )
     setup_timeout: float = setting(
         30.0,
-        help="With type=ray: so many seconds to wait for nodes that the cluster lacks, at the start and after one was "
-        "lost. Then the start is refused, and a run that has begun goes on with what is left",
+        help="With type=ray: how many seconds to wait for nodes that are missing, at the start or after a node was "
+        "lost. After that, a run that has not begun ends with an error, and a run that has begun continues on "
+        "the remaining nodes",
         ge=0,
         only_with=Needs("type", "ray", so="no nodes are waited for"),
     )
@@ -427,7 +423,8 @@ class TensorBoardConfig(Section):
 
     path: str | None = setting(
         None,
-        help="Folder of the event files. In a sweep, each run has a subfolder. null: tensorboard/ in the run's folder",
+        help="Folder of the TensorBoard event files. In a sweep, each run has a subfolder. null: tensorboard/ in "
+        "the folder of the run",
         flag="--metrics-log-dir",
     )
 
@@ -447,14 +444,15 @@ class StatsLoggerConfig(Section):
 
     console: Literal["auto", "live", "lines", "full", "quiet"] = setting(
         "auto",
-        help="What stderr shows. live: a display that is kept up to date on a terminal. lines: one line for each step. "
-        "full: all lines of logs/run.log. quiet: only warnings and errors. auto is live on a terminal, lines elsewhere",
+        help="What is printed to stderr. live: a display that is updated in place on a terminal. lines: one line "
+        "per step. full: all lines of logs/run.log. quiet: warnings and errors only. auto: live on a terminal, "
+        "lines otherwise",
     )
-    tensorboard: TensorBoardConfig = setting(factory=TensorBoardConfig, help="TensorBoard")
+    tensorboard: TensorBoardConfig = setting(factory=TensorBoardConfig, help="TensorBoard event files")
     trackers: dict[str, Any] = setting(
         factory=dict,
-        help="Trackers of other installed packages (entry points of the group areno.trackers): a name, and a mapping "
-        "of the settings that the tracker declares",
+        help="Trackers of other installed packages (entry points of the group areno.trackers), as a mapping from "
+        "the name of a tracker to its settings",
     )
 
     @check

@@ -138,9 +138,14 @@ class ClipRange(Surrogate):
     """
 
     eps_clip: float = setting(
-        0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--clip-eps"
+        0.2, help="Clip range: the ratio is clipped to [1 - eps_clip, 1 + eps_clip]", gt=0, flag="--clip-eps"
     )
-    eps_clip_higher: float | None = setting(None, help="Upper clip range, if different (DAPO 2503.14476)", gt=0)
+    eps_clip_higher: float | None = setting(
+        None,
+        help="Upper clip range: the ratio is clipped to [1 - eps_clip, 1 + eps_clip_higher] (DAPO 2503.14476). "
+        "null: eps_clip",
+        gt=0,
+    )
 
     def bounds(self) -> tuple[float, float]:
         """Return the least and the greatest ratio that are not clipped."""
@@ -167,7 +172,11 @@ class Clip(ClipRange):
     """
 
     c_clip: float | None = setting(
-        None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
+        None,
+        help="Dual clip (1912.09729): for negative advantages A, the loss of a token is at most -c_clip * A. null: "
+        "no dual clip",
+        gt=1,
+        flag="--clip-ratio-c",
     )
 
     def surrogate_loss(
@@ -219,8 +228,8 @@ class SAPO(Surrogate):
         sapo_tau_neg: Temperature for other advantages.
     """
 
-    sapo_tau_pos: float = setting(1.0, help="Temperature of the SAPO gate for positive advantages", gt=0)
-    sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for negative advantages", gt=0)
+    sapo_tau_pos: float = setting(1.0, help="Temperature of the SAPO gate for tokens with positive advantages", gt=0)
+    sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for tokens with negative advantages", gt=0)
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the gated loss. `logprobs` is not used."""
@@ -246,11 +255,12 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     surrogate: SurrogateName = setting(
         "clip",
-        help="How the loss uses the ratio. clip: PPO's clip (1707.06347 eq. 7). cispo: clip the gradient's weight, not "
-        "the objective (CISPO 2506.13585 eq. 4). sapo: a soft gate in place of the clip (SAPO 2511.20347)",
+        help="How the loss uses the importance ratio. clip: PPO's clipped objective (1707.06347 eq. 7). cispo: the "
+        "clipped ratio is a constant weight of each token's gradient (CISPO 2506.13585 eq. 4). sapo: a soft "
+        "gate in place of the clip (SAPO 2511.20347)",
     )
-    use_cispo_loss: bool | None = setting(None, help="true: another name of surrogate=cispo")
-    use_sapo_loss: bool | None = setting(None, help="true: another name of surrogate=sapo")
+    use_cispo_loss: bool | None = setting(None, help="true is the same as surrogate=cispo")
+    use_sapo_loss: bool | None = setting(None, help="true is the same as surrogate=sapo")
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.models import LoraConfig, MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
-from areno.config.run import DecoderConfig, EngineConfig, Layout, RolloutConfig
+from areno.config.rollout import RolloutConfig
+from areno.config.run import DecoderConfig, EngineConfig, Layout
 from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor
@@ -63,26 +64,34 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
     router_aux_loss_coef: float = as_in(ModelConfig, "router_aux_loss_coef")
     routing_replay: bool = as_in(PolicyConfig, "routing_replay")
     max_tokens_per_mb: int | None = as_in(MicroBatchSpec, "max_tokens_per_mb")
-    drop_rollout_state: bool = setting(False, help="free KV cache and graphs at the end of each session")
+    drop_rollout_state: bool = setting(
+        False, help="free the KV cache and the CUDA graphs at the end of each rollout session"
+    )
     enable_thinking: bool | None = as_in(RolloutConfig, "enable_thinking")
-    tokenizer_path: str | None = setting(None, help="tokenizer folder or hub id; null = the Trainer's model_path")
+    tokenizer_path: str | None = setting(
+        None, help="folder or hub id of the tokenizer; null = the Trainer's model_path"
+    )
     allow_control_tokens: bool = as_in(ExperimentConfig, "allow_control_tokens")
-    seed: int = setting(1, help="of rollouts and random weights", ge=0)
+    seed: int = setting(1, help="seed of sampling and of random weights", ge=0)
 
 
 @dataclass(kw_only=True)
 class BackendSettings(Section):
     """An ArenoConfig, checked."""
 
-    model_path: str | None = setting(None, help="weights in place of the Trainer's model_path")
+    model_path: str | None = setting(
+        None, help="folder or hub id of weights to load in place of the Trainer's model_path"
+    )
     tp_size: int = setting(1, help="ranks that share one copy of the model", gt=0)
-    dp_size: int | None = setting(None, help="copies of the model", gt=0)
-    devices: list[int] | None = setting(None, help="CUDA device ids")
-    dummy_load: bool = setting(False, help="random weights in every model")
+    dp_size: int | None = setting(None, help="number of copies of the model (data parallel)", gt=0)
+    devices: list[int] | None = setting(None, help="ids of the CUDA devices to use")
+    dummy_load: bool = setting(False, help="use random weights in every model")
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="optimizer and learning-rate schedule")
     runtime: RuntimeConfig = setting(factory=RuntimeConfig, help="processes, memory, precision")
-    max_running_prompts: int | None = setting(None, help="samples decoded at once", gt=0)
-    decode_progress_interval_s: float = setting(10.0, help="seconds between log lines", gt=0)
+    max_running_prompts: int | None = setting(None, help="number of samples that are decoded at the same time", gt=0)
+    decode_progress_interval_s: float = setting(
+        10.0, help="seconds between log lines that show the progress of decoding", gt=0
+    )
 
     @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
     def not_different_ids(self) -> bool:
@@ -95,9 +104,9 @@ class BackendSettings(Section):
 class TrainerSettings(Section):
     """The arguments of a Trainer, checked."""
 
-    world_size: int = setting(help="ranks", gt=0)
+    world_size: int = setting(help="number of ranks, each with one device", gt=0)
     model_path: str = setting(help="model folder or hub id")
-    metrics_log_dir: str | None = setting(None, help="folder of TensorBoard files")
+    metrics_log_dir: str | None = setting(None, help="folder of TensorBoard event files")
     custom_config: BackendSettings = setting(factory=BackendSettings, help="an areno.ArenoConfig")
 
     @forbid("model_path", "is empty; a model folder or hub id is expected")

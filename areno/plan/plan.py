@@ -21,8 +21,8 @@ from areno.config.experiments import (
     PreferenceExperimentConfig,
 )
 from areno.config.models import ModelConfig
-from areno.config.rollout import GenerationConfig
-from areno.config.run import EngineConfig, RolloutConfig
+from areno.config.rollout import GenerationConfig, RolloutConfig
+from areno.config.run import EngineConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable

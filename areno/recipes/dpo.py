@@ -30,18 +30,20 @@ class DPOActorConfig(ModelConfig):
 
     beta: float = setting(
         0.1,
-        help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)",
+        help="Beta of DPO: factor on the margin between chosen and rejected. A larger beta keeps the policy closer "
+        "to ref. With loss_type=ipo, tau of IPO",
         gt=0,
         flag="--dpo-beta",
     )
     loss_type: Literal["sigmoid", "ipo"] = setting(
         "sigmoid",
-        help="sigmoid is DPO (2305.18290 eq. 7). ipo is IPO (2310.12036 eq. 17), with log-probabilities averaged "
-        "over tokens",
+        help="sigmoid: DPO (2305.18290 eq. 7). ipo: IPO (2310.12036 eq. 17), with log-probabilities averaged over "
+        "tokens",
     )
     label_smoothing: float = setting(
         0.0,
-        help="Assumed probability that chosen and rejected are swapped (conservative DPO). For sigmoid only",
+        help="Assumed probability that the labels chosen and rejected are swapped (conservative DPO). For "
+        "loss_type=sigmoid only",
         ge=0,
         lt=0.5,
     )

@@ -33,10 +33,14 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
 
     reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
         "seq_mean_token_mean",
-        help="How token losses become one number: as in the GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
+        help="How the token losses become the loss of the step. seq_mean_token_mean: mean over the tokens of each "
+        "row, then over rows (GRPO). token_mean: mean over all tokens (DAPO). seq_mean_token_sum_norm: sum "
+        "over the tokens of each row divided by max_new_tokens, then mean over rows (Dr.GRPO)",
     )
     importance_sampling_level: Literal["token", "sequence"] = setting(
-        "token", help="sequence: the row's ratio with each token's gradient (GSPO-token 2507.18071 eq. 13)"
+        "token",
+        help="token: each token has its own importance ratio. sequence: the ratio has the value of the whole row "
+        "and the gradient of the token (GSPO-token 2507.18071 eq. 13)",
     )
 
     @property
@@ -69,7 +73,7 @@ class GRPOActorConfig(TokenPolicyConfig):
     """The actor of GRPO (2402.03300)."""
 
     eps_clip: float = setting(
-        0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--grpo-clip-eps"
+        0.2, help="Clip range: the ratio is clipped to [1 - eps_clip, 1 + eps_clip]", gt=0, flag="--grpo-clip-eps"
     )
 
 

@@ -32,7 +32,10 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
     """The actor of GSPO (2507.18071). Its ratio is that of the whole sequence, so the clip range is much smaller."""
 
     eps_clip: float = setting(
-        3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--gspo-clip-eps"
+        3e-4,
+        help="Clip range: the ratio of the whole row is clipped to [1 - eps_clip, 1 + eps_clip]",
+        gt=0,
+        flag="--gspo-clip-eps",
     )
 
     @property

@@ -36,20 +36,38 @@ class PPOActorConfig(TokenPolicyConfig):
     """The actor of PPO (1707.06347). Advantages come from the critic by GAE (1506.02438)."""
 
     c_clip: float | None = setting(
-        3.0, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
+        3.0,
+        help="Dual clip (1912.09729): for negative advantages A, the loss of a token is at most -c_clip * A. null: "
+        "no dual clip",
+        gt=1,
+        flag="--clip-ratio-c",
     )
     reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
         "token_mean",
-        help="How token losses become one number, as in the GRPO paper, DAPO or Dr.GRPO (sum / max_new_tokens)",
+        help="How the token losses become the loss of the step. seq_mean_token_mean: mean over the tokens of each "
+        "row, then over rows (GRPO). token_mean: mean over all tokens (DAPO). seq_mean_token_sum_norm: sum "
+        "over the tokens of each row divided by max_new_tokens, then mean over rows (Dr.GRPO)",
     )
-    kl_ctl: float = setting(0.001, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
+    kl_ctl: float = setting(
+        0.001,
+        help="Coefficient of the KL divergence to the reference model (ref). 0: no KL term",
+        ge=0,
+        flag="--kl-loss-coef",
+    )
     adv_norm: NormConfig | None = setting(
         factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
-        help="Normalisation of the advantages over the response tokens (whitening). null: as they are",
+        help="Normalisation of the advantages over all response tokens of the batch (whitening). null: advantages "
+        "are not normalised",
     )
-    discount: float = setting(1.0, help="Discount of later rewards, per token", gt=0, le=1, flag="--gamma")
+    discount: float = setting(
+        1.0, help="Discount factor (gamma) of later rewards, per token", gt=0, le=1, flag="--gamma"
+    )
     gae_lambda: float = setting(
-        0.95, help="Lambda of GAE. 0 relies on the critic, 1 on the rewards", ge=0, le=1, flag="--lam"
+        0.95,
+        help="Lambda of GAE. 0: advantages depend mostly on the critic. 1: they depend mostly on the rewards",
+        ge=0,
+        le=1,
+        flag="--lam",
     )
 
     @forbid("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
@@ -64,7 +82,8 @@ class PPOConfig(CriticExperimentConfig):
 
     actor: PPOActorConfig = setting(help="The policy")
     ref: RefConfig | None = setting(
-        factory=RefConfig, help="Frozen reference model for the KL. null: none, which needs actor.kl_ctl=0"
+        factory=RefConfig,
+        help="Frozen reference model for the KL term. null: no reference model, which needs actor.kl_ctl=0",
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:

@@ -183,8 +183,8 @@ class FormatReward(Reward):
     name = "format"
     pattern: str = setting(
         THINK,
-        help="Regular expression (Python, dot matches newlines) that the whole completion has to match. The default is "
-        "<think>...</think> and an answer; the opening tag may be missing",
+        help="Python regular expression that the whole completion must match. The dot also matches newlines. The "
+        "default requires <think>...</think> and an answer after it; the opening tag may be missing",
     )
 
     @check
@@ -205,10 +205,15 @@ class LengthReward(Reward):
     """1 between two lengths, and less the farther a completion is from them."""
 
     name = "length"
-    min_tokens: int | None = setting(None, help="Shortest completion that gets 1. null: 0", gt=0)
-    max_tokens: int | None = setting(None, help="Longest completion that gets 1. null: no limit", gt=0)
+    min_tokens: int | None = setting(None, help="Shortest completion that gets reward 1, in tokens. null: 0", gt=0)
+    max_tokens: int | None = setting(
+        None, help="Longest completion that gets reward 1, in tokens. null: no limit", gt=0
+    )
     margin_tokens: int = setting(
-        0, help="Outside of the limits the reward falls evenly, to 0 at so many tokens. 0: at once", ge=0
+        0,
+        help="Number of tokens outside of the limits over which the reward falls linearly from 1 to 0. 0: the "
+        "reward is 0 directly outside of the limits",
+        ge=0,
     )
 
     @forbid("min_tokens", "is {self.min_tokens}, more than max_tokens={self.max_tokens}")
@@ -243,8 +248,8 @@ class JsonReward(Reward):
     name = "json"
     schema: str | None = setting(
         None,
-        help="File with the JSON schema of rows that have no field schema (needs the package jsonschema). null: any "
-        "JSON",
+        help="File with the JSON schema for rows that have no field schema (needs the package jsonschema). null: "
+        "any JSON gets reward 1",
     )
 
     def prepare(self) -> Reward:
@@ -321,9 +326,11 @@ class CodeReward(Reward):
     """1 if the program in the completion passes the tests of its row, else 0. Linux only. See code_reward.py."""
 
     name = "code"
-    timeout_s: float = setting(10.0, help="Time limit for all tests of a sample, in seconds", gt=0, le=3600)
-    memory_mb: int = setting(1024, help="Memory that each process of the program may use, in MiB", ge=64)
-    partial: bool = setting(False, help="The reward is the share of tests that pass")
+    timeout_s: float = setting(10.0, help="Time limit in seconds for all tests of a sample together", gt=0, le=3600)
+    memory_mb: int = setting(1024, help="Memory limit in MiB for each process of the tested program", ge=64)
+    partial: bool = setting(
+        False, help="true: the reward is the share of tests that pass. false: the reward is 1 if all tests pass, else 0"
+    )
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
         """Require that the tests end before the limit of the sample."""

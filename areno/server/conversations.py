@@ -194,8 +194,8 @@ class Conversations:
         threads: Worker threads of `prompt_async`. None creates a new pool.
 
     Attributes:
-        cache: Key of a conversation -> the sampled turn that ends the conversation, or the prompt of its first turn, which
-            the samples of a prompt share.
+        cache: Key of a conversation -> the sampled turn that ends the conversation, or the prompt of its first turn,
+            which the samples of a prompt share.
     """
 
     def __init__(

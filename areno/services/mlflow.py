@@ -22,15 +22,18 @@ class MlflowConfig(Section):
     """Settings of MLflow (pip install 'areno[mlflow]')."""
 
     mode: Literal["disabled", "local", "online"] = setting(
-        "disabled", help="local writes to a folder or a database, for mlflow ui. online sends to a server"
+        "disabled",
+        help="disabled: off. local: write to a folder or a database, which mlflow ui shows. online: send to a "
+        "tracking server",
     )
     tracking_uri: str | None = setting(
         None,
-        help="local: the folder, or sqlite:///file.db, which needs the whole package mlflow; null is mlruns/ in "
-        "cluster.fileroot. online: address of the server; null is MLFLOW_TRACKING_URI in the environment",
+        help="With mode=local: the folder, or sqlite:///file.db, which needs the full mlflow package. null: mlruns/ "
+        "in cluster.fileroot. With mode=online: the address of the server. null: the environment variable "
+        "MLFLOW_TRACKING_URI",
     )
-    project: str | None = setting(None, help="Name of the experiment. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run. null: that of its folder")
+    project: str | None = setting(None, help="Name of the MLflow experiment. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run in MLflow. null: the name of its folder")
 
     @forbid("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
     def server_of_local(self) -> bool:

@@ -20,12 +20,12 @@ class SwanlabConfig(Section):
 
     mode: Literal["cloud", "local", "offline", "disabled"] = setting(
         "disabled",
-        help="cloud sends the scalars. offline writes them to logdir, for swanlab sync. local writes them to logdir, "
-        "for swanlab watch (pip install 'swanlab[dashboard]')",
+        help="disabled: off. cloud: send the metrics to SwanLab. offline: write them to logdir, for swanlab sync. "
+        "local: write them to logdir, for swanlab watch (pip install 'swanlab[dashboard]')",
     )
-    project: str | None = setting(None, help="Name of the project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run. null: that of its folder")
-    logdir: str | None = setting(None, help="Folder of its files. null: swanlab/ in the run's folder")
+    project: str | None = setting(None, help="Name of the SwanLab project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run in SwanLab. null: the name of its folder")
+    logdir: str | None = setting(None, help="Folder of SwanLab's files. null: swanlab/ in the folder of the run")
 
 
 class Swanlab(Service):

@@ -17,11 +17,14 @@ class TrackioConfig(Section):
 
     mode: Literal["disabled", "local", "online"] = setting(
         "disabled",
-        help="local keeps the scalars on this machine, for trackio show; online also sends them to a Space",
+        help="disabled: off. local: keep the metrics on this machine, for trackio show. online: also send them to a "
+        "Space",
     )
-    project: str | None = setting(None, help="Name of the project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run. null: that of its folder")
-    space_id: str | None = setting(None, help="Space of the Hugging Face hub (owner/name) that mode=online sends to")
+    project: str | None = setting(None, help="Name of the Trackio project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run in Trackio. null: the name of its folder")
+    space_id: str | None = setting(
+        None, help="Space of the Hugging Face hub (owner/name) that mode=online sends the metrics to"
+    )
 
     @check
     def space_of_the_mode(self) -> Iterator[Problem]:

@@ -19,17 +19,18 @@ class WandbConfig(Section):
 
     mode: Literal["online", "offline", "disabled", "shared"] = setting(
         "disabled",
-        help="online sends the scalars. offline writes them to wandb/ in the run's folder, for wandb sync. shared is "
-        "online, and other processes may write to the same run meanwhile (its id is in trackers.json)",
+        help="disabled: off. online: send the metrics to the server. offline: write them to wandb/ in the folder of "
+        "the run, for wandb sync. shared: as online, and other processes may write to the same wandb run at "
+        "the same time (its id is in trackers.json)",
     )
-    wandb_base_url: str | None = setting(None, help="Address of a server of your own. null: that of wandb")
-    entity: str | None = setting(None, help="User or team that the run belongs to. null: that of the key")
-    project: str | None = setting(None, help="Name of the project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run. null: that of its folder")
-    job_type: str | None = setting(None, help="Kind of run, to sort by")
-    group: str | None = setting(None, help="Group of runs that it is shown with. null: its sweep, if it is part of one")
-    notes: str | None = setting(None, help="A longer description")
-    tags: list[str] | None = setting(None, help="Words to filter by")
+    wandb_base_url: str | None = setting(None, help="Address of your own wandb server. null: wandb's default server")
+    entity: str | None = setting(None, help="User or team that owns the wandb run. null: the default of the API key")
+    project: str | None = setting(None, help="Name of the wandb project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run in wandb. null: the name of its folder")
+    job_type: str | None = setting(None, help="Job type of the wandb run, by which runs can be grouped")
+    group: str | None = setting(None, help="Group of the wandb run. null: the sweep of the run, if it is part of one")
+    notes: str | None = setting(None, help="Longer description of the wandb run")
+    tags: list[str] | None = setting(None, help="Tags of the wandb run")
 
 
 class Wandb(Service):

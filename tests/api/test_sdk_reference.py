@@ -200,7 +200,8 @@ def test_construction_loads_nothing() -> None:
 def test_runtime_keys_are_those_of_recipes() -> None:
     from areno.config.experiments import ExperimentConfig
     from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
-    from areno.config.run import EngineConfig, RolloutConfig
+    from areno.config.rollout import RolloutConfig
+    from areno.config.run import EngineConfig
     from areno.plan.backend import RuntimeConfig
 
     theirs: dict[str, Any] = {}

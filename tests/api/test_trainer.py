@@ -10,7 +10,7 @@ import pytest
 from areno.api.session import RolloutSession
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec
-from areno.config.run import RolloutConfig
+from areno.config.rollout import RolloutConfig
 from areno.errors import EngineError
 from areno.loss_fns.sft import sft_loss_fn
 from areno.plan.plan import TrainerPlan

@@ -81,7 +81,7 @@ def test_everything_wrong_is_reported_together():
     )
     assert found == {
         "lr": "unknown key; did you mean actor.optimizer.lr?",
-        "experiment_name": "missing (Name of the experiment's folder, which holds its runs)",
+        "experiment_name": "missing (Name of the experiment, and of the folder that holds its runs)",
         "trial_name": "is 'a/b'; a printable folder name without '/' is expected",
         "seed": "is true; an integer is expected",
         "engine.tp_size": "is 3, which does not divide the number of devices, 4 (engine.world_size)",

@@ -9,7 +9,7 @@ import pytest
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import PolicyExperimentConfig
 from areno.config.models import PolicyConfig
-from areno.config.run import RolloutConfig
+from areno.config.rollout import RolloutConfig
 from areno.errors import ArenoError, ConfigError
 from areno.recipes.sft import SFTConfig
 from areno.tracking.recorder import open_trackers
