@@ -109,10 +109,10 @@ def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], 
     """Yield the rows whose prompts lie in the same KV blocks. `shareable` maps a prompt length to shared positions."""
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        held, n_blocks = sequence.held, shareable(sequence.n_prompt) // block_size
-        if n_blocks > held.n_behind[0]:  # a block that was released may be anybody's
+        block_tables, n_blocks = sequence.block_tables, shareable(sequence.n_prompt) // block_size
+        if n_blocks > block_tables.n_skipped[0]:  # a block that was released may be anybody's
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
-            rows.setdefault(held.stacks[0][n_blocks - 1], []).append(row)
+            rows.setdefault(block_tables.group_blocks[0][n_blocks - 1], []).append(row)
     return rows.values()
 
 

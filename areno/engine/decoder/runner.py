@@ -70,12 +70,17 @@ def _of_group(
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
-        held = chunk.prefill.leader.held
-        stacks, n_behind = held.stacks[index][: blocks.blocks_for(chunk.end)], held.n_behind[index]
-        first = 0 if from_the_first else group.first_seen(chunk.start, size)
-        blocks_TW = np.full((group.n_tables, len(stacks)), blocks.scratch, dtype=np.int64)
-        own = stacks[n_behind:]
-        blocks_TW[:, n_behind:] = own if group.n_tables == 1 else np.array([blocks.stack(each) for each in own]).T
+        block_tables = chunk.prefill.leader.block_tables
+        group_blocks, n_skipped = (
+            block_tables.group_blocks[index][: blocks.blocks_for(chunk.end)],
+            block_tables.n_skipped[index],
+        )
+        first = 0 if from_the_first else group.first_visible(chunk.start, size)
+        blocks_TW = np.full((group.n_tables, len(group_blocks)), blocks.scratch, dtype=np.int64)
+        own = group_blocks[n_skipped:]
+        blocks_TW[:, n_skipped:] = (
+            own if group.n_tables == 1 else np.array([blocks.physical_blocks(each) for each in own]).T
+        )
         position = np.arange(first * size, chunk.end)
         places_TM = blocks_TW[:, position // size] * size + position % size
         keys.append(places_TM)
@@ -240,11 +245,11 @@ class Runner:
 
     def _upload_slots(self, sequences: list[Sequence]) -> None:
         """Send new entries of block tables, and the settings of sequences with a new slot."""
-        new = [sequence for sequence in sequences if sequence.held.n_uploaded == 0]
+        new = [sequence for sequence in sequences if sequence.block_tables.n_uploaded == 0]
         entries: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
-            if sequence.held.n_uploaded * self.blocks.block_size < sequence.held.room:
-                entries += sequence.held.new_entries(sequence.slot)
+            if sequence.block_tables.n_uploaded * self.blocks.block_size < sequence.block_tables.capacity:
+                entries += sequence.block_tables.new_entries(sequence.slot)
         if entries:
             tables, slots, columns, blocks = self._upload_columns(entries)
             self.cache.tables[tables, slots, columns] = blocks.int()

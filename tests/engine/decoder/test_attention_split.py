@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager, HeldBlocks
+from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.fixed_order import SPAN, border
 from areno.kernels.paged import most_rows
@@ -32,8 +32,11 @@ def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int
         )
         sequence.n_kv = n_prompt + own
         n_own = -(-sequence.n_kv // SIZE) - n_shared
-        sequence.held = HeldBlocks(BlockManager(1, SIZE))
-        sequence.held.stacks[0] = [*range(first_block, first_block + n_shared), *range(own_block, own_block + n_own)]
+        sequence.block_tables = BlockTables(BlockManager(1, SIZE))
+        sequence.block_tables.group_blocks[0] = [
+            *range(first_block, first_block + n_shared),
+            *range(own_block, own_block + n_own),
+        ]
         own_block += n_own
         made.append(sequence)
     return made

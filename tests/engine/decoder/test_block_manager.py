@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from areno.engine.decoder.block_manager import EMPTY_PREFIX, BlockManager, Match
+from areno.engine.decoder.block_manager import EMPTY_PREFIX, BlockManager, PrefixMatch
 
 
 def fill(manager: BlockManager, tokens: list[int]) -> list[int]:
@@ -26,8 +26,8 @@ def test_only_the_exact_prefix_is_found() -> None:
     assert manager.match([1, 2, 3, 4, 9, 9], 3).found() == blocks[:2]
     assert manager.match([1, 2, 3, 4, 9, 9], 1).found() == blocks[:1]
     # The same tokens after another prefix are other content.
-    assert manager.match([3, 4], 1) == Match(0, EMPTY_PREFIX, [[]], [0])
-    assert manager.match([1, 3, 3, 4], 2) == Match(0, EMPTY_PREFIX, [[]], [0])
+    assert manager.match([3, 4], 1) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
+    assert manager.match([1, 3, 3, 4], 2) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
 
 
 def test_released_blocks_are_found_until_evicted_oldest_and_last_of_the_prefix_first() -> None:

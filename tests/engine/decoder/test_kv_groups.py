@@ -140,12 +140,12 @@ class Device:
         size = self.blocks.block_size
         prefilled = [each for chunk in plan.chunks if chunk.is_last for each in chunk.prefill.sequences]
         for sequence in prefilled + plan.decode:
-            if sequence.held.n_uploaded * size < sequence.held.room:
-                for table, slot, column, block in sequence.held.new_entries(sequence.slot):
+            if sequence.block_tables.n_uploaded * size < sequence.block_tables.capacity:
+                for table, slot, column, block in sequence.block_tables.new_entries(sequence.slot):
                     self.tables[table, slot, column] = block
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
-                for block in self.stacks(chunk.prefill.leader, position):
+                for block in self.group_blocks(chunk.prefill.leader, position):
                     self.memory[block, position % size] = self.prefix(chunk.prefill.leader, position)
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
@@ -155,7 +155,7 @@ class Device:
                 for offset in range(size):
                     self.memory[target, offset] = self.memory.get((source, offset), 0)
         for sequence in plan.decode:
-            for table in range(self.blocks.per_stack):
+            for table in range(self.blocks.blocks_over_all_groups):
                 block = self.tables[table, sequence.slot, (sequence.n_kv - 1) // size]
                 self.memory[block, (sequence.n_kv - 1) % size] = self.prefix(sequence, sequence.n_kv - 1)
         for sequence in plan.decode:
@@ -163,15 +163,19 @@ class Device:
             self.read_table(sequence, sequence.slot, 0, sequence.n_kv)
         self.read_in_teams(plan.decode)
 
-    def stacks(self, sequence: Sequence, position: int) -> list[int]:
+    def group_blocks(self, sequence: Sequence, position: int) -> list[int]:
         column = position // self.blocks.block_size
-        return [block for stacks in sequence.held.stacks for block in self.blocks.stack(stacks[column])]
+        return [
+            block
+            for group_blocks in sequence.block_tables.group_blocks
+            for block in self.blocks.physical_blocks(group_blocks[column])
+        ]
 
     def read_held(self, sequence: Sequence, position: int) -> None:
         size = self.blocks.block_size
-        for group, stacks in zip(self.blocks.groups, sequence.held.stacks, strict=True):
+        for group, group_blocks in zip(self.blocks.groups, sequence.block_tables.group_blocks, strict=True):
             for seen in range(0 if group.window is None else max(0, position + 1 - group.window), position + 1):
-                for block in self.blocks.stack(stacks[seen // size]):
+                for block in self.blocks.physical_blocks(group_blocks[seen // size]):
                     assert self.memory[block, seen % size] == self.prefix(sequence, seen)
 
     def read_table(self, sequence: Sequence, slot: int, start: int, end: int) -> None:
@@ -214,9 +218,9 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
     monkeypatch.setattr("areno.engine.decoder.attention_split._MIN_SAVING", 0)
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4])
-    per_stack = sum(group.n_tables for group in GROUPS[groups])
+    blocks_over_all_groups = sum(group.n_tables for group in GROUPS[groups])
     layout = KVLayout(tuple(GROUPS[groups]), ((0, 0),), size)
-    n_blocks = layout.blocks_for(40) + rng.choice([0, 10, 60]) * per_stack
+    n_blocks = layout.blocks_for(40) + rng.choice([0, 10, 60]) * blocks_over_all_groups
     blocks = BlockManager(n_blocks, size, GROUPS[groups])
     scheduler, device = Scheduler(blocks, max_running=5, max_prefill_tokens=9), Device(blocks)
     everybody: list[Sequence] = []
@@ -248,7 +252,7 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
     assert scheduler.n_cached_tokens > 0
     assert device.n_teams > 0
     assert blocks.n_available == n_blocks
-    free = [*blocks._free, *(block for stack in blocks._cached for block in blocks.stack(stack))]
+    free = [*blocks._free, *(block for first in blocks._cached for block in blocks.physical_blocks(first))]
     assert sorted(free) == list(range(n_blocks))
 
 
