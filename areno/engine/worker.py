@@ -54,7 +54,7 @@ class Worker:
         self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
-        self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))
+        self._most_threads = max(1, torch.get_num_threads() // spec.n_ranks_on_machine(context.rank))
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
@@ -192,7 +192,7 @@ class Worker:
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
-        return host_bytes_free() // self.spec.n_beside(self.context.rank)
+        return host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
 
     @cached_property
     def _tokenizer(self) -> Any:

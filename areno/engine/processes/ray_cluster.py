@@ -23,7 +23,7 @@ logger = logging.getLogger("areno")
 
 _KEY = "scheduler.type"
 TIMEOUT = Key("scheduler.setup_timeout")
-_LOOK_S = 0.5
+_CHECK_EVERY_S = 0.5
 _ANSWER_S = 5.0
 _LOCAL_HOST = "127.0.0.1"
 _AUTO, _LOCAL = "auto", "local"  # that RAY_ADDRESS may be in the place of HOST:PORT
@@ -299,7 +299,7 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
             logger.info("waiting up to %s for %s; the Ray cluster has %s", limit, what, described(found))
             told = True
         heartbeat.beat()
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_EVERY_S)
     return found
 
 

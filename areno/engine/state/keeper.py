@@ -213,7 +213,7 @@ class StateKeeper:
         """Allocate host memory for copies of these tensors. EngineError if too little is free."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
-        if n_bytes > host_bytes_free() // self._context.n_beside:
+        if n_bytes > host_bytes_free() // self._context.n_ranks_on_machine:
             raise EngineError(f"a copy of the state takes {n_bytes / 2**30:.1f} GiB of host memory, which are not free")
         for buffer, parts in missing.items():
             pinned = self._stream is not None

@@ -255,10 +255,10 @@ def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
 def test_ranks_know_their_machines() -> None:
     spec = engine_spec(devices=["cuda:0", "cuda:1"] * 2, tp_size=2, n_nodes=2)
     assert [str(address) for address in spec.addresses][-1] == "cuda:1"
-    assert spec.n_beside(0) == 4, "until the nodes are known, all run here"
+    assert spec.n_ranks_on_machine(0) == 4, "until the nodes are known, all run here"
     spec.hosts = ("a", "a", "b", "b")
     assert [str(address) for address in spec.addresses][2:] == ["cuda:0 of b", "cuda:1 of b"]
-    assert spec.n_beside(3) == 2
+    assert spec.n_ranks_on_machine(3) == 2
 
 
 def test_the_interface_of_an_address() -> None:
