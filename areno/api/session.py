@@ -41,7 +41,7 @@ class ExpectedLengths:
         """Return the expected tokens of a prompt's completion. None if nothing is known."""
         return self._of_prompt.get(hash(tuple(prompt)), self._mean)
 
-    def note(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
+    def record(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
         """Record the completions of a rollout.
 
         Args:
@@ -233,7 +233,7 @@ class RolloutSession:
         outputs = engine.generate(requests, progress_unless_cancelled, at_once)
         sequences = [[sequence_of(output) for output in outputs[request.request_id]] for request in requests]
         lengths = [[sequence.n_tokens for sequence in sampled] for sampled in sequences]
-        self._sessions.lengths.note([request.prompt for request in requests], lengths)
+        self._sessions.lengths.record([request.prompt for request in requests], lengths)
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 

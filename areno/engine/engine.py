@@ -180,7 +180,7 @@ class Engine(AbstractContextManager["Engine"]):
                 self._give(self._dispatcher.received(outputs))
                 if (ask := self._dispatcher.to_ask(self._workers.stats())) is not None:
                     rank, n_samples = ask
-                    self._workers.cast(rank, "give_back", n_samples)
+                    self._workers.cast(rank, "return_waiting", n_samples)
                 self._send_due()
         except Exception as error:
             self._streams.fail(error)

@@ -25,7 +25,7 @@ from areno.engine.spec import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem, non_finite_logits
 from areno.schema.fields import partial_section, problems_between, settings
 from areno.schema.values import InvalidValue, show
-from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest, SamplingParams
+from areno.types import RETURNED, GenerationOutput, GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ class Dispatcher:
         """
         for output in outputs:
             part = self._parts[output.request_id]
-            if output.sample == GIVEN_BACK:
+            if output.sample == RETURNED:
                 self._place(part, None)
                 self._queue.appendleft(part)
                 continue

@@ -231,10 +231,10 @@ class Worker:
             for request_id in request_ids:
                 self.decoder.abort(request_id)
 
-    def give_back(self, n_samples: int) -> None:
-        """Return requests that have not begun; see Decoder.give_back."""
+    def return_waiting(self, n_samples: int) -> None:
+        """Return requests that have not begun; see Decoder.return_waiting."""
         if self.decoder is not None:
-            self.decoder.give_back(n_samples)
+            self.decoder.return_waiting(n_samples)
 
     @property
     def has_work(self) -> bool:

@@ -256,7 +256,7 @@ class ExpertMLP(nn.Module):
         logits_NE, routing = self.router(x_ND), self.routing
         if routing.is_free:
             chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
-            routing.note(self.layer, chosen_Nk)
+            routing.record_experts(self.layer, chosen_Nk)
         else:
             chosen_Nk = routing.choose(self.layer, logits_NE)
             weights_Nk = self._weights(logits_NE, chosen_Nk)

@@ -303,7 +303,7 @@ def decoded(
         slots_B=torch.arange(len(lengths)),
         lengths_B=lengths.long(),
         shared_lens_B=torch.tensor([n_shared if row < shared else 0 for row in range(len(lengths))]),
-        spans=torch.tensor([SPAN, SPAN]),
+        split_lens=torch.tensor([SPAN, SPAN]),
         splits=(4, 2 if shared else 0),
         fixed_order=True,
         prefix_groups_GR=torch.tensor([[*range(shared)] + [-1] * (8 - shared), [-1] * 8]) if shared else None,

@@ -62,14 +62,14 @@ def make_case(
         slots_B=slots.to(device),
         lengths_B=torch.tensor(LENGTHS, device=device),
         shared_lens_B=shared.to(device),
-        spans=torch.tensor([512, 512], device=device),
+        split_lens=torch.tensor([512, 512], device=device),
         prefix_groups_GR=prefix_groups_GR.to(device),
     )
     return q, k, v, pages.to(device, dtype), batch
 
 
-def cut_into(batch: PagedBatch, own_span: int, shared_span: int) -> PagedBatch:
+def cut_into(batch: PagedBatch, own_split_len: int, shared_split_len: int) -> PagedBatch:
     """With as many splits as these spans take, and one more."""
-    splits = tuple(-(-max(LENGTHS) // span) + 1 for span in (own_span, shared_span))
-    spans = torch.tensor([own_span, shared_span], device=batch.spans.device)
-    return replace(batch, spans=spans, splits=splits)
+    splits = tuple(-(-max(LENGTHS) // span) + 1 for span in (own_split_len, shared_split_len))
+    split_lens = torch.tensor([own_split_len, shared_split_len], device=batch.split_lens.device)
+    return replace(batch, split_lens=split_lens, splits=splits)

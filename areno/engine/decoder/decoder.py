@@ -19,7 +19,7 @@ from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
 from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
-from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
+from areno.types import RETURNED, GenerationOutput, GenerationRequest
 
 MOST_STOP_STRINGS = 64  # sets of them that are remembered
 _PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
@@ -168,17 +168,17 @@ class Decoder:
         """End the unfinished samples of a request. The next step returns them with the finish reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
 
-    def give_back(self, n_samples: int) -> None:
+    def return_waiting(self, n_samples: int) -> None:
         """Drop whole requests that have not started, the youngest first, until `n_samples` samples are dropped.
 
-        The next step returns an output with the sample GIVEN_BACK for each of them.
+        The next step returns an output with the sample RETURNED for each of them.
         """
-        for request in self._scheduler.give_back(n_samples):
+        for request in self._scheduler.return_waiting(n_samples):
             request_id = request.request_id
             del self._unfinished[request_id]
             self._outputs.append(
                 GenerationOutput(
-                    request_id=request_id, sample=GIVEN_BACK, tokens=[], logprobs=[], versions=[], finish_reason="abort"
+                    request_id=request_id, sample=RETURNED, tokens=[], logprobs=[], versions=[], finish_reason="abort"
                 )
             )
 

@@ -150,7 +150,7 @@ class Runner:
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.cache.tables)
         self.group_size = most_rows(model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order)
-        self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
+        self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
             self.graphs = DecodeGraphs(self._decode, max_running, self.device)
@@ -192,7 +192,7 @@ class Runner:
         share = slice(tp.rank * len(logits_RV), (tp.rank + 1) * len(logits_RV))
         out_2R = self.sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
-        self.sampler.note(out_2B[0].long(), slots_B[:n_rows], share, flags)
+        self.sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
@@ -372,7 +372,7 @@ class Runner:
             sequences,
             self.cache.block_size,
             group_size=self.group_size,
-            n_processors=self.n_processors,
+            n_multiprocessors=self.n_multiprocessors,
             max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
             n_heads=self.cache.n_heads,
             fixed_order=self.fixed_order,
@@ -385,12 +385,14 @@ class Runner:
             return self.graphs.run(rows, split, flags)
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
         max_len = int(rows[1].max()) + 1
-        return self._decode(self._upload(rows), self._upload(split.spans), groups, split.splits, flags, max_len, edits)
+        return self._decode(
+            self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
+        )
 
     def _decode(
         self,
         rows: Tensor,
-        spans: Tensor,
+        split_lens: Tensor,
         prefix_groups_GR: Tensor | None,
         splits: tuple[int, int],
         flags: SamplingFlags,
@@ -402,7 +404,7 @@ class Runner:
         Args:
             rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their
                 completions, lengths of the shared prefixes.
-            spans: (2,) int64, see PagedBatch.
+            split_lens: (2,) int64, see PagedBatch.
             prefix_groups_GR: See PagedBatch.
             splits: See PagedBatch.
             flags: Features of sampling that the batch needs.
@@ -418,7 +420,7 @@ class Runner:
             slots_B=slots_B,
             lengths_B=positions_B + 1,
             shared_lens_B=shared_lens_B,
-            spans=spans,
+            split_lens=split_lens,
             prefix_groups_GR=prefix_groups_GR,
             splits=splits,
             fixed_order=self.fixed_order,

@@ -171,7 +171,7 @@ class Scheduler:
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         return dropped
 
-    def give_back(self, n_samples: int) -> list[GenerationRequest]:
+    def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
         """Remove whole requests that have not started, the youngest first.
 
         Args:

@@ -140,7 +140,7 @@ def test_a_released_block_groups_nobody() -> None:
     for each in rows:
         each.block_tables, each.n_kv = BlockTables(BlockManager(17, 4)), 65
         each.block_tables.group_blocks = [list(range(17))]
-    options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_processors": 1}
+    options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_multiprocessors": 1}
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 64, 64]
     rows[1].block_tables.n_skipped = [16]
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 0, 64]

@@ -192,7 +192,7 @@ class Device:
         """The shared part of prompts, which the first of a team reads for all."""
         if not sequences:
             return
-        options: dict[str, Any] = {"max_groups": 4, "n_heads": 1, "n_processors": 1}
+        options: dict[str, Any] = {"max_groups": 4, "n_heads": 1, "n_multiprocessors": 1}
         windows = self.blocks.has_windows
         made = split_attention(sequences, self.blocks.block_size, group_size=3, has_windows=windows, **options)
         for team in [] if made.prefix_groups_GR is None else made.prefix_groups_GR:
