@@ -24,7 +24,7 @@ from areno.types import GenerationOutput, GenerationRequest, RolloutResult, Roll
 if TYPE_CHECKING:
     from areno.agents.proxy import SessionProxy
 
-_MOST_PROMPTS = 200_000  # prompts that are remembered
+_MAX_PROMPTS = 200_000  # prompts that are remembered
 
 
 class ExpectedLengths:
@@ -48,7 +48,7 @@ class ExpectedLengths:
             prompts: Token ids of each prompt.
             lengths: Tokens of the completions of each prompt.
         """
-        if len(self._of_prompt) + len(prompts) > _MOST_PROMPTS:
+        if len(self._of_prompt) + len(prompts) > _MAX_PROMPTS:
             self._of_prompt.clear()
         for prompt, drawn in zip(prompts, lengths, strict=True):
             self._of_prompt[hash(tuple(prompt))] = sum(drawn) / len(drawn)

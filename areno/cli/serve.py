@@ -37,7 +37,7 @@ _NAMES = {
     "gconfig.max_new_tokens": "--max-model-len",
     "train_dataset.max_length": "--max-model-len",
 }
-_MOST_REMEMBERED = 8_000_000  # tokens of conversations
+_MAX_REMEMBERED_TOKENS = 8_000_000  # tokens of conversations
 _MORE_S = 10.0  # for the end of the server, after the last answers
 _POLL_S = 1.0  # between checks that the workers live
 
@@ -160,7 +160,7 @@ def _limits(arguments: argparse.Namespace) -> ServerLimits:
         timeout_s=arguments.timeout_s,
         shutdown_s=arguments.shutdown_s,
         max_messages=arguments.max_messages,
-        max_remembered=_MOST_REMEMBERED,
+        max_remembered=_MAX_REMEMBERED_TOKENS,
     )
 
 

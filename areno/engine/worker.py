@@ -148,7 +148,7 @@ class Worker:
         affordable = (int(self._free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
-        room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
+        room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
         if room < spec.max_len:
             if states:
                 raise EngineError(

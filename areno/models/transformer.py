@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from areno.kernels.backend import use_triton
-from areno.kernels.matmul import fill_rows
+from areno.kernels.matmul import pad_rows
 from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.delta import GatedDelta
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         Args:
             hidden_KD: hidden states.
         """
-        return self.output.product(fill_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
+        return self.output.product(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
         """Return this rank's columns of the logits without padding, (K, n_valid) float32.

@@ -59,7 +59,7 @@ def is_count(unit: str) -> bool:
     return unit in _COUNTS
 
 
-MOST_POINTS = 4_000  # of one curve; more than a screen can show
+MAX_POINTS = 4_000  # of one curve; more than a screen can show
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
     return {heading: kept for heading, kept in found.items() if kept}
 
 
-def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+def downsampled(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
     """Reduce a curve to about `most` points. Each interval of steps keeps its minimum and maximum, so no peak is lost.
 
     Args:

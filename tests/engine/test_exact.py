@@ -373,10 +373,10 @@ def compare_interpreted() -> None:
             expected, _ = reference.packed_attention(q, k, v, starts, starts, n_tokens, window)
             out = decoded(q, k, v, starts, 3, n_shared, window)
             torch.testing.assert_close(out, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
-    from areno.kernels.matmul import fixed_order_product
+    from areno.kernels.matmul import fixed_order_matmul
 
     x, weight = torch.randn(37, 50), torch.randn(70, 50)
-    torch.testing.assert_close(fixed_order_product(x, weight, torch.float32), x @ weight.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fixed_order_matmul(x, weight, torch.float32), x @ weight.T, rtol=1e-5, atol=1e-5)
     from areno.kernels.logprobs import sampled_logprobs, selected_logprobs
 
     targets, temperature = torch.randint(70, (37,)), 0.6

@@ -24,7 +24,7 @@ from typing import Any
 
 from areno.models.config import TransformerConfig
 
-_MOST_TABLES = 8  # each costs the host a table entry for every block that a sequence gets
+_MAX_TABLES = 8  # each costs the host a table entry for every block that a sequence gets
 _WORTH_IT = 0.9  # groups must need less than this share of the memory that one group needs
 
 
@@ -85,7 +85,7 @@ class KVLayout:
         fewest = layout.bytes_of(max_len) * _WORTH_IT
         for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
             tried = KVLayout._with(windows, layers_per_block, block_size)
-            if tried.n_tables <= _MOST_TABLES and tried.bytes_of(max_len) < fewest:
+            if tried.n_tables <= _MAX_TABLES and tried.bytes_of(max_len) < fewest:
                 layout, fewest = tried, tried.bytes_of(max_len)
         return layout
 
@@ -132,7 +132,7 @@ class KVLayout:
         """Return the memory of a sequence, in units of `block_size` tokens of one layer."""
         return self.blocks_for(n_tokens) * self.layers_per_block
 
-    def most_tokens(self, n_blocks: int, context_len: int) -> int:
+    def max_sequence_tokens(self, n_blocks: int, context_len: int) -> int:
         """Return the length of the longest sequence that fits `n_blocks` pool blocks alone.
 
         Args:

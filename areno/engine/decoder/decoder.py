@@ -21,7 +21,7 @@ from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
 from areno.types import RETURNED, GenerationOutput, GenerationRequest
 
-MOST_STOP_STRINGS = 64  # sets of them that are remembered
+MAX_STOP_STRINGS = 64  # sets of them that are remembered
 _PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
 
 
@@ -93,7 +93,7 @@ class Decoder:
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=context_len,
-            kv_tokens=layout.most_tokens(self._blocks.n_blocks, context_len),
+            kv_tokens=layout.max_sequence_tokens(self._blocks.n_blocks, context_len),
             cache_tokens=n_blocks * block_size,
             stop_strings=detokenize is not None,
             grammars=compile_grammar is not None,
@@ -142,7 +142,7 @@ class Decoder:
         stop_strings: StopStrings | None = None
         if params.stop and self._detokenize is not None:
             strings = tuple(params.stop)
-            if len(self._stop_strings) > MOST_STOP_STRINGS:
+            if len(self._stop_strings) > MAX_STOP_STRINGS:
                 self._stop_strings.clear()
             stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, self._detokenize))
         grammar: Grammar | None = None

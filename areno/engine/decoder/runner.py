@@ -1,4 +1,4 @@
-"""Runs the plan of a step on the device: tensors from the plan, the model, sampled tokens back to the host.
+"""Runs a scheduled step on the device: tensors from the schedule, the model, sampled tokens back to the host.
 
 On CUDA nothing here waits for the device. Inputs are copied from pinned memory, and results are copied to pinned memory
 and marked by an event. The token that the next step reads stays on the device.
@@ -20,12 +20,12 @@ from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
-from areno.engine.decoder.scheduler import Chunk, Plan
+from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
-from areno.kernels.paged import PagedBatch, decode_attention, most_rows
+from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns
 from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
@@ -149,7 +149,9 @@ class Runner:
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.cache.tables)
-        self.group_size = most_rows(model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order)
+        self.group_size = max_group_rows(
+            model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order
+        )
         self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
@@ -207,19 +209,19 @@ class Runner:
         return out_2B
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> list[PendingTokens]:
-        """Launch the forward passes of a plan, without waiting for them."""
+    def launch(self, scheduled: SchedulerOutput) -> list[PendingTokens]:
+        """Launch the forward passes of a scheduled step, without waiting for them."""
         pending: list[PendingTokens] = []
-        prefilled = [sequence for chunk in plan.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
-        self._upload_slots(prefilled + plan.decode)
-        if (masks := self.sampler.pack_masks(prefilled + plan.decode)) is not None:
+        prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
+        self._upload_slots(prefilled + scheduled.decode)
+        if (masks := self.sampler.pack_masks(prefilled + scheduled.decode)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
-        if plan.chunks:
-            out = self._prefill(plan.chunks, prefilled)
+        if scheduled.chunks:
+            out = self._prefill(scheduled.chunks, prefilled)
             if prefilled:
                 pending.append(self._download(prefilled, out))
-        if plan.decode:
-            pending.append(self._download(plan.decode, self._launch_decode(plan.decode)))
+        if scheduled.decode:
+            pending.append(self._download(scheduled.decode, self._launch_decode(scheduled.decode)))
         return pending
 
     def _upload(self, array: np.ndarray) -> Tensor:
@@ -320,10 +322,10 @@ class Runner:
         rows = RowChunks.of(cu_q.tolist(), self.device)
         slots_R = self._upload(np.array([chunk.prefill.leader.slot for chunk in chunks], dtype=np.int64))
         goes_on = np.array([chunk.start > 0 for chunk in chunks])
-        goes_on_R = self._upload(goes_on) if goes_on.any() else None
+        continues_R = self._upload(goes_on) if goes_on.any() else None
 
         def recur(layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-            return states.rows(layer, proj_NP, weights, rows, slots_R, goes_on_R)
+            return states.rows(layer, proj_NP, weights, rows, slots_R, continues_R)
 
         return CachedAttend(attend, recur)
 

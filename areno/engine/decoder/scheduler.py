@@ -72,7 +72,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Plan:
+class SchedulerOutput:
     """One step: a forward pass over the chunks, then a pass that samples one token for each of `decode`."""
 
     chunks: list[Chunk]
@@ -124,7 +124,7 @@ class Scheduler:
         """
         return sum(map(self._needs_block, self.running)) * self.blocks.blocks_over_all_groups > self.blocks.n_available
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> SchedulerOutput:
         """Plan the next step. From now on its positions count as cached."""
         self._release_skipped_of_prefilled()
         decode = self._grow_running()
@@ -132,7 +132,7 @@ class Scheduler:
         for sequence in decode:
             sequence.n_kv += 1
             sequence.n_sampled += 1
-        return Plan(chunks, decode)
+        return SchedulerOutput(chunks, decode)
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Add the full blocks of a sequence to the prefix cache.
@@ -283,7 +283,7 @@ class Scheduler:
         match = self.blocks.match(leader.tokens, n_matched)
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
         reserve = len(self.running) * self.blocks.blocks_over_all_groups
-        n_new = self._most_new(match, n_tokens)
+        n_new = self._max_new_blocks(match, n_tokens)
         if not self.blocks.can_allocate(match.found(), n_new, reserve):
             assert self.running or self.prefilling, "a sequence was admitted that can never fit"
             return None
@@ -307,7 +307,7 @@ class Scheduler:
                 prefill.followers.append(follower)
         return prefill
 
-    def _most_new(self, match: PrefixMatch, n_tokens: int) -> int:
+    def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
         """Return the blocks that a prompt will need beside its cached prefix: for windows, the most held at once."""
         size, n_blocks = self.blocks.block_size, 0
         for group, n_skipped in zip(self.blocks.groups, match.n_skipped, strict=True):

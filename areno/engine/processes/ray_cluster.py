@@ -169,7 +169,7 @@ def _address_to_join(given: str | None) -> str | None:
         raise ConfigError(Problem(_KEY, text, Key("cluster.n_nodes"))) from error
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return one line that says why an actor or its node is gone. Ray puts the reason last."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if lines and type(error).__name__ == "OutOfMemoryError":  # the last line is where to read of it

@@ -89,11 +89,13 @@ class RayProcesses:
             self._start()
         except self._ray.exceptions.RayTaskError as error:  # the node is there, and says what is wrong
             self.close()
-            raise EngineError("the workers cannot be started on their node: {}", ray_cluster.said(error)) from error
+            raise EngineError(
+                "the workers cannot be started on their node: {}", ray_cluster.error_text(error)
+            ) from error
         except self._ray.exceptions.RayError as error:
             _lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
             self.close()
-            raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.said(error)) from error
+            raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.error_text(error)) from error
         except BaseException:
             self.close()
             raise
@@ -204,7 +206,7 @@ class RayProcesses:
             text = "areno {} cannot be started on node {}: {}"
             if getattr(error, "actor_init_failed", False):  # an error of Python, such as a module that is missing
                 text += "; install the same version of areno on all nodes"
-            raise EngineError(text, versions()["areno"], node.host, ray_cluster.said(error)) from error
+            raise EngineError(text, versions()["areno"], node.host, ray_cluster.error_text(error)) from error
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class RayProcesses:
             except self._ray.exceptions.ActorUnavailableError:
                 return self._lose(node, "its connection has ended")
             except Exception as error:  # what Ray raises where an actor or its node is gone, and at its own end
-                return self._lose(node, ray_cluster.said(error))
+                return self._lose(node, ray_cluster.error_text(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
             if arrived != ([], []):
                 self._inbox.put(arrived)

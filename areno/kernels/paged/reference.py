@@ -22,7 +22,7 @@ GROUP_SIZE = 8  # rows of a prefix group
 _FIXED_ORDER_QUERIES = 16  # queries of a key head in a prefix group; more would let fewer programs run on a processor
 
 
-def most_rows(heads_per_key: int, fixed_order: bool) -> int:
+def max_group_rows(heads_per_key: int, fixed_order: bool) -> int:
     """Return the largest number of rows in a prefix group.
 
     Args:

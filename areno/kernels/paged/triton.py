@@ -103,7 +103,7 @@ def decode_attention(
             own_splits,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
-            MOST_PARTS=triton.next_power_of_2(n_parts),
+            MAX_PARTS=triton.next_power_of_2(n_parts),
             num_warps=4,
             **options,
         )
@@ -342,7 +342,7 @@ def _combine_splits_kernel(
     own_splits,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Join the partial results of a row. Parts without positions are skipped."""
@@ -360,7 +360,7 @@ def _combine_splits_kernel(
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
     if PDL:
         jit.wait_for_previous()
-    for part in tl.static_range(MOST_PARTS):
+    for part in tl.static_range(MAX_PARTS):
         exists = real
         if part > 0:  # the first part holds the new token, so `best` is finite from there on
             left = tl.where(

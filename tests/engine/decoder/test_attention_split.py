@@ -11,7 +11,7 @@ from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.fixed_order import SPAN, border
-from areno.kernels.paged import most_rows
+from areno.kernels.paged import max_group_rows
 from areno.types import GenerationRequest
 
 SIZE = 4
@@ -55,8 +55,8 @@ def split(sequences: list[Sequence], max_groups: int = 64, n_multiprocessors: in
 
 
 def test_in_fixed_order_a_group_has_at_most_16_queries_of_a_key_head_but_two_rows() -> None:
-    assert [most_rows(heads, fixed_order=True) for heads in (1, 2, 4, 7, 8, 16)] == [8, 8, 4, 2, 2, 2]
-    assert [most_rows(heads, fixed_order=False) for heads in (1, 8)] == [8, 8]
+    assert [max_group_rows(heads, fixed_order=True) for heads in (1, 2, 4, 7, 8, 16)] == [8, 8, 4, 2, 2, 2]
+    assert [max_group_rows(heads, fixed_order=False) for heads in (1, 8)] == [8, 8]
 
 
 def test_groups_are_the_rows_with_the_same_prompt_blocks() -> None:

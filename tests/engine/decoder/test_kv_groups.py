@@ -9,7 +9,7 @@ import pytest
 
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
-from areno.engine.decoder.scheduler import Plan, Scheduler
+from areno.engine.decoder.scheduler import Scheduler, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.models.config import TransformerConfig
 from areno.models.families.gemma3 import GEMMA3
@@ -78,7 +78,7 @@ def test_the_longest_row_that_fits() -> None:
     for config, most in ((gemma(26, 512), None), (gemma(5, 512), 4096), (gemma(26, 512, 512), None)):
         layout = KVLayout.of(config, 32, 32768)
         for n_blocks in (40, 300, 1000):
-            n_tokens = layout.most_tokens(n_blocks, 4096)
+            n_tokens = layout.max_sequence_tokens(n_blocks, 4096)
             assert layout.blocks_for(n_tokens) <= n_blocks
             assert n_tokens == most or layout.blocks_for(n_tokens + 1) > n_blocks
 
@@ -136,7 +136,7 @@ class Device:
     def prefix(self, sequence: Sequence, position: int) -> int:
         return hash(tuple(self.token(sequence, each) for each in range(position + 1)))
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: SchedulerOutput) -> None:
         size = self.blocks.block_size
         prefilled = [each for chunk in plan.chunks if chunk.is_last for each in chunk.prefill.sequences]
         for sequence in prefilled + plan.decode:
@@ -202,7 +202,7 @@ class Device:
                 self.read_table(sequence, rows[0].slot, 0, made.shared_lens_B[row])
 
 
-def arrive(scheduler: Scheduler, device: Device, plan: Plan) -> None:
+def arrive(scheduler: Scheduler, device: Device, plan: SchedulerOutput) -> None:
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:
         if sequence.finish_reason is None:
@@ -224,7 +224,7 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
     blocks = BlockManager(n_blocks, size, GROUPS[groups])
     scheduler, device = Scheduler(blocks, max_running=5, max_prefill_tokens=9), Device(blocks)
     everybody: list[Sequence] = []
-    in_flight: Plan | None = None
+    in_flight: SchedulerOutput | None = None
     for step in range(5000):
         if step < 120 and rng.random() < 0.3:
             everybody += (new := samples(rng, step, everybody))

@@ -330,14 +330,14 @@ Worker unexpectedly exits with a connection error code 2. End of file. Some comm
     ],
 )
 def test_what_ray_says_is_one_line(words: str, line: str) -> None:
-    assert cluster.said(RuntimeError(words)) == line
+    assert cluster.error_text(RuntimeError(words)) == line
 
 
 def test_a_process_that_ray_killed_for_lack_of_memory() -> None:
     """The last line of that error is where to read about it."""
     error = type("OutOfMemoryError", (RuntimeError,), {})
     words = "1 worker(s) were killed: the memory of the node is 31 of 32 GB.\n\nRefer to https://docs.ray.io/"
-    assert cluster.said(error(words)) == (
+    assert cluster.error_text(error(words)) == (
         "killed by Ray for lack of memory: 1 worker(s) were killed: the memory of the node is 31 of 32 GB"
     )
 
