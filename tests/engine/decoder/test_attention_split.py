@@ -135,10 +135,10 @@ def test_spans_have_room_for_their_parts(n_multiprocessors: int, n_prompt: int) 
         expected = max(position for position in shares if position <= row.n_prompt)
         assert shared in ({expected} if row in groups[0] and n_prompt >= 64 else {0, expected})
         led = min(shared, first_split_len) if shared else min(row.n_kv, SPAN)
-        of_team, own = (
+        of_group, own = (
             [x for x in map(border, range(99)) if low <= x < high]
             for low, high in ((led, shared), (max(led, shared), row.n_kv))
         )
-        assert len(of_team) + (shared > 0) <= made.splits[1]
+        assert len(of_group) + (shared > 0) <= made.splits[1]
         assert len(own) + (shared == 0) <= made.splits[0]
     assert all(n & (n - 1) == 0 for n in made.splits)

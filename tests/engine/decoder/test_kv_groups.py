@@ -124,7 +124,7 @@ class Device:
         self.blocks = blocks
         self.memory: dict[tuple[int, int], int] = {}  # (block, offset) -> the prefix that ends there
         self.tables: dict[tuple[int, int, int], int] = {}  # (table, slot, column) -> block
-        self.n_teams = 0
+        self.n_prefix_groups = 0
 
     @staticmethod
     def token(sequence: Sequence, position: int) -> int:
@@ -189,16 +189,16 @@ class Device:
                 assert self.memory[block, seen % size] == self.prefix(sequence, seen)
 
     def read_in_teams(self, sequences: list[Sequence]) -> None:
-        """The shared part of prompts, which the first of a team reads for all."""
+        """The shared part of prompts, which the first of a group reads for all."""
         if not sequences:
             return
         options: dict[str, Any] = {"max_groups": 4, "n_heads": 1, "n_multiprocessors": 1}
         windows = self.blocks.has_windows
         made = split_attention(sequences, self.blocks.block_size, group_size=3, has_windows=windows, **options)
-        for team in [] if made.prefix_groups_GR is None else made.prefix_groups_GR:
-            rows = [sequences[row] for row in team if row >= 0]
-            self.n_teams += len(rows) > 1
-            for row, sequence in zip(team, rows, strict=False):
+        for group in [] if made.prefix_groups_GR is None else made.prefix_groups_GR:
+            rows = [sequences[row] for row in group if row >= 0]
+            self.n_prefix_groups += len(rows) > 1
+            for row, sequence in zip(group, rows, strict=False):
                 self.read_table(sequence, rows[0].slot, 0, made.shared_lens_B[row])
 
 
@@ -250,7 +250,7 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
     for sequence in everybody:
         assert sequence.finish_reason == "abort" or len(sequence.logprobs) == sequence.max_new
     assert scheduler.n_cached_tokens > 0
-    assert device.n_teams > 0
+    assert device.n_prefix_groups > 0
     assert blocks.n_available == n_blocks
     free = [*blocks._free, *(block for first in blocks._cached for block in blocks.physical_blocks(first))]
     assert sorted(free) == list(range(n_blocks))
