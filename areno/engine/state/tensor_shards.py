@@ -1,4 +1,4 @@
-"""The stored form of a model's training state: named tensors, cut into boxes, and where this rank keeps each box.
+"""The stored form of a model's training state: named tensors, cut into shards, and where this rank keeps each shard.
 
 Master weights and fp32 moments are stored under the names and full shapes of the checkpoint's tensors. So a run may be
 resumed with another layout than the one that wrote the state. 8-bit moments share one scale for a block of elements,
