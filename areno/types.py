@@ -164,7 +164,7 @@ class GenerationRequest:
         return bool(self.logit_bias) or self.params.edits_logits
 
 
-GIVEN_BACK = -1
+RETURNED = -1
 """The `sample` of an output that says: this copy of the model has not begun the request, and does not have it now."""
 
 

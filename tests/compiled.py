@@ -109,7 +109,7 @@ def _fill_new_tensors() -> None:
 
 def launch_alone(dtype: torch.dtype) -> None:
     """Kernels that no command launches without GPUs."""
-    from areno.kernels.matmul import fixed_order_product
+    from areno.kernels.matmul import fixed_order_matmul
     from areno.kernels.paged import decode_attention
     from areno.kernels.symmetric_memory import triton as symmetric_memory
     from tests.helpers.paged_rows import SHAPES, make_case
@@ -118,7 +118,7 @@ def launch_alone(dtype: torch.dtype) -> None:
         *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, dtype)
         decode_attention(*qkv, blocks, batch, window=16)
     some = torch.zeros(16, 128, dtype=dtype)
-    fixed_order_product(some, some, dtype)
+    fixed_order_matmul(some, some, dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = symmetric_memory.GroupMemory(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers

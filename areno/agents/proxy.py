@@ -90,7 +90,7 @@ class SessionProxy:
 
     async def _prefetch(self, n_requests: int, conversations: list[list[Message]]) -> None:
         """Announce the requests to the engine and build their prompts."""
-        self.server.sampler.engine.gathering.announce(n_requests)
+        self.server.sampler.engine.batcher.announce(n_requests)
         await self.server.chat.conversations.prefetch(conversations)
 
     def stop(self) -> None:

@@ -24,7 +24,7 @@ from areno.types import GenerationOutput, GenerationRequest, RolloutResult, Roll
 if TYPE_CHECKING:
     from areno.agents.proxy import SessionProxy
 
-_MOST_PROMPTS = 200_000  # prompts that are remembered
+_MAX_PROMPTS = 200_000  # prompts that are remembered
 
 
 class ExpectedLengths:
@@ -41,14 +41,14 @@ class ExpectedLengths:
         """Return the expected tokens of a prompt's completion. None if nothing is known."""
         return self._of_prompt.get(hash(tuple(prompt)), self._mean)
 
-    def note(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
+    def record(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
         """Record the completions of a rollout.
 
         Args:
             prompts: Token ids of each prompt.
             lengths: Tokens of the completions of each prompt.
         """
-        if len(self._of_prompt) + len(prompts) > _MOST_PROMPTS:
+        if len(self._of_prompt) + len(prompts) > _MAX_PROMPTS:
             self._of_prompt.clear()
         for prompt, drawn in zip(prompts, lengths, strict=True):
             self._of_prompt[hash(tuple(prompt))] = sum(drawn) / len(drawn)
@@ -233,7 +233,7 @@ class RolloutSession:
         outputs = engine.generate(requests, progress_unless_cancelled, at_once)
         sequences = [[sequence_of(output) for output in outputs[request.request_id]] for request in requests]
         lengths = [[sequence.n_tokens for sequence in sampled] for sampled in sequences]
-        self._sessions.lengths.note([request.prompt for request in requests], lengths)
+        self._sessions.lengths.record([request.prompt for request in requests], lengths)
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 

@@ -34,7 +34,7 @@ from areno.plan.arguments import (
     check_update,
 )
 from areno.plan.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
-from areno.plan.facts import memory_told, tell_model
+from areno.plan.facts import log_memory_after, log_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import RunLog
@@ -132,7 +132,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             self._plan = plan = self._open_plan()
             engine = self._resources.enter_context(Engine(plan.spec, plan.workers))
         self._engine, self._sessions = engine, Sessions(engine, plan)
-        tell_model(engine)
+        log_model(engine)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -442,7 +442,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         from areno.plan.plan import script_roles
 
         engine = self._outside_rollout("ensure_roles")
-        with self._named(), memory_told(engine):
+        with self._named(), log_memory_after(engine):
             engine.ensure_roles(script_roles(roles, engine.spec.actor))
 
     def release_role(self, role: str) -> None:

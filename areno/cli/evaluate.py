@@ -202,7 +202,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
     """Return the settings and the name of their algorithm."""
     from areno.api.algorithms import algorithm_of, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
-    from areno.launch.compose import load, told_version
+    from areno.launch.compose import load, mention_version
     from areno.schema.build import with_current_names
     from areno.tracking.run_folder import is_described, settings_of
 
@@ -218,7 +218,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
         if "eval_gconfig" in uses and not given.get("eval_gconfig"):  # the run evaluates with gconfig
             groups.append("eval_gconfig=greedy")
             groups += [f"eval_gconfig.{name}=${{gconfig.{name}}}" for name in given["gconfig"]]
-        with told_version(of_run):
+        with mention_version(of_run):
             config = load(algorithm.config, "config", [*groups, *settings], of_run)
     else:
         if missing := [

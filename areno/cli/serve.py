@@ -40,7 +40,7 @@ _NAMES = {
     "gconfig.max_new_tokens": "--max-model-len",
     "train_dataset.max_length": "--max-model-len",
 }
-_MOST_REMEMBERED = 8_000_000  # limit on the tokens of the conversations that the server keeps
+_MAX_REMEMBERED_TOKENS = 8_000_000  # limit on the tokens of the conversations that the server keeps
 GRACE_S = 10.0  # seconds that the shutdown may take after the time limit of the last answers
 _POLL_S = 1.0  # seconds between two checks that the workers are alive
 
@@ -215,7 +215,7 @@ def _limits(arguments: argparse.Namespace) -> ServerLimits:
         timeout_s=arguments.timeout_s,
         shutdown_s=arguments.shutdown_s,
         max_messages=arguments.max_messages,
-        max_remembered=_MOST_REMEMBERED,
+        max_remembered=_MAX_REMEMBERED_TOKENS,
     )
 
 

@@ -128,12 +128,12 @@ def _problems(
 ) -> list[Problem]:
     """Return the problems of the settings. They name settings by their flags."""
     from areno.files.paths import absolute
-    from areno.launch.command import told_recipes
+    from areno.launch.command import mention_recipes
     from areno.launch.compose import load
 
     config_dir = absolute(arguments.config_dir)
     try:
-        with keys_renamed(names.get), told_recipes(algorithm.name, arguments.config_name, config_dir):
+        with keys_renamed(names.get), mention_recipes(algorithm.name, arguments.config_name, config_dir):
             load(algorithm.config, arguments.config_name, settings, config_dir)
     except ConfigError as error:
         return error.problems

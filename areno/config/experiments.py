@@ -12,7 +12,7 @@ from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
 
-LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
+MAX_NAME_BYTES = 255  # bytes in the name of a folder, on every common file system
 _EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
 
 LossFn = Callable[..., Any]
@@ -141,8 +141,8 @@ class ExperimentConfig(Section):
                 continue
             if not name.strip() or "/" in name or not name.isprintable() or name in (".", ".."):
                 yield Problem(key, f"is {name!r}; a printable folder name without '/' is expected")
-            elif (size := len(name.encode())) > LONGEST_NAME:
-                yield Problem(key, f"has {size} bytes; a folder name has at most {LONGEST_NAME}")
+            elif (size := len(name.encode())) > MAX_NAME_BYTES:
+                yield Problem(key, f"has {size} bytes; a folder name has at most {MAX_NAME_BYTES}")
 
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the metrics of an evaluation set, the default of evaluator.metric first."""

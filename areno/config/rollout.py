@@ -15,9 +15,9 @@ from areno.errors import ConfigError, Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
 from areno.schema.fields import Missing, Needs, Section, as_in, check, forbid, setting, settings, with_sections
 
-LEAST_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""
-MOST_TEMPERATURE = 1e5
+MAX_TEMPERATURE = 1e5
 _MOST = 2**31 - 1
 # A script may make a section greedy that has other settings of sampling.
 _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=True)
@@ -71,7 +71,7 @@ class SamplingConfig(Section):
         1.0,
         help="Softmax temperature, for sampling and for the log-probabilities in training",
         ge=0,
-        le=MOST_TEMPERATURE,
+        le=MAX_TEMPERATURE,
         flag="--temperature",
     )
     frequency_penalty: float = setting(
@@ -107,13 +107,13 @@ class SamplingConfig(Section):
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether each token is the most likely one. A temperature below LEAST_TEMPERATURE counts as 0."""
-        return self.greedy or self.temperature < LEAST_TEMPERATURE
+        """Return whether each token is the most likely one. A temperature below MIN_TEMPERATURE counts as 0."""
+        return self.greedy or self.temperature < MIN_TEMPERATURE
 
     @property
     def logprob_temperature(self) -> float:
         """Return the temperature of the log-probabilities, which is 1 where `temperature` counts as 0."""
-        return 1.0 if self.temperature < LEAST_TEMPERATURE else self.temperature
+        return 1.0 if self.temperature < MIN_TEMPERATURE else self.temperature
 
     @property
     def edits_logits(self) -> bool:
@@ -165,8 +165,8 @@ def at_temperature(value: Any) -> SamplingConfig:
         ConfigError: `value` is not a number that logits can be divided by.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not LEAST_TEMPERATURE <= float(value) <= MOST_TEMPERATURE:
-        expected = f"a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} is expected"
+    if not is_number or not MIN_TEMPERATURE <= float(value) <= MAX_TEMPERATURE:
+        expected = f"a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} is expected"
         raise ConfigError(Problem("temperature", f"is {value!r}; {expected}"))
     return SamplingConfig(temperature=float(value))
 
@@ -184,7 +184,7 @@ class GenerationConfig(SamplingConfig):
         flag="--max-context-len",
     )
     # Training divides by the temperature, so it cannot be 0 in a run.
-    temperature: float = as_in(SamplingConfig, "temperature", ge=LEAST_TEMPERATURE)
+    temperature: float = as_in(SamplingConfig, "temperature", ge=MIN_TEMPERATURE)
 
     def unused_in_evaluation(self, section: str) -> Iterator[Problem]:
         """Yield a problem of a temperature that greedy evaluation does not use; in training it scales the logits."""

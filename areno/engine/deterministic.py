@@ -32,7 +32,7 @@ class _Flags:
     n_workers: int = 0
     before: tuple[int, bool] = (0, True)
 
-    def take(self) -> None:
+    def apply(self) -> None:
         if not self.n_workers:
             self.before = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
             torch.set_deterministic_debug_mode("error")  # torch.use_deterministic_algorithms would import its compiler
@@ -40,7 +40,7 @@ class _Flags:
             _memory.fill_uninitialized_memory = False
         self.n_workers += 1
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         self.n_workers -= 1
         if not self.n_workers:
             mode, _memory.fill_uninitialized_memory = self.before
@@ -76,12 +76,12 @@ def begin_deterministic(device: str, world_size: int) -> None:
         os.environ[_WORKSPACE] = given or _WORKSPACES[0]
         if world_size > 1:
             os.environ.setdefault("NCCL_ALGO", "Ring")  # each rank adds its own to what it has received
-    _flags.take()
+    _flags.apply()
 
 
 def end_deterministic() -> None:
     """Once for each `begin_deterministic`: torch is set as before the first of them."""
-    _flags.give_back()
+    _flags.restore()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from areno.config.rollout import SamplingConfig
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, wait_for_all
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.streams import Consumer, FairLock, Gathering, Streams
+from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
 from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_of_rows
 from areno.errors import CheckpointError, EngineError
@@ -38,7 +38,7 @@ class Engine(AbstractContextManager["Engine"]):
         workers: The processes of the ranks, or the one worker in this process.
         dispatcher: The requests that have not finished, by data-parallel rank.
         streams: The requests that consumers read piece by piece.
-        gathering: Collects requests of streams that come shortly after each other, to submit them together.
+        batcher: Collects requests of streams that come shortly after each other, to submit them together.
         limits: Which requests a rollout accepts; None outside of a rollout.
     """
 
@@ -47,11 +47,11 @@ class Engine(AbstractContextManager["Engine"]):
         self._wanted, self._mode, self.workers = spec, workers, start_workers(spec, workers)
         self.spec = self.workers.spec
         self.info: EngineInfo = self.workers.call("info")[0]
-        # Streams poll from a thread of their own. `_turn` gives the workers to one thread at a time. `_books` guards
-        # the records of requests below; it is never held for long.
-        self._turn, self._books = FairLock(), threading.RLock()
-        self.streams = Streams(self._poll_for_streams, self._books)
-        self.gathering = Gathering(self._submit_streams, lambda: self.dispatcher.is_idle, self.info.device != "cpu")
+        # Streams poll from a thread of their own. `_poll_lock` gives the workers to one thread at a time.
+        # `_records_lock` guards the records of requests below. It is never held for long.
+        self._poll_lock, self._records_lock = FairLock(), threading.RLock()
+        self.streams = Streams(self._poll_for_streams, self._records_lock)
+        self.batcher = RequestBatcher(self._submit_streams, lambda: self.dispatcher.is_idle, self.info.device != "cpu")
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self.limits: RequestLimits | None = None
@@ -125,11 +125,11 @@ class Engine(AbstractContextManager["Engine"]):
         self.limits = None
         self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
         self._call("end_rollout", drop)
-        with self._turn, self._books:
+        with self._poll_lock, self._records_lock:
             self.workers.poll(0.0)  # what finished before the workers stopped
-            self._forget_requests()
+            self._clear_requests()
 
-    def _forget_requests(self) -> None:
+    def _clear_requests(self) -> None:
         self.dispatcher.clear()
         self._ready.clear()
         self._failure = None
@@ -142,13 +142,13 @@ class Engine(AbstractContextManager["Engine"]):
         if self.limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         requests = list(requests)
-        with self._books:
-            most_tokens: dict[int, int] = {}
+        with self._records_lock:
+            max_new_by_request: dict[int, int] = {}
             for request in requests:
-                if request.request_id in most_tokens or request.request_id in self.dispatcher:
+                if request.request_id in max_new_by_request or request.request_id in self.dispatcher:
                     raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
-                most_tokens[request.request_id] = self.limits.max_new(request)
-            self.dispatcher.add(requests, most_tokens)
+                max_new_by_request[request.request_id] = self.limits.max_new(request)
+            self.dispatcher.add(requests, max_new_by_request)
             self._send_due()
 
     def _send_due(self) -> None:
@@ -157,10 +157,10 @@ class Engine(AbstractContextManager["Engine"]):
 
     def abort(self, request_id: int) -> None:
         """End a request early; its samples come back with finish_reason "abort". Unknown ids are ignored."""
-        with self._books:
+        with self._records_lock:
             for rank, number in self.dispatcher.sent(request_id):
                 self.workers.cast(rank, "abort", [number])
-            self._give(self.dispatcher.dropped(request_id))
+            self._deliver(self.dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return outputs of requests as soon as there are some, or an empty list after at most `timeout` seconds.
@@ -170,7 +170,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         deadline = time.monotonic() + timeout
         while True:
-            with self._turn:
+            with self._poll_lock:
                 failure, self._failure = self._failure, None
                 if failure is not None:
                     raise failure
@@ -183,35 +183,35 @@ class Engine(AbstractContextManager["Engine"]):
                 return ready
 
     def _receive(self, timeout: float) -> None:
-        """Poll the workers, give out what came, and send what there is room for now. Called with `_turn` held."""
+        """Poll the workers, give out what came, and send what there is room for now. Called with `_poll_lock` held."""
         try:
             outputs = self.workers.poll(timeout)
-            with self._books:
-                self._give(self.dispatcher.received(outputs))
+            with self._records_lock:
+                self._deliver(self.dispatcher.received(outputs))
                 if (ask := self.dispatcher.to_ask(self.workers.stats())) is not None:
                     rank, n_samples = ask
-                    self.workers.cast(rank, "give_back", n_samples)
+                    self.workers.cast(rank, "return_waiting", n_samples)
                 self._send_due()
         except Exception as error:
             self.streams.fail(error)
             raise
 
-    def _give(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Give each output to its stream or put it into `_ready`. Called with `_books` held."""
+    def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
+        """Give each output to its stream or put it into `_ready`. Called with `_records_lock` held."""
         for output in outputs:
             if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
                 self._ready.append(output)
-        self.streams.hand_over()
+        self.streams.deliver_taken()
 
     def _poll_for_streams(self) -> None:
-        with self._turn:
+        with self._poll_lock:
             try:
                 self._receive(_TURN_S)
             except Exception as error:  # the streams have it; who polls must get it, too
                 self._failure = error
 
     def _submit_streams(self, requests: Sequence[tuple[GenerationRequest, Consumer]]) -> None:
-        with self._books:
+        with self._records_lock:
             self.submit([request for request, _ in requests])
             for request, consumer in requests:
                 self.streams.open(request.request_id, consumer)
@@ -245,7 +245,7 @@ class Engine(AbstractContextManager["Engine"]):
         if timeout_s is not None:
             timer = consumer.loop.call_later(timeout_s, consumer.queue.put_nowait, TimeoutError())
         try:
-            await self.gathering.submit(request, consumer)
+            await self.batcher.submit(request, consumer)
             while unfinished:
                 for output in await consumer.next():
                     unfinished -= output.finish_reason is not None
@@ -253,7 +253,7 @@ class Engine(AbstractContextManager["Engine"]):
         finally:
             if timer is not None:
                 timer.cancel()
-            with self._books:
+            with self._records_lock:
                 if unfinished and self.streams.abandon(consumer):
                     self.abort(request.request_id)
 
@@ -313,7 +313,7 @@ class Engine(AbstractContextManager["Engine"]):
             checked, update, self.spec.layout.data_size, spec.section, self.info.cost, self.spec.layout.cp_size
         )
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.layout.cp_size)]
-        with self._turn:
+        with self._poll_lock:
             results = self.workers.call_each("train", args)
         keep_old_logprobs(rows, checked, shares, results[:: self.spec.layout.cp_size])
         return results[0].stats
@@ -357,7 +357,7 @@ class Engine(AbstractContextManager["Engine"]):
         shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info)
         n_together = self.spec.layout.cp_size
         args = [(role, what, tokens, *more, mb_spec or self.spec.mb_spec, *its) for tokens, *its in given]
-        with self._turn:
+        with self._poll_lock:
             scored = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
         return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
@@ -444,15 +444,15 @@ class Engine(AbstractContextManager["Engine"]):
         """
         self.limits = None
         self.streams.end(EngineError("the workers were started again, and every request under way is lost"))
-        with self._turn:
+        with self._poll_lock:
             self._lost_state = self._lost_state or self._writes_state  # which the restart before this may have found
             self._writes_state = False
             self.workers.close()
             self.workers = start_workers(self._wanted, self._mode, again=True)
-            with self._books:
+            with self._records_lock:
                 self.spec = self.workers.spec  # which may have fewer copies
                 self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
-                self._forget_requests()
+                self._clear_requests()
             for name, spec in self._roles.items():
                 if name != "actor":
                     self.workers.call("load_role", name, spec)
@@ -463,7 +463,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.workers.close()
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        with self._turn:
+        with self._poll_lock:
             return self.workers.call(method, *args)
 
     def __exit__(self, *exc: object) -> None:

@@ -17,7 +17,7 @@ from areno.errors import EngineError, Key
 from areno.kernels.adapters import add_lora
 from areno.kernels.backend import use_triton
 from areno.kernels.fixed_order import row_multiple
-from areno.kernels.matmul import FixedOrderProduct
+from areno.kernels.matmul import FixedOrderMatmul
 from areno.layers.adapter import Adapter
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear
@@ -72,7 +72,7 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
             Key("engine.exact"),
             Key("engine.tp_size"),
         )
-    found = {shape: _fixed_order_product(module, timed) for shape, module in modules.items()}
+    found = {shape: _choose_fixed_order_matmul(module, timed) for shape, module in modules.items()}
     for module in model.modules():
         if isinstance(module, _PRODUCTS):
             module.fixed_order = found[module.weight.shape]
@@ -129,22 +129,22 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
             )
 
 
-def _fixed_order_product(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderProduct:
+def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderMatmul:
     """How products with these weights are computed in one order: by the library where it can, or where it is faster."""
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype
-    as_ever = FixedOrderProduct()
+    as_ever = FixedOrderMatmul()
     all_NO = as_ever(x_NI, weight_OI, dtype)
 
-    def differ(product: FixedOrderProduct) -> list[int]:
+    def differ(product: FixedOrderMatmul) -> list[int]:
         return [n for n in _CUDA_SIZES if not torch.equal(product(x_NI[:n], weight_OI, dtype), all_NO[:n])]
 
-    def seconds(product: FixedOrderProduct, n_rows: int) -> float:
+    def seconds(product: FixedOrderMatmul, n_rows: int) -> float:
         return _seconds(lambda: product(x_NI[:n_rows], weight_OI, dtype))
 
     if not (split := differ(as_ever)):
         return as_ever
-    by_library, by_triton = FixedOrderProduct(library_rows=split[-1]), FixedOrderProduct(triton_rows=split[-1])
+    by_library, by_triton = FixedOrderMatmul(library_rows=split[-1]), FixedOrderMatmul(triton_rows=split[-1])
     library_can = not differ(by_library)
     if not use_triton(x_NI):
         if library_can:
@@ -156,13 +156,13 @@ def _fixed_order_product(module: Linear | VocabParallelEmbedding, timed: bool) -
             split[-1],
         )
     if differ(by_triton):  # its own bits for all, where they are not the library's
-        return by_library if library_can else FixedOrderProduct(triton_rows=sys.maxsize)
+        return by_library if library_can else FixedOrderMatmul(triton_rows=sys.maxsize)
     if not library_can:
         return by_triton
     if not timed:
-        return FixedOrderProduct(min(_UNTIMED, split[-1]), split[-1])
+        return FixedOrderMatmul(min(_UNTIMED, split[-1]), split[-1])
     slower = (n for n in _TIMED if n <= split[-1] and seconds(by_library, n) < seconds(by_triton, n))
-    return FixedOrderProduct(next(slower, split[-1] + 1) - 1, split[-1])
+    return FixedOrderMatmul(next(slower, split[-1] + 1) - 1, split[-1])
 
 
 def _seconds(run: Callable[[], object]) -> float:

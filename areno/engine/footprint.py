@@ -33,8 +33,8 @@ from areno.models.cost import (
 RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
 GIB = 2**30
 _TYPICAL_TOKENS = 1024  # of a micro-batch
-_LEAST_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
-_LEAST_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
+_MIN_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
+_MIN_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ class Footprint:
         work = [0]
         for model in self.models:
             visit = self.of_model(model).total if model.offload else 0
-            of_tokens = self.training_bytes(model, min(_LEAST_TOKENS, self.batch_tokens))
+            of_tokens = self.training_bytes(model, min(_MIN_TOKENS, self.batch_tokens))
             work.append(visit + of_tokens if model.optimizer else visit)
         actor = self.models[0].config
-        kv = _LEAST_TOKENS * kv_bytes(actor, self.itemsize, self.layout)
-        kv += _LEAST_SLOTS * state_bytes(actor, self.itemsize, self.layout)
+        kv = _MIN_TOKENS * kv_bytes(actor, self.itemsize, self.layout)
+        kv += _MIN_SLOTS * state_bytes(actor, self.itemsize, self.layout)
         return self.resident + max(*work, kv)
 
     def training_bytes(self, model: Model, n_tokens: int) -> int:

@@ -25,7 +25,7 @@ from areno.engine.spec import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem, non_finite_logits
 from areno.schema.fields import partial_section, problems_between, settings
 from areno.schema.values import InvalidValue, show
-from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest, SamplingParams
+from areno.types import RETURNED, GenerationOutput, GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def _refused(request: GenerationRequest, field: str, why: str, advice: str = "",
     return error
 
 
-_MOST_KNOWN = 1024
+_MAX_KNOWN = 1024
 _known_good: set[str] = set()  # parameters that were checked: requests with the same ones come by the thousand
 
 
@@ -154,7 +154,7 @@ def check_params(params: SamplingParams) -> None:
     problems += problems_between(partial_section(SamplingParams, known))
     if problems:
         raise ConfigError([problem.under("SamplingParams") for problem in problems])
-    if len(_known_good) >= _MOST_KNOWN:
+    if len(_known_good) >= _MAX_KNOWN:
         _known_good.clear()
     _known_good.add(text)
 
@@ -225,15 +225,20 @@ class Dispatcher:
         """Request id -> samples still to come."""
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}
 
-    def add(self, requests: Sequence[GenerationRequest], most_tokens: Mapping[int, int]) -> None:
-        """Queue requests behind those that are here, the longest first. most_tokens: request id -> of a sample."""
+    def add(self, requests: Sequence[GenerationRequest], max_new_by_request: Mapping[int, int]) -> None:
+        """Queue requests after the earlier ones, the longest first.
+
+        Args:
+            requests: The requests.
+            max_new_by_request: Request id -> most new tokens of a sample.
+        """
         n_samples = sum(request.n_samples for request in requests)
         share = -(-n_samples // self.n_copies)
         # A run that goes on knows no lengths. Where all can run at once, it divides them as it would have.
         has_room = n_samples + sum(self.n_samples) <= self._slots * self.n_copies
         parts: list[Part] = []
         for request in requests:
-            most = most_tokens[request.request_id]
+            most = max_new_by_request[request.request_id]
             length = most if has_room else min(request.expected_tokens or most, most)
             self._of_request[request.request_id] = mine = [
                 Part(part, request.request_id, length, part.n_samples) for part in self._cut(request, share)
@@ -282,7 +287,7 @@ class Dispatcher:
         """
         for output in outputs:
             part = self._parts[output.request_id]
-            if output.sample == GIVEN_BACK:
+            if output.sample == RETURNED:
                 self._place(part, None)
                 self._queue.appendleft(part)
                 continue
@@ -338,7 +343,7 @@ class Dispatcher:
 OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
 
 
-class Sampler(Protocol):
+class RolloutEngine(Protocol):
     """The part of an Engine that `wait_for_all` uses."""
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
@@ -355,7 +360,7 @@ class Sampler(Protocol):
 
 
 def wait_for_all(
-    engine: Sampler, requests: Sequence[GenerationRequest], on_progress: OnProgress | None, at_once: int | None
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], on_progress: OnProgress | None, at_once: int | None
 ) -> dict[int, list[GenerationOutput]]:
     """Sample all requests, which start in this order.
 

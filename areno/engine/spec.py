@@ -138,7 +138,7 @@ class EngineSpec:
         hosts = self.hosts or [LOOPBACK] * self.world_size
         return [WorkerAddress(device, host) for device, host in zip(self.devices, hosts, strict=True)]
 
-    def n_beside(self, rank: int) -> int:
+    def n_ranks_on_machine(self, rank: int) -> int:
         """Return the number of ranks on the machine of `rank`, itself included."""
         hosts = [address.host for address in self.addresses]
         return hosts.count(hosts[rank])

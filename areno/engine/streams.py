@@ -149,7 +149,7 @@ class Streams:
         self._taken.setdefault(consumer.loop, []).append((consumer, output))
         return True
 
-    def hand_over(self) -> None:
+    def deliver_taken(self) -> None:
         """Give out what was taken, waking each event loop once. Called with the lock held."""
         taken, self._taken = self._taken, {}
         for loop, items in taken.items():
@@ -162,7 +162,7 @@ class Streams:
             for consumer in self._consumers.values():
                 self._taken.setdefault(consumer.loop, []).append((consumer, error))
             self._consumers.clear()
-            self.hand_over()
+            self.deliver_taken()
 
     def end(self, error: Exception) -> None:
         """Raise an error in every consumer, and return when no thread polls any more."""
@@ -186,17 +186,17 @@ _MOST_S = 0.05  # after the first one: about two prefills
 _Stream = tuple[GenerationRequest, Consumer]
 
 
-class Gathering:
-    """Between requests and the workers. While the workers have something to do, nothing is held back.
+class RequestBatcher:
+    """Submits requests that arrive together as one batch. While the workers are busy, requests are submitted at once.
 
     submit: submits requests with their consumers, or raises and has submitted none. is_idle: whether the workers have
-    no request. holds: false where a prefill takes as long as its tokens do, as on a CPU: then a request begins at once.
+    no request. waits: false where a prefill takes as long as its tokens do, as on a CPU: then a request begins at once.
     Any event loop may use it; each gathers its own.
     """
 
-    def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], holds: bool = True):
-        self._submit, self._is_idle, self.holds = submit, is_idle, holds
-        self._bursts: dict[asyncio.AbstractEventLoop, _Burst] = {}
+    def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], waits: bool = True):
+        self._submit, self._is_idle, self.waits = submit, is_idle, waits
+        self._pending: dict[asyncio.AbstractEventLoop, _PendingBatch] = {}
         self._expected: Counter[asyncio.AbstractEventLoop] = Counter()
         # Where nothing is held back, or nobody asks, the number stays: not so the loop.
         self._announced = WeakKeyDictionary[asyncio.AbstractEventLoop, int]()
@@ -223,18 +223,18 @@ class Gathering:
         Where the caller is cancelled meanwhile, the request may have been submitted or not.
         """
         loop = asyncio.get_running_loop()
-        burst = self._bursts.get(loop)
+        burst = self._pending.get(loop)
         if burst is None:
-            if not self.holds or not self._is_idle():
+            if not self.waits or not self._is_idle():
                 return self._submit([(request, consumer)])
-            burst = self._bursts[loop] = _Burst(loop, self._submit_all, lambda: loop in self._expected)
+            burst = self._pending[loop] = _PendingBatch(loop, self._submit_all, lambda: loop in self._expected)
         submitted = burst.add((request, consumer))
         if len(burst.waiting) == self._announced.get(loop):
             burst.end()
         await submitted
 
-    def _submit_all(self, burst: _Burst) -> None:
-        del self._bursts[burst.loop]
+    def _submit_all(self, burst: _PendingBatch) -> None:
+        del self._pending[burst.loop]
         self._announced.pop(burst.loop, None)
         waiting = [(stream, future) for stream, future in burst.waiting if not future.done()]  # others were cancelled
         if not waiting:
@@ -259,11 +259,11 @@ class Gathering:
         return None
 
 
-class _Burst:
+class _PendingBatch:
     """Requests of one event loop. done: called once, when no other has followed for a moment and none is expected."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, done: Callable[[_Burst], None], expects_more: Callable[[], bool]
+        self, loop: asyncio.AbstractEventLoop, done: Callable[[_PendingBatch], None], expects_more: Callable[[], bool]
     ):
         self.loop, self._done, self._expects_more = loop, done, expects_more
         self.waiting: list[tuple[_Stream, asyncio.Future[None]]] = []

@@ -60,7 +60,7 @@ class Worker:
         self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
-        self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))
+        self._most_threads = max(1, torch.get_num_threads() // spec.n_ranks_on_machine(context.rank))
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
@@ -154,7 +154,7 @@ class Worker:
         affordable = (int(self.free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
-        room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
+        room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
         if room < spec.max_len:
             if states:
                 raise EngineError(
@@ -198,7 +198,7 @@ class Worker:
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
-        return host_bytes_free() // self.spec.n_beside(self.context.rank)
+        return host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -237,10 +237,10 @@ class Worker:
             for request_id in request_ids:
                 self.decoder.abort(request_id)
 
-    def give_back(self, n_samples: int) -> None:
-        """Return requests that have not begun; see Decoder.give_back."""
+    def return_waiting(self, n_samples: int) -> None:
+        """Return requests that have not begun; see Decoder.return_waiting."""
         if self.decoder is not None:
-            self.decoder.give_back(n_samples)
+            self.decoder.return_waiting(n_samples)
 
     @property
     def has_work(self) -> bool:

@@ -126,7 +126,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     session = HydraSession(algorithm.config, name, args.overrides, **options)
     # Clusters send SIGUSR1 some time before they end a job. On both all is wound down, as on Ctrl-C.
     unwinding = signal_handlers(terminate, signal.SIGTERM, signal.SIGUSR1)
-    with unwinding, told_recipes(algorithm.name, name, config_dir), session:
+    with unwinding, mention_recipes(algorithm.name, name, config_dir), session:
         if args.info:
             session.show_info(args.info)
         elif args.cfg in ("hydra", "all"):
@@ -231,10 +231,10 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
 
 def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
     """Resume the run in a folder, whose settings the session has read."""
-    from areno.launch.compose import Job, told_version
+    from areno.launch.compose import Job, mention_version
     from areno.run import resume
 
-    with told_version(folder):
+    with mention_version(folder):
         composition = session.compose()
         composition.build(algorithm.config)
     job = Job(composition, folder, session.overrides, None, session.names)
@@ -372,7 +372,7 @@ def _trace(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
+def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
     """Add to the errors of a composition that the task is not for the recipe, if that is so."""
     try:
         yield

@@ -145,7 +145,7 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
 
 
 @contextmanager
-def told_version(folder: Path) -> Iterator[None]:
+def mention_version(folder: Path) -> Iterator[None]:
     """Add the version of areno that has written a run to errors about its settings, if it is another version."""
     try:
         yield

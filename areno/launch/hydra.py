@@ -144,7 +144,7 @@ def renamed_keys(cls: type[Section], config: DictConfig, section: str, problems:
     return config if renamed is values else OmegaConf.create(dict(renamed))
 
 
-_MOST_VALUES = 30_000
+_MAX_VALUES = 30_000
 
 
 def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
@@ -196,11 +196,11 @@ def check_references(raw: Mapping[Any, Any]) -> None:
         return known[path]
 
     try:
-        if size(()) <= _MOST_VALUES:
+        if size(()) <= _MAX_VALUES:
             return
     except RecursionError:
         pass
-    raise ConfigError(f"interpolations (${{...}}) expand to more than {_MOST_VALUES:,} values")
+    raise ConfigError(f"interpolations (${{...}}) expand to more than {_MAX_VALUES:,} values")
 
 
 def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:

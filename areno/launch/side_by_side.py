@@ -110,7 +110,7 @@ class JobLines:
 
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-_MOST_BYTES = 65536
+_MAX_LINE_BYTES = 65536
 
 Work = Callable[[], tuple[float | None, str]]
 """A function that does one run. It returns the objective, or None and the reason of the failure."""
@@ -310,7 +310,7 @@ def _lines(output: Any, sentinel: Any) -> Iterator[str]:
     """Yield the lines that a run writes until it ends."""
     rest = b""
     # What the run has started may hold its output open when it has ended.
-    while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MOST_BYTES)):
+    while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MAX_LINE_BYTES)):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line.decode(errors="replace")

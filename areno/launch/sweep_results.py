@@ -16,7 +16,7 @@ from typing import Any, Literal
 from areno.files.durable import atomic_write_text
 
 _SEED = "seed"
-_LONGEST_NAME = 200  # characters of a folder's name
+_MAX_NAME_CHARS = 200  # characters of a folder's name
 
 
 @dataclass
@@ -222,7 +222,7 @@ class Sweep:
 
     def _link_name(self, one: Outcome) -> str:
         given = (f"{key.rpartition('.')[2]}={one.overrides[key]}" for key in self.keys if key in one.overrides)
-        return " ".join([str(one.number), *given]).replace("/", "_")[:_LONGEST_NAME]
+        return " ".join([str(one.number), *given]).replace("/", "_")[:_MAX_NAME_CHARS]
 
 
 def _columns(rows: list[list[str]]) -> str:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from areno.kernels.adapters import Place, add_lora, add_lora_stacked, swiglu_stacked, tiles
 from areno.kernels.backend import use_triton
-from areno.kernels.matmul import add_product, fixed_order_product
+from areno.kernels.matmul import add_matmul, fixed_order_matmul
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 
@@ -119,7 +119,7 @@ class Adapter(nn.Module):
         """
         a_RI = self.a if a_RI is None else a_RI
         if self.in_order and not torch.is_grad_enabled():
-            return fixed_order_product(x_NI, a_RI, x_NI.dtype)
+            return fixed_order_matmul(x_NI, a_RI, x_NI.dtype)
         return F.linear(x_NI, a_RI)
 
     # Methods for sampling.
@@ -216,8 +216,8 @@ class Adapter(nn.Module):
         h_NR = h_NR * self.scaling
         for index, (column, row, size) in enumerate(self.places):
             h_Nr = h_NR[:, index * self.rank : (index + 1) * self.rank]
-            add_product(self.b.grad[row : row + size], grad_NO[:, column : column + size].t(), h_Nr)
-        add_product(self.a.grad, back_NR.t(), x_NI)
+            add_matmul(self.b.grad[row : row + size], grad_NO[:, column : column + size].t(), h_Nr)
+        add_matmul(self.a.grad, back_NR.t(), x_NI)
 
     def _back(self, grad_NO: Tensor) -> Tensor:
         """Return the gradient of x A^T, (N, R), from this rank's outputs."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.matmul import FixedOrderProduct, float_product
+from areno.kernels.matmul import FixedOrderMatmul, float32_matmul
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
@@ -39,7 +39,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = spec.empty(rows, hidden_size)
         part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
-        self.fixed_order: FixedOrderProduct | None = None
+        self.fixed_order: FixedOrderMatmul | None = None
 
     def clear_padding(self) -> None:
         """Set the rows of padding to zero. No checkpoint tensor fills them."""
@@ -77,7 +77,7 @@ class VocabParallelEmbedding(nn.Module):
         """
         if self.fixed_order is not None:
             return self.fixed_order(hidden_KD, self.weight, torch.float32)
-        return float_product(hidden_KD, self.weight).float()
+        return float32_matmul(hidden_KD, self.weight).float()
 
 
 class ValueHead(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.matmul import FixedOrderProduct, add_product
+from areno.kernels.matmul import FixedOrderMatmul, add_matmul
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
@@ -44,7 +44,7 @@ class Linear(nn.Module):
         self.tp = spec.tp
         self.weight = spec.empty(out_size, in_size)
         self.bias = spec.empty(out_size) if bias else None
-        self.fixed_order: FixedOrderProduct | None = None
+        self.fixed_order: FixedOrderMatmul | None = None
         self.layout: Layout = {}
         self.adapter: Adapter | None = None
 
@@ -90,7 +90,7 @@ class Linear(nn.Module):
         """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
-            add_product(self.weight.grad, grad_NO.t(), x_NI)
+            add_matmul(self.weight.grad, grad_NO.t(), x_NI)
         if self.bias is not None and self.bias.requires_grad:
             assert self.bias.grad is not None
             self.bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))

@@ -21,15 +21,15 @@ from torch.nn import functional as F
 
 from areno.kernels.experts import (
     Groups,
-    add_grouped_product,
+    add_grouped_matmul,
     choose_experts,
     combine,
     group_by_expert,
-    grouped_product,
+    grouped_matmul,
     reference,
     weighted_swiglu_backward,
 )
-from areno.kernels.matmul import float_product
+from areno.kernels.matmul import float32_matmul
 from areno.layers.config import Experts
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
@@ -138,7 +138,7 @@ class Router(Linear):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return the logits (N, E) float32."""
-        return float_product(x_ND, self.weight).float()
+        return float32_matmul(x_ND, self.weight).float()
 
 
 class ExpertMatrices(nn.Module):
@@ -180,7 +180,7 @@ class ExpertMatrices(nn.Module):
         """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
-            add_grouped_product(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)
+            add_grouped_matmul(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)
 
 
 class ExpertMLP(nn.Module):
@@ -216,8 +216,8 @@ class ExpertMLP(nn.Module):
         groups = self._groups(chosen_Nk)
         rows_MD = self.tp.copy_in(x_ND).index_select(0, groups.tokens_M)
         how = groups.ends_E, False, self.row_multiple
-        gate_MI, up_MI = reference.grouped_product(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
-        y_MD = reference.grouped_product(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
+        gate_MI, up_MI = reference.grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
+        y_MD = reference.grouped_matmul(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
         out_ND = reference.combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
@@ -256,15 +256,15 @@ class ExpertMLP(nn.Module):
         logits_NE, routing = self.router(x_ND), self.routing
         if routing.is_free:
             chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
-            routing.note(self.layer, chosen_Nk)
+            routing.record_experts(self.layer, chosen_Nk)
         else:
             chosen_Nk = routing.choose(self.layer, logits_NE)
             weights_Nk = self._weights(logits_NE, chosen_Nk)
         groups = self._groups(chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
-        gate_up_M2I = grouped_product(rows_MD, self.experts_gate_up.stack_EOI, groups.ends_E)
+        gate_up_M2I = grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, groups.ends_E)
         del rows_MD
-        y_MD = grouped_product(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
+        y_MD = grouped_matmul(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
         out_ND = combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
         if whole:
             out_ND = self.tp.reduce_scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
@@ -294,9 +294,9 @@ class ExpertMLP(nn.Module):
         with torch.enable_grad():
             weights_Nk = self._weights(logits_NE.requires_grad_(), chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
-        gate_up_M2I = grouped_product(rows_MD, gate_up.stack_EOI, ends_E) if kept is None else kept
+        gate_up_M2I = grouped_matmul(rows_MD, gate_up.stack_EOI, ends_E) if kept is None else kept
         grad_MD = grad_ND.index_select(0, groups.tokens_M)
-        grad_MI = grouped_product(grad_MD, down.stack_EOI, ends_E, transposed=True)
+        grad_MI = grouped_matmul(grad_MD, down.stack_EOI, ends_E, transposed=True)
         weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
         grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
         del gate_up_M2I, grad_MI
@@ -304,7 +304,7 @@ class ExpertMLP(nn.Module):
         del grad_MD, act_MI
         gate_up.accumulate(grad_gate_up_M2I, rows_MD, groups)
         del rows_MD
-        grad_x_MD = grouped_product(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
+        grad_x_MD = grouped_matmul(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
         grad_x_ND = combine(grad_x_MD, groups.places_Nk, None, ends_E)
         grad_x_ND = self.tp.reduce_scatter_rows(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
         grad_weights_Nk = grad_weights_M.index_select(0, groups.places_Nk.flatten()).view_as(weights_Nk)

@@ -99,7 +99,7 @@ class Routing:
         """Whether the router alone decides, and only its choices are recorded."""
         return self.given_NLk is None and not self.observes
 
-    def note(self, layer: int, chosen_Nk: Tensor) -> None:
+    def record_experts(self, layer: int, chosen_Nk: Tensor) -> None:
         """Record the router's own choice of a layer.
 
         Args:
@@ -127,7 +127,7 @@ class Routing:
                 n = len(given_Nk)
                 known_N1 = given_Nk[:, :1] != self.none
                 chosen_Nk = torch.cat([torch.where(known_N1, given_Nk, own_Nk[:n]), own_Nk[n:]])
-            self.note(layer, chosen_Nk)
+            self.record_experts(layer, chosen_Nk)
             if self.observes:
                 self.loads[layer] = self._load(logits_NE, own_Nk, chosen_Nk)
         return chosen_Nk

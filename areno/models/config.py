@@ -13,7 +13,7 @@ from areno.models.rope import read_rope
 from areno.schema.fields import settings
 
 HeadName = Literal["lm", "value"]
-MOST_LAYERS = 10_000  # a larger number is an error in the file
+MAX_LAYERS = 10_000  # a larger number is an error in the file
 
 
 _NAMES = "architectures model_type transformers_version name_or_path model_name torch_dtype dtype tokenizer_class"
@@ -197,7 +197,7 @@ def read_decoder(
         rope: The rotary positions if the family has read them. None reads them.
         activation: The field with the activation, and its only supported value.
     """
-    num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
+    num_layers = raw.get("num_hidden_layers", int, ge=1, le=MAX_LAYERS)
     field, only = activation
     if raw.get(field, str, only) != only:
         raw.refuse(field, repr(only))

@@ -62,7 +62,7 @@ MISSING: dict[str, str] = {
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-MOST_PARAMETERS = 10**14  # a hundred times the largest that exists
+MAX_PARAMETERS = 10**14  # a hundred times the largest that exists
 VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())
 
 
@@ -235,9 +235,9 @@ def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
     """Report a model with an impossible number of parameters, before memory runs out."""
-    if (size := parameters(config)) > MOST_PARAMETERS:
+    if (size := parameters(config)) > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
-        limit = f"expected at most {MOST_PARAMETERS:.0e}"
+        limit = f"expected at most {MAX_PARAMETERS:.0e}"
         raw.wrong(f"the sizes make a model of {size:.1e} parameters, {limit}; check {sizes}")
 
 

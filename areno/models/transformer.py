@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from areno.kernels.backend import use_triton
-from areno.kernels.matmul import fill_rows
+from areno.kernels.matmul import pad_rows
 from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.delta import GatedDelta
@@ -43,8 +43,8 @@ class Transformer(nn.Module):
 
     Attributes:
         row_multiple: the tokens of a pass are padded to a multiple of this, for `engine.exact`.
-        passed: called in the backward pass with a stage when the gradients of all parameters from that stage on are
-            complete; see `stage`.
+        on_stage_backward: called in the backward pass with a stage when the gradients of all parameters from that
+            stage on are complete; see `stage`.
     """
 
     def __init__(self, config: TransformerConfig, spec: WeightSpec):
@@ -52,7 +52,7 @@ class Transformer(nn.Module):
         self.config = config
         self.tp = spec.tp
         self.row_multiple = 1
-        self.passed: Callable[[int], None] | None = None
+        self.on_stage_backward: Callable[[int], None] | None = None
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
         ropes = list(dict.fromkeys(config.kind(index).rope for index in range(config.num_layers)))
@@ -106,22 +106,22 @@ class Transformer(nn.Module):
 
             x_ND, delta_ND, memory = x_ND.float(), None, None if split else self._memory_for_norms(x_ND)
             for index, layer in enumerate(self.layers):
-                self._mark(x_ND, index)
+                self._hook_stage(x_ND, index)
                 keep = index >= n_recomputed
                 cos, sin = angles[self.rotary_of[index]]
                 x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
-            self._mark(x_ND, len(self.layers))
+            self._hook_stage(x_ND, len(self.layers))
             hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND, memory)
             return self.tp.gather_rows_equal(hidden_ND) if split else hidden_ND
         for index, layer in enumerate(self.layers):
-            self._mark(x_ND, index)
+            self._hook_stage(x_ND, index)
             cos, sin = angles[self.rotary_of[index]]
             if index < n_recomputed and torch.is_grad_enabled():
                 x_ND = checkpoint(layer, x_ND, cos, sin, attend, split, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_ND = layer(x_ND, cos, sin, attend, split)
-        self._mark(x_ND, len(self.layers))
+        self._hook_stage(x_ND, len(self.layers))
         hidden_ND = self.final_norm(x_ND)[:n_tokens]
         return self.tp.gather_rows_equal(hidden_ND) if split else hidden_ND
 
@@ -134,10 +134,10 @@ class Transformer(nn.Module):
             return None
         return memory if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 
-    def _mark(self, x_ND: Tensor, stage: int) -> None:
-        """Call `passed` when the backward pass reaches x, the input of a stage. Autograd runs later nodes first."""
-        if self.passed is not None and x_ND.requires_grad:
-            x_ND.register_hook(partial(_report, self.passed, stage))
+    def _hook_stage(self, x_ND: Tensor, stage: int) -> None:
+        """Call `on_stage_backward` when the backward pass reaches the input of a stage. Later stages come first."""
+        if self.on_stage_backward is not None and x_ND.requires_grad:
+            x_ND.register_hook(partial(_call_stage_hook, self.on_stage_backward, stage))
 
     def stage(self, parameter: str) -> int:
         """Return the stage of a parameter. The backward pass completes the gradients of the largest stage first.
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         Args:
             hidden_KD: hidden states.
         """
-        return self.output.product(fill_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
+        return self.output.product(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
         """Return this rank's columns of the logits without padding, (K, n_valid) float32.
@@ -286,6 +286,6 @@ class Transformer(nn.Module):
                     part.region(parameter).copy_(part.cut(full))
 
 
-def _report(passed: Callable[[int], None], stage: int, _grad: Tensor) -> None:
-    """Call `passed` as a gradient hook."""
-    passed(stage)
+def _call_stage_hook(on_stage_backward: Callable[[int], None], stage: int, _grad: Tensor) -> None:
+    """Call `on_stage_backward` as a gradient hook."""
+    on_stage_backward(stage)

@@ -51,7 +51,7 @@ def facts(
     }
 
 
-def tell_model(engine: Engine) -> None:
+def log_model(engine: Engine) -> None:
     """Log what an engine has come up with."""
     from areno.kernels.attention import BACKENDS  # imports torch
 
@@ -81,7 +81,7 @@ def tell_model(engine: Engine) -> None:
             ", ".join(lora.adapters.targets),
             _origin(lora),
         )
-    _tell_memory(engine)
+    _log_memory(engine)
 
 
 def _origin(lora: LoraSpec) -> str:
@@ -92,7 +92,7 @@ def _origin(lora: LoraSpec) -> str:
     return f", from {lora.init_from} (whose rank, alpha and modules count, not the settings), trained on {base}"
 
 
-def _tell_memory(engine: Engine) -> None:
+def _log_memory(engine: Engine) -> None:
     """Log what its models take of each device, computed: as a line, and as a table for logs/run.log."""
     short, table = engine.memory_table()
     logger.info("%s", short)
@@ -101,12 +101,12 @@ def _tell_memory(engine: Engine) -> None:
 
 
 @contextmanager
-def memory_told(engine: Engine) -> Iterator[None]:
+def log_memory_after(engine: Engine) -> Iterator[None]:
     """Log the memory of the models after the body, if the body has changed it."""
     before = engine.memory_table()
     yield
     if engine.memory_table() != before:
-        _tell_memory(engine)
+        _log_memory(engine)
 
 
 def without_answers(loader: BatchLoader[Any]) -> str:

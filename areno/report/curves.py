@@ -69,7 +69,7 @@ def is_count(unit: str) -> bool:
     return unit in _COUNTS
 
 
-MOST_POINTS = 4_000  # of one curve; more than a screen can show
+MAX_POINTS = 4_000  # of one curve; more than a screen can show
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
     return {heading: kept for heading, kept in found.items() if kept}
 
 
-def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+def downsampled(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
     """Reduce a curve to about `most` points.
 
     The curve is cut into intervals of steps, and the minimum and maximum of each interval are kept, so no peak is lost.

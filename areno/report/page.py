@@ -17,7 +17,7 @@ from typing import Any
 from areno import __version__
 from areno.errors import ArenoError
 from areno.files.durable import atomic_write_text
-from areno.report.curves import Chart, charts, is_count, thinned, unit_of
+from areno.report.curves import Chart, charts, downsampled, is_count, unit_of
 from areno.report.verdict import differing, run_names, settings_today, verdict
 from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
@@ -52,7 +52,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
     shown, constant = _shown(metrics)
     described = []
     for name, run, of_run in zip(names, runs, metrics, strict=True):
-        series = {key: _pair(*thinned(found.steps, found.values)) for key, found in of_run.items()}
+        series = {key: _pair(*downsampled(found.steps, found.values)) for key, found in of_run.items()}
         described.append(
             {
                 "name": name,

@@ -199,7 +199,7 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
 
     If the reference model is unknown, a description is added to `missing`.
     """
-    from areno.launch.compose import load, told_version
+    from areno.launch.compose import load, mention_version
 
     algorithm = algorithm_of(run.path)
     size = value_at(run.config, "engine.tp_size")
@@ -208,7 +208,7 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     changes += ["cluster.n_nodes=1", "cluster.n_gpus_per_node=null", "scheduler.type=local"]  # on this machine
     changes += ["scheduler.setup_timeout=30", "engine.cp_size=1"]
     changes += ["experiment_name=replay", "trial_name=null"]  # nothing is written, so any name will do
-    with told_version(run.path):
+    with mention_version(run.path):
         config: Any = load(algorithm.config, "config", changes, run.path)
     if not isinstance(config, PolicyExperimentConfig):
         raise ArenoError("{} is a run of {}, which samples nothing", run.path, algorithm.name)

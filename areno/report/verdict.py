@@ -92,7 +92,7 @@ def _in_short(override: str) -> str:
 
 
 _LAST_STEPS = 5  # a scalar of single steps is noisy, so the mean of the last steps counts
-_MOST_SETTINGS = 4  # in the title of a place
+_MAX_SETTINGS = 4  # in the title of a place
 _FALLBACK = ("train/loss", min)  # for runs with neither evaluation nor reward
 _OF_TRAINING = {"train/accuracy": ("accuracy", max), "train/loss": ("loss", min)}  # for runs without evaluation
 
@@ -282,8 +282,8 @@ def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
 def _title(overrides: Mapping[str, str]) -> str:
     """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, with at most 4 of them."""
     given = [f"{key}={value}" for key, value in overrides.items()]
-    more = f" and {len(given) - _MOST_SETTINGS} more" if len(given) > _MOST_SETTINGS else ""
-    return " ".join(given[:_MOST_SETTINGS]) + more
+    more = f" and {len(given) - _MAX_SETTINGS} more" if len(given) > _MAX_SETTINGS else ""
+    return " ".join(given[:_MAX_SETTINGS]) + more
 
 
 def _lead(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:

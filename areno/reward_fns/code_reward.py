@@ -27,7 +27,7 @@ from areno.reward_fns.answers import block
 from areno.reward_fns.sandbox import run
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
-_MOST_OUTPUT = 1 << 22  # characters
+_MAX_OUTPUT_CHARS = 1 << 22  # characters
 
 
 def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: bool) -> dict[str, float]:
@@ -89,7 +89,7 @@ def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: i
     if seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]
-    status, output = run(command, folder, seconds, memory_mb, stdin=given, stderr=False, max_output=_MOST_OUTPUT)
+    status, output = run(command, folder, seconds, memory_mb, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
     return status == 0 and _lines(output) == _lines(expected)
 
 
@@ -104,7 +104,7 @@ def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float,
     word = secrets.token_hex(16)
     given = json.dumps({"word": word, "program": program, "tests": tests})
     command = [sys.executable, "-I", str(_RUNNER)]
-    _, output = run(command, folder, timeout_s, memory_mb, stdin=given, max_output=_MOST_OUTPUT)
+    _, output = run(command, folder, timeout_s, memory_mb, stdin=given, max_output=_MAX_OUTPUT_CHARS)
     told = [line.split()[1:] for line in output.splitlines() if line.startswith(word)]
     total = next((int(line[1]) for line in told if line[0] == "total"), 1)
     return min(1.0, sum(line[0] == "passed" for line in told) / total)

@@ -33,9 +33,9 @@ logger = logging.getLogger("areno.rewards")
 
 _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
-_HOPELESS = 4  # give up after this many timeouts per process without an answer, since the rest could take hours
+_MAX_TIMEOUTS = 4  # per process without an answer, before the rest is given up, which could take hours
 _LOOK_S = 0.5
-_BREATH_S = 0.001  # between turns, so that one turn handles several answers
+_BATCH_WAIT_S = 0.001  # between turns, so that one turn handles several answers
 QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
@@ -115,7 +115,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         """
         self._has_answered = self._has_answered or calls.n_answers > 0
         quiet_s = time.monotonic() - calls.answered_at
-        if calls.n_unanswered >= _HOPELESS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
+        if calls.n_unanswered >= _MAX_TIMEOUTS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
             self._give_up(calls, quiet_s)
 
     def slow_text(self, calls: _Calls, seconds: float) -> str:
@@ -225,7 +225,7 @@ class Scoring(AbstractContextManager["Scoring"]):
                 pool.wait(calls, self._wake, *([0.0] if self._added else []))
                 pool.look(calls)
                 self._turns += 1
-                time.sleep(_BREATH_S)
+                time.sleep(_BATCH_WAIT_S)
         except BaseException as error:
             self._error = error
         finally:

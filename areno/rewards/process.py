@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Chunk = list[tuple[int, bytes]]
 
-_MOST_TRACEBACK = 4000  # characters of a message
+_MAX_TRACEBACK_CHARS = 4000  # characters of a message
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _Scorer:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         path = next((f.path for f in self.functions if str(f.path) in files), None)
         if self.tracebacks:
-            return Answer(status, None, _traceback(error)[-_MOST_TRACEBACK:])
+            return Answer(status, None, _traceback(error)[-_MAX_TRACEBACK_CHARS:])
         return Answer(status, None, describe_error(error, path)[:MAX_TEXT])
 
 

@@ -61,7 +61,7 @@ class Ranking:
         self._names: set[str] = set()  # names of all scalars so far
         self._warned = False
 
-    def note(self, step: int, scalars: Mapping[str, float]) -> bool:
+    def record(self, step: int, scalars: Mapping[str, float]) -> bool:
         """Read the metric from the scalars of a step. Returns whether a saved checkpoint got a value."""
         self._names |= scalars.keys()
         metric = self.config.best_metric
@@ -354,9 +354,9 @@ class Saver:
         """Whether every checkpoint has to be evaluated."""
         return self.config.best_metric is not None and self.config.best_metric.startswith("eval/")
 
-    def note(self, step: int, scalars: Mapping[str, float]) -> None:
+    def record(self, step: int, scalars: Mapping[str, float]) -> None:
         """Rank checkpoints by the scalars of a step, and remove those that no longer stay."""
-        if self.ranking.note(step, scalars):
+        if self.ranking.record(step, scalars):
             self._tidy()
 
     def state_dict(self) -> dict[str, Any]:

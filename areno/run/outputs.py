@@ -21,7 +21,7 @@ from areno.config.ratio import RatioConfig
 from areno.errors import EngineError, Key
 from areno.run.progress import RunProgress
 from areno.tracking.console import log_start
-from areno.tracking.display.display import Display, chosen_console, settings_told
+from areno.tracking.display.display import Display, chosen_console, settings_shown
 from areno.tracking.divergence import Divergence
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_folder import RunFiles, overrides_of
@@ -30,7 +30,7 @@ from areno.tracking.tracker import Tracker
 
 logger = logging.getLogger("areno")
 
-_MOST_CHARS = 160  # of the settings in the line at the start
+_MAX_CHARS = 160  # of the settings in the line at the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             return
         facts = {"run": os.path.relpath(self.folder), **self._texts.facts}
         facts |= {"steps": str(self._progress.total_steps), "metrics": os.path.relpath(files.events)}
-        settings = settings_told(self.config, overrides_of(self.folder))
+        settings = settings_shown(self.config, overrides_of(self.folder))
         log_start(facts | {name: _shortened(of) for name, of in settings.items()})
         if self.display is not None:
             self.display.start(facts | settings)
@@ -128,7 +128,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
 
     def warn_of_divergence(self) -> None:
         """Warn if the scalars of the current step show that training goes wrong."""
-        for text in self._divergence.look(self.scalars):
+        for text in self._divergence.check(self.scalars):
             logger.warning("step %d: %s", self._progress.step, text)
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
@@ -175,7 +175,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
 
 def _shortened(settings: str) -> str:
     """Return the beginning of a long list of settings. config.yaml has all of them."""
-    return textwrap.shorten(settings, _MOST_CHARS, placeholder=" ... (all: config.yaml)")
+    return textwrap.shorten(settings, _MAX_CHARS, placeholder=" ... (all: config.yaml)")
 
 
 def _raise_skipped(steps: str) -> NoReturn:

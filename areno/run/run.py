@@ -179,7 +179,7 @@ class Run:
     def log(self, scalars: Mapping[str, float]) -> None:
         """Log scalars of the current step, named <namespace>/<name>. saver.best_metric may be one of them."""
         self.outputs.log(scalars)
-        self.saver.note(self.step, scalars)
+        self.saver.record(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
         """Log how many rows of a batch, and of the run so far, were too long."""

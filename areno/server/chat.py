@@ -70,7 +70,7 @@ class ChatCompletions:
         """
         try:
             definitions = [tool.definition for tool in request.tools]
-            with self.sampler.engine.gathering.expecting():
+            with self.sampler.engine.batcher.expecting():
                 prompt = await self.conversations.prompt_async(request.messages, definitions, request.template)
         except PromptTooLong as error:
             raise _about_messages(error, request) from error

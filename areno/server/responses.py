@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from areno.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from areno.schema.values import show
 from areno.server.errors import BadTrajectory
 from areno.server.tokens import Runs, Source
@@ -132,7 +132,7 @@ def sampled_with(params: SamplingParams) -> dict[str, float]:
 
 def _temperature(value: Any) -> float:
     """Check the temperature of a turn and return it as a float."""
-    if type(value) not in (int, float) or not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+    if type(value) not in (int, float) or not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
         raise BadTrajectory(f"temperature is {show(value)}; the temperature of the request is expected")
     return float(value)
 

@@ -13,7 +13,7 @@ from areno.schema.fields import Section, forbid, setting
 from areno.services.service import RunAbout, Service
 
 _PUNCTUATION = "_-./ :"
-_MOST_PARAMS = 100  # of one request
+_MAX_PARAMS = 100  # of one request
 _LONGEST = 6000  # characters of a parameter
 
 
@@ -76,8 +76,8 @@ class Mlflow(Service):
         tags = {"sweep": about.group} if about.group else {}
         self._id = self._client.create_run(experiment, run_name=self.config.name or about.name, tags=tags).info.run_id
         params = [Param(name, str(value)[:_LONGEST]) for name, value in about.flat().items()]
-        for start in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + _MAX_PARAMS])
         return self._id
 
     def _uri(self, about: RunAbout) -> str | None:

@@ -197,9 +197,9 @@ class Divergence:
         self.reward, self.unanswered = reward, unanswered
         self.ratio: tuple[float | None, str, str] = (None, "token", "")
         self._kept: dict[str, History] = {}
-        self._told: list[str] = []
+        self._warned: list[str] = []
 
-    def look(self, scalars: Mapping[str, float]) -> list[str]:
+    def check(self, scalars: Mapping[str, float]) -> list[str]:
         """Return the new warnings after a step.
 
         Args:
@@ -233,9 +233,9 @@ class Divergence:
         Args:
             name: The short name of the warning.
         """
-        is_first = name not in self._told
+        is_first = name not in self._warned
         if is_first:
-            self._told.append(name)
+            self._warned.append(name)
         return is_first
 
     def _history(self, name: str) -> History:
@@ -245,7 +245,7 @@ class Divergence:
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run gives the same warnings."""
         kept = {name: {"first": list(of.first), "last": list(of.last)} for name, of in self._kept.items()}
-        return {"kept": kept, "told": list(self._told)}
+        return {"kept": kept, "told": list(self._warned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of an earlier session.
@@ -254,7 +254,7 @@ class Divergence:
             state: The result of `state_dict`.
         """
         self._kept = {name: History(list(of["first"]), list(of["last"])) for name, of in state["kept"].items()}
-        self._told = list(state["told"])
+        self._warned = list(state["told"])
 
 
 def is_flat(scalars: Mapping[str, float]) -> bool:

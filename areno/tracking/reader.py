@@ -144,7 +144,7 @@ class RunReader:
         content = read_if_exists(path)
         if content is None:
             text = "{} has no samples of step {}; it has {}"
-            raise ArenoError(text, self.path, step, _told_steps(self.sampled_steps()))
+            raise ArenoError(text, self.path, step, _steps_text(self.sampled_steps()))
         return _samples(path, content)
 
     def sampled_steps(self) -> list[int]:
@@ -263,7 +263,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
 
 
-def _told_steps(steps: Sequence[int]) -> str:
+def _steps_text(steps: Sequence[int]) -> str:
     """Return a list of steps in words."""
     if not steps:
         return "none of any step (rollout.dump_n_samples)"

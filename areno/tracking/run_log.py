@@ -13,7 +13,7 @@ from areno.errors import ConfigError, Problem
 
 logger = logging.getLogger("areno")
 
-_MOST_EARLIER = 1000  # lines that are kept until the log file is open
+_MAX_EARLIER_LINES = 1000  # lines that are kept until the log file is open
 Console = Literal["live", "lines", "full", "quiet"]
 """Which lines stderr shows, see stats_logger.console."""
 IN_FULL: dict[str, Any] = {"consoles": ("full",)}
@@ -115,7 +115,7 @@ class _EarlierHandler(OwnHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._records: deque[logging.LogRecord] = deque(maxlen=_MOST_EARLIER)
+        self._records: deque[logging.LogRecord] = deque(maxlen=_MAX_EARLIER_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._records.append(record)

@@ -16,7 +16,7 @@ from areno.api.session import sequence_of
 from areno.engine.processes.messages import Outputs
 from areno.engine.spec import RolloutStats
 from areno.trainers.rows import token_arrays
-from areno.types import GIVEN_BACK, GenerationOutput, RolloutSequence
+from areno.types import RETURNED, GenerationOutput, RolloutSequence
 
 NUMBERS = {"tokens": int, "logprobs": float, "versions": int}
 
@@ -46,7 +46,7 @@ def test_what_arrives_is_what_was_sent() -> None:
         output([8, 9, 10], [3, 3, 4], finish_reason=None),
         output([11], [0], sample=2),
         output([12, 13], [4, 5], finish_reason="length"),
-        output([], sample=GIVEN_BACK, finish_reason="abort"),
+        output([], sample=RETURNED, finish_reason="abort"),
         GenerationOutput(
             request_id=1, sample=0, tokens=[1], logprobs=[-math.inf], versions=[1 << 40], finish_reason="stop"
         ),

@@ -23,7 +23,7 @@ from tests.helpers.tiny_engine import model_folder as tiny_folder
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "gemm"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
-        ("_piece_kernel", "attention"),
+        ("_split_kernel", "attention"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("Memset (Device)", "copies"),
         ("_adam_8bit_kernel", "optimizer"),

@@ -55,7 +55,7 @@ VARIANTS = {
     "tis": (["grpo", "gspo", "ppo"], "Truncated importance sampling"),
 }
 # What a choice needs beside it to make sense.
-COMPANIONS = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": ["valid_dataset.path=rows.jsonl"]}
+REQUIRED_WITH = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": ["valid_dataset.path=rows.jsonl"]}
 
 
 plain = functools.cache(load)  # without overrides, for comparisons
@@ -94,7 +94,7 @@ def test_experiment(name):
 def test_group_choice(group, choice):
     override = f"{group}={choice}"
     base = plain(GSPOConfig, "gsm8k")
-    config = load(GSPOConfig, "gsm8k", [override, *COMPANIONS.get(override, [])])
+    config = load(GSPOConfig, "gsm8k", [override, *REQUIRED_WITH.get(override, [])])
     section, reference = config, base
     for name in group.split("/"):
         section, reference = getattr(section, name), getattr(reference, name)

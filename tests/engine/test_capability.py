@@ -25,7 +25,7 @@ from areno.errors import ConfigError
 from areno.kernels import backend
 from areno.kernels.attention import choose_backend, has_flash_backward, varlen_attention
 from areno.layers.parallel import ParallelGroup
-from areno.plan.facts import tell_model
+from areno.plan.facts import log_model
 from areno.plan.plan import open_actor
 from tests.helpers.attention_rows import run_and_compare
 from tests.helpers.tiny_engine import spec
@@ -119,7 +119,7 @@ def test_flash_that_cannot_run_is_warned_of(
     spec = SimpleNamespace(**sections, addresses=["cuda:0"])
     engine: Any = SimpleNamespace(info=info, spec=spec, memory_table=lambda: ("", ""))
     with caplog.at_level(logging.WARNING):
-        tell_model(engine)
+        log_model(engine)
     told = "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
     assert caplog.messages == [told] * warns
 

@@ -16,7 +16,7 @@ from areno.engine.decoder.sequence import Sequence as Sample
 from areno.engine.engine import Engine
 from areno.engine.requests import Dispatcher
 from areno.engine.spec import RolloutSpec, RolloutStats
-from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
+from areno.types import RETURNED, GenerationOutput, GenerationRequest
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec, tokens_of
 
 
@@ -85,7 +85,7 @@ def test_a_copy_gives_back_what_it_has_not_begun_when_another_one_is_idle() -> N
     assert out.to_ask(waiting(2, 2)) is None  # nobody is idle
     assert out.to_ask(waiting(2, 0)) == (0, 1)
     assert out.to_ask(waiting(2, 0)) is None  # it has just been asked
-    assert list(out.received([end_of(2, GIVEN_BACK)])) == []
+    assert list(out.received([end_of(2, RETURNED)])) == []
     assert out.missing == {0: 2, 1: 2, 2: 2, 3: 2}
     assert sent(out) == {1: [(2, 0, 2)]}
     assert out.n_samples == [2, 6]
@@ -110,8 +110,8 @@ def test_the_scheduler_gives_whole_requests_back_that_have_not_begun() -> None:
                 Sample(request=each, sample=sample, key=0, max_new=4, stop_ids=frozenset(), tokens=list(each.prompt))
             )
     scheduler.schedule()  # both samples of request 0 begin, and one of request 1
-    assert [each.request_id for each in scheduler.give_back(2)] == [3, 2]
-    assert scheduler.give_back(9) == []  # request 1 has begun
+    assert [each.request_id for each in scheduler.return_waiting(2)] == [3, 2]
+    assert scheduler.return_waiting(9) == []  # request 1 has begun
     assert [(each.request.request_id, each.sample) for each in scheduler.waiting] == [(1, 1)]
 
 
@@ -130,23 +130,23 @@ def test_two_copies_share_uneven_work_and_draw_the_same_samples(folder: Path) ->
         for number, length in lengths.items()
     ]
     few_blocks = RolloutSpec(max_running=32, max_len=96, decoder=DecoderConfig(max_kv_tokens=160))
-    found, n_given_back = [], 0
+    found, n_returned = [], 0
     # A driver that looks late finds nothing to be given back any more: then it tries again.
     for devices, rollout, most in ((1, ROLLOUT, 1), (2, few_blocks, 20)):
         with Engine(spec(folder, devices, optimizer=None)) as engine:
             received = engine.dispatcher.received
 
             def counted(outputs: Sequence[GenerationOutput], received: Any = received) -> Any:
-                nonlocal n_given_back
-                n_given_back += sum(output.sample == GIVEN_BACK for output in outputs)
+                nonlocal n_returned
+                n_returned += sum(output.sample == RETURNED for output in outputs)
                 return received(outputs)
 
             engine.dispatcher.received = counted  # type: ignore[method-assign]
-            while most and not n_given_back:
+            while most and not n_returned:
                 engine.begin_rollout(rollout)
                 found.append(tokens_of(engine.generate(requests)))
                 assert not engine.dispatcher.missing
                 engine.end_rollout()
                 most -= 1
     assert all(each == found[0] for each in found[1:])
-    assert n_given_back
+    assert n_returned

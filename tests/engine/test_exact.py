@@ -303,7 +303,7 @@ def decoded(
         slots_B=torch.arange(len(lengths)),
         lengths_B=lengths.long(),
         shared_lens_B=torch.tensor([n_shared if row < shared else 0 for row in range(len(lengths))]),
-        spans=torch.tensor([SPAN, SPAN]),
+        split_lens=torch.tensor([SPAN, SPAN]),
         splits=(4, 2 if shared else 0),
         fixed_order=True,
         prefix_groups_GR=torch.tensor([[*range(shared)] + [-1] * (8 - shared), [-1] * 8]) if shared else None,
@@ -345,7 +345,7 @@ def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int, window:
 
 
 def compare_interpreted() -> None:
-    """The Triton kernels against the torch form: whole rows, ends of rows, decode steps without and with a team."""
+    """The Triton kernels against the torch form: whole rows, ends of rows, decode steps without and with a group."""
     from areno.kernels.fixed_order import triton
 
     for rows, heads, kv_heads, dim in ((ROWS, 4, 2, 24), ([5, SPAN + 2, 64], 3, 1, 16)):
@@ -363,7 +363,7 @@ def compare_interpreted() -> None:
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         got = decoded(q, k, v, starts, window=window)
         torch.testing.assert_close(got, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
-    for n_shared in (64, SPAN, 2 * SPAN):  # less than the lead of a team, as much, and more
+    for n_shared in (64, SPAN, 2 * SPAN):  # less than the first split of a group, as much, and more
         n_tokens = n_shared + 70
         q, k, v, starts = packed([n_tokens] * 4, 2, 1, 16)
         for row in (1, 2):  # begin as the first one
@@ -373,10 +373,10 @@ def compare_interpreted() -> None:
             expected, _ = reference.packed_attention(q, k, v, starts, starts, n_tokens, window)
             out = decoded(q, k, v, starts, 3, n_shared, window)
             torch.testing.assert_close(out, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
-    from areno.kernels.matmul import fixed_order_product
+    from areno.kernels.matmul import fixed_order_matmul
 
     x, weight = torch.randn(37, 50), torch.randn(70, 50)
-    torch.testing.assert_close(fixed_order_product(x, weight, torch.float32), x @ weight.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fixed_order_matmul(x, weight, torch.float32), x @ weight.T, rtol=1e-5, atol=1e-5)
     from areno.kernels.logprobs import sampled_logprobs, selected_logprobs
 
     targets, temperature = torch.randint(70, (37,)), 0.6
@@ -402,7 +402,7 @@ def test_rows_of_products_are_filled_up(folder: Path, engine: Engine) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "prompt"), [(4, 20), (64, 100), (200, 300)])
 def test_bits_on_cuda(rows: int, prompt: int, tmp_path: Path) -> None:
-    """In bf16, with CUDA graphs: the library divides products of few rows, and attention has parts and teams."""
+    """In bf16, with CUDA graphs: the library divides products of few rows, and attention has parts and groups."""
     path, _ = shape_folder("qwen3-0.6b", tmp_path)
     settings = engine_spec(path, ["cuda:0"], dtype="bfloat16", random_init=True, exact=True)
     requests = [request(i, n_samples=4, length=prompt, max_new_tokens=70, temperature=1.0) for i in range(rows // 4)]

@@ -24,7 +24,7 @@ LENGTHS = [1, 5, 150, 64, 65, 16, 140, 133, 17, 151]
 GROUPS = [((1, 2, 4), 1), ((6, 3), 3), ((7, 9), 8)]
 
 
-TEAM = 2
+GROUP_ROWS = 2
 
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, PagedBatch]
@@ -43,15 +43,17 @@ def make_case(
     pages = torch.full((2, n_slots * width, page_size, kv_heads, dim), 1e3)
     slots = torch.randperm(n_slots, generator=gen)[:n_rows]
     table = torch.randperm(n_slots * width, generator=gen).view(n_slots, width).int()
-    shared, teams = torch.zeros(n_rows, dtype=torch.int64), []
+    shared, groups = torch.zeros(n_rows, dtype=torch.int64), []
     for group, n_pages in GROUPS:
         rows = [row for row in group if LENGTHS[row] > n_pages * page_size]
         for row in rows:
             table[slots[row], :n_pages] = table[slots[rows[0]], :n_pages]
             shared[row] = n_pages * page_size
-        teams += [rows[i : i + TEAM] for i in range(0, len(rows), TEAM)]
-    # A team of none between the others, as where a batch is filled up.
-    prefix_groups_GR = torch.tensor([[-1] * TEAM, *(team + [-1] * (TEAM - len(team)) for team in teams), [-1] * TEAM])
+        groups += [rows[i : i + GROUP_ROWS] for i in range(0, len(rows), GROUP_ROWS)]
+    # A group of no rows between the others, as where a batch is filled up.
+    prefix_groups_GR = torch.tensor(
+        [[-1] * GROUP_ROWS, *(group + [-1] * (GROUP_ROWS - len(group)) for group in groups), [-1] * GROUP_ROWS]
+    )
     for slot, length in zip(slots.tolist(), LENGTHS, strict=True):
         for position in range(length - 1):
             page = table[slot, position // page_size]
@@ -62,14 +64,14 @@ def make_case(
         slots_B=slots.to(device),
         lengths_B=torch.tensor(LENGTHS, device=device),
         shared_lens_B=shared.to(device),
-        spans=torch.tensor([512, 512], device=device),
+        split_lens=torch.tensor([512, 512], device=device),
         prefix_groups_GR=prefix_groups_GR.to(device),
     )
     return q, k, v, pages.to(device, dtype), batch
 
 
-def cut_into(batch: PagedBatch, own_span: int, shared_span: int) -> PagedBatch:
+def cut_into(batch: PagedBatch, own_split_len: int, shared_split_len: int) -> PagedBatch:
     """With as many splits as these spans take, and one more."""
-    splits = tuple(-(-max(LENGTHS) // span) + 1 for span in (own_span, shared_span))
-    spans = torch.tensor([own_span, shared_span], device=batch.spans.device)
-    return replace(batch, spans=spans, splits=splits)
+    splits = tuple(-(-max(LENGTHS) // span) + 1 for span in (own_split_len, shared_split_len))
+    split_lens = torch.tensor([own_split_len, shared_split_len], device=batch.split_lens.device)
+    return replace(batch, split_lens=split_lens, splits=splits)

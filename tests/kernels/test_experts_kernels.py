@@ -71,14 +71,14 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
                 (random(rows, outputs, device=device, dtype=dtype), weight, True),
             )
             for side, matrices, transposed in sides:
-                got = ops.grouped_product(side, matrices, groups.ends_E, transposed=transposed)[:end]
-                expected = reference.grouped_product(side.float(), matrices.float(), groups.ends_E, transposed, 1)[:end]
+                got = ops.grouped_matmul(side, matrices, groups.ends_E, transposed=transposed)[:end]
+                expected = reference.grouped_matmul(side.float(), matrices.float(), groups.ends_E, transposed, 1)[:end]
                 torch.testing.assert_close(got.float(), expected, atol=tolerance * 20, rtol=tolerance * 10)
 
             a = random(rows, outputs, device=device, dtype=dtype)
             added, expected = (random(n_local, outputs, inputs, device=device) for _ in range(2))
-            ops.add_grouped_product(added, a, x, groups.ends_E)
-            reference.add_grouped_product(expected, a.float(), x.float(), groups.ends_E)
+            ops.add_grouped_matmul(added, a, x, groups.ends_E)
+            reference.add_grouped_matmul(expected, a.float(), x.float(), groups.ends_E)
             torch.testing.assert_close(added, expected, atol=tolerance * 20, rtol=tolerance * 10)
 
             x[end:] = torch.nan  # nothing may read what is not computed
@@ -230,6 +230,6 @@ def test_torch_s_own_product_is_right_where_it_is_used() -> None:
     ends = torch.tensor([100, 100, 700, 900], dtype=torch.int32, device="cuda")
     matrices = weight.bfloat16()
     for transposed, side in ((False, x), (True, random(1024, 64, device="cuda", dtype=torch.bfloat16))):
-        got = ops.grouped_product(side, matrices, ends, transposed=transposed)[:900]
-        expected = reference.grouped_product(side.float(), matrices.float(), ends, transposed, 1)[:900]
+        got = ops.grouped_matmul(side, matrices, ends, transposed=transposed)[:900]
+        expected = reference.grouped_matmul(side.float(), matrices.float(), ends, transposed, 1)[:900]
         torch.testing.assert_close(got.float(), expected, atol=0.2, rtol=2e-2)

@@ -105,7 +105,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
     )
     assert re.fullmatch(r"let( read)+( write)+", heads)  # the first of the chain
 
-    ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "spans_ptr": "i64"}
+    ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "split_lens_ptr": "i64"}
     partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
     halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
     numbers = (
@@ -114,7 +114,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         "new_v_stride",
         "stride",
         "table_stride",
-        "n_group_pieces",
+        "n_group_splits",
         "own_splits",
         "shared_splits",
     )
@@ -132,7 +132,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
     pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
     for window in (None, 40):
         before, piece = _compiled(
-            paged._piece_kernel,
+            paged._split_kernel,
             pieces,
             numbers,
             {**constants, "WINDOW": window, "groups_ptr": None, "GROUP_SIZE": 1, "HAS_GROUPS": False},
@@ -141,7 +141,7 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         assert re.match(r"let (read ){4}wait read", piece)
         assert piece.count("wait") == 1
         before, piece = _compiled(
-            paged._piece_kernel,
+            paged._split_kernel,
             {**pieces, "groups_ptr": "i64"},
             numbers,
             {**constants, "WINDOW": window, "GROUP_SIZE": 2, "HAS_GROUPS": True},
@@ -150,10 +150,10 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
         assert piece.count("wait") == 2  # of a group's piece, and of a row's
 
     before, join = _compiled(
-        paged._join_kernel,
+        paged._combine_splits_kernel,
         {**ints, **partial, "out_ptr": "bf16"},
         ("n_heads", "n_parts", "own_splits"),
-        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MOST_PARTS": 2, "PDL": True},
+        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MAX_PARTS": 2, "PDL": True},
     )
     assert before == set(ints)
     assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)

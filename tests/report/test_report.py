@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from areno.errors import ArenoError
-from areno.report.curves import charts, is_count, thinned, unit_of
+from areno.report.curves import charts, downsampled, is_count, unit_of
 from areno.report.page import contents, pack, packed_samples, write_report
 from areno.report.tables import compare_tables, duration, runs_table
 from areno.report.verdict import differing, short_names
@@ -122,12 +122,12 @@ def test_a_long_curve_keeps_its_peaks():
     steps = list(range(100_000))
     values = [math.sin(step / 500) for step in steps]
     values[31_415], values[50_000] = 9.0, math.nan
-    kept_steps, kept = thinned(steps, values)
+    kept_steps, kept = downsampled(steps, values)
     assert len(kept) <= 4_000
     assert kept_steps == sorted(set(kept_steps))
     assert (max(kept), kept_steps[kept.index(9.0)]) == (9.0, 31_415)
     assert not any(map(math.isnan, kept))
-    assert thinned([1, 2], [0.0, 1.0]) == ([1, 2], [0.0, 1.0])
+    assert downsampled([1, 2], [0.0, 1.0]) == ([1, 2], [0.0, 1.0])
 
 
 def test_all_samples_can_be_read_back(tmp_path):

@@ -229,9 +229,9 @@ def test_rows_are_decoded_together_as_they_are_alone() -> None:
 def test_lengths_are_expected_as_they_were() -> None:
     lengths = ExpectedLengths()
     assert lengths.of([1, 2]) is None
-    lengths.note([[1, 2], [3]], [[10, 20], [40, 50]])
+    lengths.record([[1, 2], [3]], [[10, 20], [40, 50]])
     assert (lengths.of([1, 2]), lengths.of([3]), lengths.of([9])) == (15.0, 45.0, 30.0)
-    lengths.note([[3]], [[1, 3]])
+    lengths.record([[3]], [[1, 3]])
     assert (lengths.of([1, 2]), lengths.of([3]), lengths.of([9])) == (15.0, 2.0, 2.0)
 
 

@@ -37,7 +37,7 @@ def play(made: Saver, values: dict[int, float | None], metric: str = METRIC) -> 
     """Save these steps, each of which is evaluated afterwards."""
     for step, value in values.items():
         made.save(write_model, step)
-        made.note(step, {"eval/accuracy": 0.5} | ({} if value is None else {metric: value}))
+        made.record(step, {"eval/accuracy": 0.5} | ({} if value is None else {metric: value}))
 
 
 def steps(folder: Path) -> list[int]:
@@ -94,7 +94,7 @@ def test_the_best_stay_beside_the_newest(tmp_path: Path, settings, values, left,
 def test_a_metric_of_training_is_known_before_the_step_is_saved(tmp_path: Path) -> None:
     made = saver(tmp_path, best_metric="train/loss", keep=1)
     for step, loss in enumerate([3.0, 1.0, 0.1, 2.0], 1):
-        made.note(step, {"train/loss": loss})
+        made.record(step, {"train/loss": loss})
         if step != 3:  # a step that is not saved is no best checkpoint
             made.save(write_model, step)
     assert steps(tmp_path) == [2, 4]

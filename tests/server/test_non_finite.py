@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
-from areno.config.rollout import LEAST_TEMPERATURE, GenerationConfig
+from areno.config.rollout import MIN_TEMPERATURE, GenerationConfig
 from areno.engine.decoder.runner import PendingTokens
 from areno.errors import ConfigError, EngineError
 from tests.helpers.agent_model import EOS, made
@@ -56,7 +56,7 @@ def test_a_tiny_temperature_counts_as_0(proxy: SessionProxy, temperature: str) -
 
 def test_the_least_temperature_has_its_own_log_probabilities(proxy: SessionProxy) -> None:
     greedy, cold = (
-        ask(proxy, temperature=temperature).json()["areno"]["choices"][0] for temperature in (0, LEAST_TEMPERATURE)
+        ask(proxy, temperature=temperature).json()["areno"]["choices"][0] for temperature in (0, MIN_TEMPERATURE)
     )
     assert cold["token_ids"] == greedy["token_ids"]
     assert cold["logprobs"] == [0.0] * 4
@@ -72,12 +72,12 @@ BIAS = {str(token): -100 if token % 2 else 100 for token in range(389)}
     [
         {"top_p": TINY},
         {"top_p": 1e-46, "top_k": 2**31 - 1, "temperature": 2},
-        {"min_p": TINY, "temperature": LEAST_TEMPERATURE},
+        {"min_p": TINY, "temperature": MIN_TEMPERATURE},
         {"min_p": 1, "logit_bias": {str(EOS): 100}, "min_tokens": 3, "temperature": 1},
-        {"logit_bias": BIAS, "temperature": LEAST_TEMPERATURE},
+        {"logit_bias": BIAS, "temperature": MIN_TEMPERATURE},
         {"logit_bias": {"5": -100}, "top_p": TINY, "frequency_penalty": -2, "presence_penalty": 2},
-        {"frequency_penalty": TINY, "presence_penalty": -TINY, "temperature": LEAST_TEMPERATURE},
-        {"min_tokens": 4, "stop_token_ids": list(range(64)), "temperature": LEAST_TEMPERATURE, "top_k": 1},
+        {"frequency_penalty": TINY, "presence_penalty": -TINY, "temperature": MIN_TEMPERATURE},
+        {"min_tokens": 4, "stop_token_ids": list(range(64)), "temperature": MIN_TEMPERATURE, "top_k": 1},
         {"seed": -(2**63)},
         {"max_tokens": 2**31 - 1, "stop_token_ids": list(range(0, 389, 7)), "min_tokens": 20},
     ],

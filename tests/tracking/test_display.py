@@ -23,7 +23,16 @@ from rich.cells import cell_len
 from areno.tracking import run_log
 from areno.tracking.display import display as displays
 from areno.tracking.display import screen as screens
-from areno.tracking.display.board import POINTS, SAMPLES_S, Board, Look, Shown, Trend, best_middle_worst, sparkline
+from areno.tracking.display.board import (
+    POINTS,
+    SAMPLES_S,
+    Board,
+    ShownSample,
+    Snapshot,
+    Trend,
+    best_middle_worst,
+    sparkline,
+)
 from areno.tracking.display.screen import Above, Screen, can_draw
 from areno.tracking.display.view import draw, rows_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
@@ -95,7 +104,7 @@ def a_look(seed=0, **more):
     text = "".join(
         pick.choice(["word ", "漢字", "\x1b[2J", "\n", "é", "🙂", "\u202e"]) for _ in range(pick.randrange(900))
     )
-    samples = [Shown(reward, text, text[::-1], 123) for reward in ("1", "0.5", "timeout")]
+    samples = [ShownSample(reward, text, text[::-1], 123) for reward in ("1", "0.5", "timeout")]
     look = {
         "step": 37,
         "total": 100,
@@ -110,7 +119,7 @@ def a_look(seed=0, **more):
         "n_warnings": pick.randrange(3),
         "warning": text,
     }
-    return Look(**look | more)
+    return Snapshot(**look | more)
 
 
 @pytest.mark.parametrize("size", [(120, 40), (80, 24), (100, 10), (40, 12), (300, 100), (80, 3)])
@@ -171,21 +180,21 @@ def test_a_board_knows_how_things_stand(monkeypatch):
     board.log(0, {"eval/accuracy": 0.25, "time/eval": 1.0})
     now[0] = 100.0
     board.begin(0)
-    assert board.look().left is None
+    assert board.snapshot().left is None
     for step in (1, 2):
         now[0] += 5.0
         board.log(step, {"rollout/rewards_mean": step / 10})
         board.log(step, {"train/entropy": 1.0, "time/train": 4.0, "time/step": 5.0})
         board.samples(step, [sample(step / 10)])
     now[0] += 2.0
-    look = board.look()
+    look = board.snapshot()
     assert (look.step, look.total, look.left) == (2, 10, 8 * 5.0 - 2.0)
     assert look.times == {"train": 4.0, "step": 5.0}
     assert look.trends["rollout/rewards_mean"] == (0.2, [0.1, 0.2])
     assert (look.samples_step, look.samples[0].reward) == (1, "0.1"), "they stay long enough to be read"
     now[0] += SAMPLES_S
     board.samples(3, [sample(None), sample(None)])
-    assert [one.reward for one in board.look().samples] == ["timeout", "timeout"]
+    assert [one.reward for one in board.snapshot().samples] == ["timeout", "timeout"]
 
 
 def test_samples_to_show():

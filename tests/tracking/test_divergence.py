@@ -35,7 +35,7 @@ NO_ADVANTAGE = {"rollout/advantages_std": 0.0}
 def told(steps, divergence=None):
     """(step, the beginning of what is told) for steps that differ from FINE; steps count from 1."""
     divergence = divergence or Divergence("reward.py:near")
-    found = [(step, text) for step, changes in enumerate(steps, 1) for text in divergence.look({**FINE, **changes})]
+    found = [(step, text) for step, changes in enumerate(steps, 1) for text in divergence.check({**FINE, **changes})]
     return [(step, " ".join(text.split()[:4])) for step, text in found]
 
 
@@ -105,7 +105,7 @@ def test_completions_that_never_end_are_told_after_a_while():
     cut = {"rollout/truncated": 1.0}
     assert told([cut] * (N_TRUNCATED - 1) + [{}] + [cut] * (N_TRUNCATED - 1)) == []
     divergence = Divergence()
-    texts = [text for _ in range(3 * N_TRUNCATED) for text in divergence.look({**FINE, **cut})]
+    texts = [text for _ in range(3 * N_TRUNCATED) for text in divergence.check({**FINE, **cut})]
     assert len(texts) == 1
     assert "cut off at the length limit (128 tokens" in texts[0]
     assert "raise gconfig.max_new_tokens" in texts[0]
@@ -113,11 +113,11 @@ def test_completions_that_never_end_are_told_after_a_while():
 
 def test_rows_without_answers_are_told_where_all_rewards_are_equal():
     divergence = Divergence("reward.py:near", "no row of data.jsonl")
-    assert divergence.look(FINE) == [], "this reward needs none"
-    [text] = divergence.look({**FINE, **FLAT})
+    assert divergence.check(FINE) == [], "this reward needs none"
+    [text] = divergence.check({**FINE, **FLAT})
     assert text.startswith("all rewards of this step are 0.5, and no row of data.jsonl has solutions; ")
-    assert divergence.look({**FINE, **FLAT}) == []
-    assert Divergence("reward.py:near").look({**FINE, **FLAT}) == []
+    assert divergence.check({**FINE, **FLAT}) == []
+    assert Divergence("reward.py:near").check({**FINE, **FLAT}) == []
 
 
 def test_advantages_that_only_cancel_out_are_not_flat():
@@ -135,18 +135,18 @@ def test_log_probabilities_that_drift_apart(first, then, is_told):
 
 def test_rewards_that_are_not_finite_are_told_with_their_number_and_their_function():
     divergence = Divergence("reward.py:near")
-    assert divergence.look(FINE) == []
-    [text] = divergence.look({**FINE, "rollout/reward_not_finite": 3.0})
+    assert divergence.check(FINE) == []
+    [text] = divergence.check({**FINE, "rollout/reward_not_finite": 3.0})
     assert text.startswith("3 of 64 rewards of reward.py:near are NaN, infinite or too large for float32")
-    assert divergence.look({**FINE, "rollout/reward_not_finite": 4.0}) == []
+    assert divergence.check({**FINE, "rollout/reward_not_finite": 4.0}) == []
 
 
 def test_steps_without_rewards_or_updates_are_passed_over():
     divergence = Divergence()
-    assert divergence.look({"train/entropy": 0.0, "train/loss": 1.0}) == []
+    assert divergence.check({"train/entropy": 0.0, "train/loss": 1.0}) == []
     warmup = {name: value for name, value in FINE.items() if not name.startswith("train/")}
     for _ in range(20):  # a critic's: no update of the policy
-        assert divergence.look(warmup) == []
+        assert divergence.check(warmup) == []
     assert told(entropies(*[0.6] * FIRST, *[0.01] * LAST), divergence) == [(FIRST + LAST, "the entropy of the")]
 
 

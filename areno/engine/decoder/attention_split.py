@@ -1,8 +1,8 @@
-"""The split of a decode step's attention into pieces that run in parallel. Contains no tensors.
+"""The split of a decode step's attention into splits that run in parallel. Contains no tensors.
 
 Two things are split. Rows whose prompts lie in the same KV blocks form shared-prefix groups, and the kernel reads these
-blocks once for the group. The shared positions of a group and the own positions of each row are then cut into spans of
-a length that keeps all multiprocessors busy.
+blocks once for the group. The shared positions of a group and the own positions of each row are then cut into splits
+of a length that keeps all multiprocessors busy.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from areno.engine.decoder.sequence import Sequence
 from areno.kernels.fixed_order import SPAN, border, n_spans
 
 MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
-_MIN_SPAN, _MAX_SPLITS = 64, 16
-_MAX_OWN_SPAN, _MAX_SHARED_SPAN = 256, 512  # rows' own lengths differ, and short spans balance them better
-_PIECES_PER_PROCESSOR = 2  # of own positions, and as many of shared ones
-# Up to this length a shared span is twice as long as that asks for: every row joins what its pieces found. On an H200,
-# 256 shared positions of 32 groups take 55.0 us instead of 58.6 (8 key heads), 31.8 instead of 33.8 (4 key heads).
-_SHORT_SHARED_SPAN = 256
+_MIN_SPLIT_LEN, _MAX_SPLITS = 64, 16
+_MAX_OWN_SPLIT_LEN, _MAX_SHARED_SPLIT_LEN = 256, 512  # rows' own lengths differ, and short splits balance them better
+_SPLITS_PER_MULTIPROCESSOR = 2  # of own positions, and as many of shared ones
+# Up to this length a shared split is twice as long as that asks for: every row combines the results of its splits. On
+# an H200, 256 shared positions of 32 groups take 55.0 us instead of 58.6 (8 key heads), and 31.8 instead of 33.8 (4 key
+# heads).
+_SHORT_SHARED_SPLIT_LEN = 256
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class AttentionSplit:
 
     shared_lens_B: np.ndarray
     prefix_groups_GR: np.ndarray | None
-    spans: np.ndarray
+    split_lens: np.ndarray
     splits: tuple[int, int]
 
 
@@ -45,7 +46,7 @@ def split_attention(
     group_size: int,
     max_groups: int,
     n_heads: int,
-    n_processors: int,
+    n_multiprocessors: int,
     fixed_order: bool = False,
     has_windows: bool = False,
 ) -> AttentionSplit:
@@ -56,10 +57,10 @@ def split_attention(
         block_size: Tokens in a KV block.
         group_size: Most rows of a shared-prefix group.
         max_groups: Most groups. 0 for none.
-        n_heads: Key heads; each makes its own pieces.
-        n_processors: Multiprocessors of the device.
+        n_heads: Key heads; each has its own splits.
+        n_multiprocessors: Multiprocessors of the device.
         fixed_order: Use the spans of fixed-order attention instead of chosen ones. The first spans of a group may
-            be one piece.
+            be one split.
         has_windows: Sequences may have freed blocks of some layers.
     """
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
@@ -84,52 +85,58 @@ def split_attention(
         shared_lens_B[:] = 0
     longest_shared = max(shared_lens) if uses_groups else 0
     own_lens_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_lens_B
-    per_piece = n_heads / (_PIECES_PER_PROCESSOR * n_processors)
+    per_split = n_heads / (_SPLITS_PER_MULTIPROCESSOR * n_multiprocessors)
     if fixed_order:
-        lead = max(SPAN, int(sum(shared_lens) * per_piece) // SPAN * SPAN)
+        first_split_len = max(SPAN, int(sum(shared_lens) * per_split) // SPAN * SPAN)
         lengths_B = own_lens_B + shared_lens_B
         # Of a row that shares none, the positions up to SPAN are one part.
-        led_B = np.where(shared_lens_B > 0, n_spans(shared_lens_B), n_spans(np.minimum(lengths_B, SPAN)) - 1)
-        own_splits = int((n_spans(lengths_B) - led_B).max())
-        shared_splits = 1 + n_spans(longest_shared) - n_spans(min(lead, longest_shared)) if uses_groups else 0
+        n_first_spans_B = np.where(shared_lens_B > 0, n_spans(shared_lens_B), n_spans(np.minimum(lengths_B, SPAN)) - 1)
+        own_splits = int((n_spans(lengths_B) - n_first_spans_B).max())
+        shared_splits = (
+            1 + n_spans(longest_shared) - n_spans(min(first_split_len, longest_shared)) if uses_groups else 0
+        )
         splits = _power_of_two(own_splits), _power_of_two(shared_splits)
-        spans = np.array([SPAN, lead], dtype=np.int64)
-        return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, splits)
-    own_span, own_splits = _span_and_splits(int(own_lens_B.max()), own_lens_B.sum() * per_piece, _MAX_OWN_SPAN)
-    shared_span, shared_splits = _MAX_SHARED_SPAN, 0
+        split_lens = np.array([SPAN, first_split_len], dtype=np.int64)
+        return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, split_lens, splits)
+    own_split_len, own_splits = _split_len_and_count(
+        int(own_lens_B.max()), own_lens_B.sum() * per_split, _MAX_OWN_SPLIT_LEN
+    )
+    shared_split_len, shared_splits = _MAX_SHARED_SPLIT_LEN, 0
     if uses_groups:
-        wanted = sum(shared_lens) * per_piece
-        wanted = max(wanted, min(2 * wanted, _SHORT_SHARED_SPAN))
-        shared_span, shared_splits = _span_and_splits(longest_shared, wanted, _MAX_SHARED_SPAN)
-    spans = np.array([own_span, shared_span], dtype=np.int64)
-    return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, (own_splits, shared_splits))
+        wanted = sum(shared_lens) * per_split
+        wanted = max(wanted, min(2 * wanted, _SHORT_SHARED_SPLIT_LEN))
+        shared_split_len, shared_splits = _split_len_and_count(longest_shared, wanted, _MAX_SHARED_SPLIT_LEN)
+    split_lens = np.array([own_split_len, shared_split_len], dtype=np.int64)
+    return AttentionSplit(
+        shared_lens_B, prefix_groups_GR if uses_groups else None, split_lens, (own_splits, shared_splits)
+    )
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
     """Yield the rows whose prompts lie in the same KV blocks. `shareable` maps a prompt length to shared positions."""
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        held, n_blocks = sequence.held, shareable(sequence.n_prompt) // block_size
-        if n_blocks > held.n_behind[0]:  # a block that was released may be anybody's
+        block_tables, n_blocks = sequence.block_tables, shareable(sequence.n_prompt) // block_size
+        if n_blocks > block_tables.n_skipped[0]:  # a block that was released may be anybody's
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
-            rows.setdefault(held.stacks[0][n_blocks - 1], []).append(row)
+            rows.setdefault(block_tables.group_blocks[0][n_blocks - 1], []).append(row)
     return rows.values()
 
 
-def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, int]:
-    """Return a power of two near the wanted span, and how many spans cover `longest`, as a power of two.
+def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tuple[int, int]:
+    """Return a power of two near the wanted split length, and how many splits cover `longest`, as a power of two.
 
-    The span exceeds `max_span` only if `_MAX_SPLITS` spans would not cover `longest`.
+    The length exceeds `max_split_len` only if `_MAX_SPLITS` splits would not cover `longest`.
     """
-    span = _MIN_SPAN
-    while (2 * span <= wanted and span < max_span) or span * _MAX_SPLITS < longest:
-        span *= 2
-    return span, _splits(longest, span)
+    split_len = _MIN_SPLIT_LEN
+    while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
+        split_len *= 2
+    return split_len, _splits(longest, split_len)
 
 
-def _splits(longest: int, span: int) -> int:
-    """Return how many spans cover `longest`, rounded up to a power of two."""
-    return _power_of_two(-(-longest // span))
+def _splits(longest: int, split_len: int) -> int:
+    """Return how many splits cover `longest`, rounded up to a power of two."""
+    return _power_of_two(-(-longest // split_len))
 
 
 def _power_of_two(least: int) -> int:

@@ -4,14 +4,14 @@ Layers with the same window form a group. In a group with full attention, a sequ
 in a group with a window, only the blocks of the window. All groups take blocks from one pool, so no memory is reserved
 for a group that does not need it. A block holds `block_size` tokens of `layers_per_block` layers, so a group with more
 layers has several block tables. For `block_size` tokens of a sequence, a group needs one block in each of its tables.
-These blocks are allocated together and called a stack, identified by its first block.
+These blocks are allocated together and called a group block, identified by its first block.
 
-A stack is in use (one or more sequences refer to it), cached (no sequence refers to it, but the prefix cache can still
-find it, until it is evicted, least recently used first) or free.
+A group block has one of three states. In use: one or more sequences refer to it. Cached: no sequence refers to it, but
+the prefix cache can still find it, until it is evicted, least recently used first. Free.
 
-The prefix cache finds a full stack of the first group by (id of the prefix before it, its token ids). A prefix id
-stands for all tokens of the prefix. The dictionary compares token ids, not only hashes, so a match is exact. Stacks of
-the other groups are found by the id of the prefix that ends with them.
+The prefix cache finds a full group block of the first group by (id of the prefix before it, its token ids). A prefix id
+stands for all tokens of the prefix. The dictionary compares token ids, not only hashes, so a match is exact. Group
+blocks of the other groups are found by the id of the prefix that ends with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from areno.models.config import TransformerConfig
 
-_MOST_TABLES = 8  # each costs the host a table entry for every block that a sequence gets
+_MAX_TABLES = 8  # each costs the host a table entry for every block that a sequence gets
 _WORTH_IT = 0.9  # groups must need less than this share of the memory that one group needs
 
 
@@ -34,21 +34,21 @@ class KVGroup:
 
     Attributes:
         window: Tokens that a layer sees. None for full attention.
-        n_tables: Number of block tables, which is the number of blocks in a stack.
+        n_tables: Number of block tables, which is the number of blocks in a group block.
     """
 
     window: int | None
     n_tables: int = 1
 
-    def first_seen(self, position: int, block_size: int) -> int:
-        """Return the index of the first stack that the token at `position` or a later one reads."""
+    def first_visible(self, position: int, block_size: int) -> int:
+        """Return the index of the first group block that the token at `position` or a later one reads."""
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
-    def most_stacks(self, n_tokens: int, block_size: int) -> int:
-        """Return the most stacks that a sequence of `n_tokens` tokens holds at once."""
-        n_stacks = -(-n_tokens // block_size)
+    def max_group_blocks_held(self, n_tokens: int, block_size: int) -> int:
+        """Return the most group blocks that a sequence of `n_tokens` tokens holds at once."""
+        n_group_blocks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
-        return n_stacks if self.window is None else min(n_stacks, -(-(self.window - 1) // block_size) + 2)
+        return n_group_blocks if self.window is None else min(n_group_blocks, -(-(self.window - 1) // block_size) + 2)
 
 
 def tables_with_windows(groups: Iterable[KVGroup]) -> int:
@@ -85,7 +85,7 @@ class KVLayout:
         fewest = layout.bytes_of(max_len) * _WORTH_IT
         for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
             tried = KVLayout._with(windows, layers_per_block, block_size)
-            if tried.n_tables <= _MOST_TABLES and tried.bytes_of(max_len) < fewest:
+            if tried.n_tables <= _MAX_TABLES and tried.bytes_of(max_len) < fewest:
                 layout, fewest = tried, tried.bytes_of(max_len)
         return layout
 
@@ -122,7 +122,7 @@ class KVLayout:
 
     def blocks_for(self, n_tokens: int) -> int:
         """Return the most pool blocks that a sequence of `n_tokens` tokens holds at once."""
-        return sum(group.n_tables * group.most_stacks(n_tokens, self.block_size) for group in self.groups)
+        return sum(group.n_tables * group.max_group_blocks_held(n_tokens, self.block_size) for group in self.groups)
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
         """Return the pool blocks that a prefill chunk takes in layers with windows. The next step frees most."""
@@ -132,7 +132,7 @@ class KVLayout:
         """Return the memory of a sequence, in units of `block_size` tokens of one layer."""
         return self.blocks_for(n_tokens) * self.layers_per_block
 
-    def most_tokens(self, n_blocks: int, context_len: int) -> int:
+    def max_sequence_tokens(self, n_blocks: int, context_len: int) -> int:
         """Return the length of the longest sequence that fits `n_blocks` pool blocks alone.
 
         Args:
@@ -141,8 +141,8 @@ class KVLayout:
         """
         if self.groups[0].window is None:
             context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)
-        stacks = range(-(-context_len // self.block_size) + 1)
-        fitting = bisect_right(stacks, n_blocks, key=lambda n: self.blocks_for(n * self.block_size)) - 1
+        group_blocks = range(-(-context_len // self.block_size) + 1)
+        fitting = bisect_right(group_blocks, n_blocks, key=lambda n: self.blocks_for(n * self.block_size)) - 1
         return fitting * self.block_size
 
 
@@ -150,28 +150,30 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """A prefix found in the prefix cache. Its stacks are not acquired yet.
+class PrefixMatch:
+    """A prefix found in the prefix cache. Its group blocks are not acquired yet.
 
     Attributes:
-        n_stacks: Length of the prefix, in stacks.
+        n_group_blocks: Length of the prefix, in group blocks.
         prefix_id: Id of the prefix.
-        stacks: For each group, `n_stacks` stacks. Stacks that lie before the window are the scratch block.
-        n_behind: For each group, the number of stacks before the window.
+        group_blocks: For each group, `n_group_blocks` group blocks. The scratch block stands before the window.
+        n_skipped: For each group, the number of group blocks before the window.
     """
 
-    n_stacks: int
+    n_group_blocks: int
     prefix_id: int
-    stacks: list[list[int]]
-    n_behind: list[int]
+    group_blocks: list[list[int]]
+    n_skipped: list[int]
 
     def found(self) -> list[int]:
-        """Return all stacks to acquire."""
-        return [stack for each, n in zip(self.stacks, self.n_behind, strict=True) for stack in each[n:]]
+        """Return all group blocks to acquire."""
+        return [
+            group_block for each, n in zip(self.group_blocks, self.n_skipped, strict=True) for group_block in each[n:]
+        ]
 
 
 class BlockManager:
-    """Allocates, shares and finds stacks of KV blocks.
+    """Allocates, shares and finds group blocks of KV blocks.
 
     Args:
         n_blocks: Blocks of the pool.
@@ -179,235 +181,244 @@ class BlockManager:
         groups: Groups of layers, the one with the longest window first.
 
     Attributes:
-        scratch: Number of the scratch block, which stands for a missing stack.
-        per_stack: Blocks in one stack of every group.
-        per_window_stack: The same for groups with windows alone.
+        scratch: Number of the scratch block, which stands for a missing group block.
+        blocks_over_all_groups: Blocks in one group block of every group.
+        blocks_over_window_groups: The same for groups with windows alone.
         n_available: Blocks that are free or can be evicted.
         free_blocks: Blocks that are free.
-        cached_stacks: Cached stacks, least recently used first.
+        cached_group_blocks: Cached stacks, least recently used first.
     """
 
     def __init__(self, n_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(None),)):
         self.n_blocks, self.block_size, self.groups = n_blocks, block_size, tuple(groups)
-        self.scratch = n_blocks  # stands where a sequence has no stack
-        self.per_stack = sum(group.n_tables for group in groups)  # blocks of a stack of every group
-        self.per_window_stack = tables_with_windows(groups)  # of those with windows alone
-        self.has_windows = self.per_window_stack > 0
+        self.scratch = n_blocks  # stands where a sequence has no group block
+        self.blocks_over_all_groups = sum(group.n_tables for group in groups)  # blocks of a group block of every group
+        self.blocks_over_window_groups = tables_with_windows(groups)  # of those with windows alone
+        self.has_windows = self.blocks_over_window_groups > 0
         self.n_available = n_blocks  # blocks that are free, and those that can be evicted
         self.free_blocks = deque(range(n_blocks))
         self._ref_counts = [0] * n_blocks
-        self._stacks: list[tuple[int, ...]] = [(block,) for block in range(n_blocks)]  # by the first block
-        self.cached_stacks: OrderedDict[int, None] = OrderedDict()
-        self._by_content: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # content -> (prefix id, stack)
-        self._by_prefix: list[dict[int, int]] = [{} for _ in groups]  # prefix id -> stack; of the first group unused
-        self._content: dict[int, tuple[dict[Any, Any], Any]] = {}  # registered stack -> where, and its key there
+        self._physical_blocks: list[tuple[int, ...]] = [(block,) for block in range(n_blocks)]  # by the first block
+        self.cached_group_blocks: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._by_content: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # content -> (prefix id, group block)
+        self._by_prefix: list[dict[int, int]] = [
+            {} for _ in groups
+        ]  # prefix id -> group block; of the first group unused
+        self._content: dict[int, tuple[dict[Any, Any], Any]] = {}  # registered group block -> where, and its key there
         self._last_prefix_id = EMPTY_PREFIX
 
     def blocks_for(self, n_tokens: int) -> int:
         """Return the number of consecutive blocks that `n_tokens` tokens take."""
         return -(-n_tokens // self.block_size)
 
-    def stack(self, first: int) -> tuple[int, ...]:
-        """Return the blocks of a stack in use, one for each table of its group."""
-        return self._stacks[first]
+    def physical_blocks(self, first: int) -> tuple[int, ...]:
+        """Return the blocks of a group block in use, one for each table of its group."""
+        return self._physical_blocks[first]
 
-    def match(self, tokens: list[int], max_stacks: int) -> Match:
-        """Return the longest cached prefix whose next token finds every stack that it sees.
+    def match(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
+        """Return the longest cached prefix whose next token finds every group block that it sees.
 
         Args:
             tokens: Token ids.
-            max_stacks: Longest prefix, in stacks.
+            max_group_blocks: Longest prefix, in group blocks.
         """
-        stacks: list[int] = []
+        group_blocks: list[int] = []
         prefix_ids = [EMPTY_PREFIX]
-        for start in range(0, max_stacks * self.block_size, self.block_size):
+        for start in range(0, max_group_blocks * self.block_size, self.block_size):
             found = self._by_content.get((prefix_ids[-1], tuple(tokens[start : start + self.block_size])))
             if found is None:
                 break
             prefix_ids.append(found[0])
-            stacks.append(found[1])
+            group_blocks.append(found[1])
         if not self.has_windows:
-            return Match(len(stacks), prefix_ids[-1], [stacks], [0])
-        of_groups = [stacks, *([each.get(i, self.scratch) for i in prefix_ids[1:]] for each in self._by_prefix[1:])]
-        n_stacks = self._longest(of_groups)
-        n_behind = [group.first_seen(n_stacks * self.block_size, self.block_size) for group in self.groups]
-        for each, n in zip(of_groups, n_behind, strict=True):
-            each[n_stacks:], each[:n] = [], [self.scratch] * n
-        return Match(n_stacks, prefix_ids[n_stacks], of_groups, n_behind)
+            return PrefixMatch(len(group_blocks), prefix_ids[-1], [group_blocks], [0])
+        of_groups = [
+            group_blocks,
+            *([each.get(i, self.scratch) for i in prefix_ids[1:]] for each in self._by_prefix[1:]),
+        ]
+        n_group_blocks = self._longest(of_groups)
+        n_skipped = [group.first_visible(n_group_blocks * self.block_size, self.block_size) for group in self.groups]
+        for each, n in zip(of_groups, n_skipped, strict=True):
+            each[n_group_blocks:], each[:n] = [], [self.scratch] * n
+        return PrefixMatch(n_group_blocks, prefix_ids[n_group_blocks], of_groups, n_skipped)
 
     def _longest(self, of_groups: list[list[int]]) -> int:
-        """Return the longest prefix after which a token finds all visible stacks in every group."""
+        """Return the longest prefix after which a token finds all visible group blocks in every group."""
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
-        for n, stacks in enumerate(zip(*of_groups, strict=True), start=1):
-            runs = [0 if stack == self.scratch else run + 1 for run, stack in zip(runs, stacks, strict=True)]
-            seen = [n - group.first_seen(n * self.block_size, self.block_size) for group in self.groups]
+        for n, group_blocks in enumerate(zip(*of_groups, strict=True), start=1):
+            runs = [
+                0 if group_block == self.scratch else run + 1
+                for run, group_block in zip(runs, group_blocks, strict=True)
+            ]
+            seen = [n - group.first_visible(n * self.block_size, self.block_size) for group in self.groups]
             if all(run >= n_seen for run, n_seen in zip(runs, seen, strict=True)):
                 longest = n
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether `reserve` blocks stay available after acquiring stacks and allocating `n_new` blocks."""
-        revived = sum(len(self._stacks[stack]) for stack in shared if stack in self.cached_stacks)
+        """Return whether `reserve` blocks stay available after acquiring group blocks and allocating `n_new` blocks."""
+        revived = sum(
+            len(self._physical_blocks[group_block]) for group_block in shared if group_block in self.cached_group_blocks
+        )
         return self.n_available - revived - n_new >= reserve
 
-    def acquire(self, stacks: Iterable[int]) -> None:
-        """Add one reference to each stack. The stacks are in use or cached."""
-        for stack in stacks:
-            if self._ref_counts[stack] == 0:
-                del self.cached_stacks[stack]
-                self.n_available -= len(self._stacks[stack])
-            self._ref_counts[stack] += 1
+    def acquire(self, group_blocks: Iterable[int]) -> None:
+        """Add one reference to each group block. The group blocks are in use or cached."""
+        for group_block in group_blocks:
+            if self._ref_counts[group_block] == 0:
+                del self.cached_group_blocks[group_block]
+                self.n_available -= len(self._physical_blocks[group_block])
+            self._ref_counts[group_block] += 1
 
     def allocate(self, group: int = 0) -> int:
-        """Return an empty stack of a group with one reference. The caller has checked `n_available`."""
+        """Return an empty group block of a group with one reference. The caller has checked `n_available`."""
         n_blocks = self.groups[group].n_tables
         while len(self.free_blocks) < n_blocks:
-            evicted, _ = self.cached_stacks.popitem(last=False)
+            evicted, _ = self.cached_group_blocks.popitem(last=False)
             where, key = self._content.pop(evicted)
             del where[key]
-            self.free_blocks.extend(self._stacks[evicted])
+            self.free_blocks.extend(self._physical_blocks[evicted])
         blocks = tuple([self.free_blocks.popleft() for _ in range(n_blocks)])
         self.n_available -= n_blocks
-        self._stacks[blocks[0]] = blocks
+        self._physical_blocks[blocks[0]] = blocks
         self._ref_counts[blocks[0]] = 1
         return blocks[0]
 
-    def release(self, stacks: list[int]) -> None:
-        """Drop one reference to each stack. The stacks are given in the order of their positions."""
+    def release(self, group_blocks: list[int]) -> None:
+        """Drop one reference to each group block. The group blocks are given in the order of their positions."""
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
-        for stack in reversed(stacks):
-            self._ref_counts[stack] -= 1
-            if self._ref_counts[stack] == 0:
-                self.n_available += len(self._stacks[stack])
-                if stack in self._content:
-                    self.cached_stacks[stack] = None
+        for group_block in reversed(group_blocks):
+            self._ref_counts[group_block] -= 1
+            if self._ref_counts[group_block] == 0:
+                self.n_available += len(self._physical_blocks[group_block])
+                if group_block in self._content:
+                    self.cached_group_blocks[group_block] = None
                 else:
-                    self.free_blocks.extend(self._stacks[stack])
+                    self.free_blocks.extend(self._physical_blocks[group_block])
 
-    def register(self, stack: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add a full stack of the first group to the prefix cache.
+    def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
+        """Add a full group block of the first group to the prefix cache.
 
         Args:
-            stack: The stack.
+            group_block: The group block.
             before: Id of the prefix before it.
             tokens: Its token ids.
 
         Returns:
-            The id of the prefix that the stack completes. If a stack with this content is cached, it stays, and its
-            prefix id
-            is returned.
+            The id of the prefix that the group block completes. If a group block with this content is cached, it stays,
+            and its prefix id is returned.
         """
         key = (before, tokens)
         found = self._by_content.get(key)
         if found is not None:
             return found[0]
         self._last_prefix_id += 1
-        self._by_content[key] = (self._last_prefix_id, stack)
-        self._content[stack] = self._by_content, key
+        self._by_content[key] = (self._last_prefix_id, group_block)
+        self._content[group_block] = self._by_content, key
         return self._last_prefix_id
 
-    def register_end(self, stack: int, group: int, prefix_id: int) -> None:
-        """Add a full stack of another group to the prefix cache as the end of a prefix, if there is none yet."""
+    def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
+        """Add a full group block of another group to the prefix cache as the end of a prefix, if there is none yet."""
         if prefix_id not in self._by_prefix[group]:
-            self._by_prefix[group][prefix_id] = stack
-            self._content[stack] = self._by_prefix[group], prefix_id
+            self._by_prefix[group][prefix_id] = group_block
+            self._content[group_block] = self._by_prefix[group], prefix_id
 
     def reset(self) -> None:
         """Empty the prefix cache. Blocks in use stay in use. Earlier prefix ids become invalid."""
         for found in (self._by_content, *self._by_prefix, self._content):
             found.clear()
-        for stack in self.cached_stacks:
-            self.free_blocks.extend(self._stacks[stack])
-        self.cached_stacks.clear()
+        for group_block in self.cached_group_blocks:
+            self.free_blocks.extend(self._physical_blocks[group_block])
+        self.cached_group_blocks.clear()
 
 
-class HeldBlocks:
+class BlockTables:
     """The KV blocks of one sequence, from its admission until it leaves the cache.
 
     Attributes:
-        stacks: For each group, one stack for every `block_size` positions.
-        n_behind: For each group, the number of first stacks that are freed, because they lie before the window.
-        room: Positions that have stacks in all groups.
-        n_uploaded: Stacks of each group whose blocks are in the device's tables.
-        n_registered: Stacks of each group that are in the prefix cache.
-        prefix_id: Id of the prefix that ends with the last registered stack.
+        group_blocks: For each group, one group block for every `block_size` positions.
+        n_skipped: For each group, the number of first group blocks that are freed, because they lie before the window.
+        capacity: Positions that have group blocks in all groups.
+        n_uploaded: Group blocks of each group whose blocks are in the device's tables.
+        n_registered: Group blocks of each group that are in the prefix cache.
+        prefix_id: Id of the prefix that ends with the last registered group block.
     """
 
-    __slots__ = ("_blocks", "n_behind", "n_registered", "n_uploaded", "prefix_id", "room", "stacks")
+    __slots__ = ("_blocks", "capacity", "group_blocks", "n_registered", "n_skipped", "n_uploaded", "prefix_id")
 
     def __init__(self, blocks: BlockManager):
         n_groups = len(blocks.groups)
         self._blocks = blocks
-        self.stacks: list[list[int]] = [[] for _ in range(n_groups)]
-        self.n_behind = [0] * n_groups
-        self.room = 0
-        self.n_uploaded = 0  # how many stacks of each group are in the device's tables
+        self.group_blocks: list[list[int]] = [[] for _ in range(n_groups)]
+        self.n_skipped = [0] * n_groups
+        self.capacity = 0
+        self.n_uploaded = 0  # how many group blocks of each group are in the device's tables
         self.n_registered = 0  # how many of them can be found by content
-        self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered stack
+        self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered group block
 
-    def begin(self, match: Match, n_tokens: int) -> int:
-        """Take the stacks of a cached prefix. Groups without a window also allocate stacks for all tokens.
+    def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
+        """Take the group blocks of a cached prefix. Groups without a window also allocate group blocks for all tokens.
 
         Returns:
             The number of newly allocated blocks.
         """
         blocks, n_taken = self._blocks, 0
         blocks.acquire(match.found())
-        self.stacks, self.n_behind = match.stacks, match.n_behind
-        self.n_registered, self.prefix_id = match.n_stacks, match.prefix_id
-        for group, stacks in enumerate(self.stacks):
+        self.group_blocks, self.n_skipped = match.group_blocks, match.n_skipped
+        self.n_registered, self.prefix_id = match.n_group_blocks, match.prefix_id
+        for group, group_blocks in enumerate(self.group_blocks):
             if blocks.groups[group].window is None:
-                n_new = blocks.blocks_for(n_tokens) - len(stacks)
-                stacks += [blocks.allocate(group) for _ in range(n_new)]
+                n_new = blocks.blocks_for(n_tokens) - len(group_blocks)
+                group_blocks += [blocks.allocate(group) for _ in range(n_new)]
                 n_taken += n_new * blocks.groups[group].n_tables
         self._measure()
         return n_taken
 
-    def begin_last(self) -> None:
-        """Allocate one stack in each group for the partly filled end of a prompt. `follow` adds the others."""
-        for group, stacks in enumerate(self.stacks):
-            stacks.append(self._blocks.allocate(group))
+    def allocate_last_block(self) -> None:
+        """Allocate one group block in each group for the partial end of a prompt. `share_prefix` adds the rest."""
+        for group, group_blocks in enumerate(self.group_blocks):
+            group_blocks.append(self._blocks.allocate(group))
 
-    def follow(self, leader: HeldBlocks, n_shared: int) -> None:
-        """Share the first `n_shared` stacks of the sequence that has computed the prompt."""
-        for group, first in enumerate(leader.n_behind):
-            shared = leader.stacks[group][:n_shared]
+    def share_prefix(self, leader: BlockTables, n_shared: int) -> None:
+        """Share the first `n_shared` group blocks of the sequence that has computed the prompt."""
+        for group, first in enumerate(leader.n_skipped):
+            shared = leader.group_blocks[group][:n_shared]
             self._blocks.acquire(shared[first:])
-            self.stacks[group][:0] = shared
-        self.n_behind, self.room = list(leader.n_behind), leader.room
+            self.group_blocks[group][:0] = shared
+        self.n_skipped, self.capacity = list(leader.n_skipped), leader.capacity
         self.n_registered, self.prefix_id = leader.n_registered, leader.prefix_id
 
     def extend(self, end: int) -> None:
-        """Allocate the missing stacks for positions up to `end` in all groups."""
+        """Allocate the missing group blocks for positions up to `end` in all groups."""
         blocks = self._blocks
-        for group, stacks in enumerate(self.stacks):
-            for _ in range(blocks.blocks_for(end) - len(stacks)):
-                stacks.append(blocks.allocate(group))
+        for group, group_blocks in enumerate(self.group_blocks):
+            for _ in range(blocks.blocks_for(end) - len(group_blocks)):
+                group_blocks.append(blocks.allocate(group))
         self._measure()
 
-    def grow(self) -> None:
-        """Allocate one more stack in each group."""
-        for group, stacks in enumerate(self.stacks):
-            stacks.append(self._blocks.allocate(group))
-        self.room += self._blocks.block_size
+    def append_blocks(self) -> None:
+        """Allocate one more group block in each group."""
+        for group, group_blocks in enumerate(self.group_blocks):
+            group_blocks.append(self._blocks.allocate(group))
+        self.capacity += self._blocks.block_size
 
-    def release_behind(self, position: int) -> None:
-        """Free cached stacks that neither the token at `position` nor a later one reads."""
+    def release_skipped(self, position: int) -> None:
+        """Free cached group blocks that neither the token at `position` nor a later one reads."""
         blocks = self._blocks
-        for group, stacks in enumerate(self.stacks):
-            behind = min(blocks.groups[group].first_seen(position, blocks.block_size), self.n_registered)
-            if behind > self.n_behind[group]:
-                blocks.release(stacks[self.n_behind[group] : behind])
-                self.n_behind[group] = behind
+        for group, group_blocks in enumerate(self.group_blocks):
+            behind = min(blocks.groups[group].first_visible(position, blocks.block_size), self.n_registered)
+            if behind > self.n_skipped[group]:
+                blocks.release(group_blocks[self.n_skipped[group] : behind])
+                self.n_skipped[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add the full stacks among the first `n_tokens` tokens to the prefix cache."""
+        """Add the full group blocks among the first `n_tokens` tokens to the prefix cache."""
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
             content = tuple(tokens[i * size : (i + 1) * size])
-            self.prefix_id = blocks.register(self.stacks[0][i], self.prefix_id, content)
-            for group in range(1, len(self.stacks)):
-                blocks.register_end(self.stacks[group][i], group, self.prefix_id)
+            self.prefix_id = blocks.register(self.group_blocks[0][i], self.prefix_id, content)
+            for group in range(1, len(self.group_blocks)):
+                blocks.register_end(self.group_blocks[group][i], group, self.prefix_id)
             self.n_registered = i + 1
 
     def new_entries(self, slot: int) -> list[tuple[int, int, int, int]]:
@@ -418,19 +429,19 @@ class HeldBlocks:
         """
         entries: list[tuple[int, int, int, int]] = []
         table = 0
-        for group, stacks in enumerate(self.stacks):
-            for column in range(max(self.n_uploaded, self.n_behind[group]), len(stacks)):
-                for i, block in enumerate(self._blocks.stack(stacks[column])):
+        for group, group_blocks in enumerate(self.group_blocks):
+            for column in range(max(self.n_uploaded, self.n_skipped[group]), len(group_blocks)):
+                for i, block in enumerate(self._blocks.physical_blocks(group_blocks[column])):
                     entries.append((table + i, slot, column, block))
             table += self._blocks.groups[group].n_tables
-        self.n_uploaded = len(self.stacks[0])
+        self.n_uploaded = len(self.group_blocks[0])
         return entries
 
     def release(self) -> None:
-        """Free all stacks."""
-        for stacks, behind in zip(self.stacks, self.n_behind, strict=True):
-            self._blocks.release(stacks[behind:])
+        """Free all group blocks."""
+        for group_blocks, behind in zip(self.group_blocks, self.n_skipped, strict=True):
+            self._blocks.release(group_blocks[behind:])
 
     def _measure(self) -> None:
-        """Compute `room`."""
-        self.room = min(map(len, self.stacks)) * self._blocks.block_size
+        """Compute `capacity`."""
+        self.capacity = min(map(len, self.group_blocks)) * self._blocks.block_size

@@ -47,7 +47,7 @@ class KVCache:
         self._flat = self.kv_blocks.flatten(2, 3)  # (Y, 2, (n_blocks + 1) * block_size, K, C)
         self._places = layout.places
         context_len = config.max_position_embeddings
-        width = -(-min(context_len, layout.most_tokens(n_blocks, context_len)) // size)
+        width = -(-min(context_len, layout.max_sequence_tokens(n_blocks, context_len)) // size)
         self.tables = torch.full((layout.n_tables, n_slots, width), n_blocks, dtype=torch.int32, device=weight.device)
 
     def table_of(self, layer: int) -> int:
@@ -97,7 +97,7 @@ class StateCache:
         weights: DeltaWeights,
         chunks: RowChunks,
         slots_R: Tensor,
-        goes_on_R: Tensor | None,
+        continues_R: Tensor | None,
     ) -> Tensor:
         """Compute packed tokens of the sequences in these slots, and update their states.
 
@@ -107,12 +107,12 @@ class StateCache:
             weights: Weights of the layer.
             chunks: Cut of the rows into chunks.
             slots_R: Slot of each row.
-            goes_on_R: Rows that continue an earlier chunk. None if no row does.
+            continues_R: Rows that continue an earlier chunk. None if no row does.
         """
         states, before = self.layers[layer], None
-        if goes_on_R is not None:
+        if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]
-            before = DeltaStates(*(_where(goes_on_R, each) for each in given))
+            before = DeltaStates(*(_where(continues_R, each) for each in given))
         out_NI, after = delta_rows(proj_NP, weights, chunks, before, return_states=True)
         assert after is not None
         for mine, new in zip(states, after, strict=True):

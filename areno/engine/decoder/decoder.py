@@ -19,9 +19,9 @@ from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
 from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
-from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
+from areno.types import RETURNED, GenerationOutput, GenerationRequest
 
-MOST_STOP_STRINGS = 64  # sets of them that are remembered
+MAX_STOP_STRINGS = 64  # sets of them that are remembered
 PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
 
 
@@ -96,7 +96,7 @@ class Decoder:
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=context_len,
-            kv_tokens=layout.most_tokens(self.blocks.n_blocks, context_len),
+            kv_tokens=layout.max_sequence_tokens(self.blocks.n_blocks, context_len),
             cache_tokens=n_blocks * block_size,
             stop_strings=detokenize is not None,
             grammars=compile_grammar is not None,
@@ -145,7 +145,7 @@ class Decoder:
         stop_strings: StopStrings | None = None
         if params.stop and self._detokenize is not None:
             strings = tuple(params.stop)
-            if len(self._stop_strings) > MOST_STOP_STRINGS:
+            if len(self._stop_strings) > MAX_STOP_STRINGS:
                 self._stop_strings.clear()
             stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, self._detokenize))
         grammar: Grammar | None = None
@@ -171,17 +171,17 @@ class Decoder:
         """End the unfinished samples of a request. The next step returns them with the finish reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
 
-    def give_back(self, n_samples: int) -> None:
+    def return_waiting(self, n_samples: int) -> None:
         """Drop whole requests that have not started, the youngest first, until `n_samples` samples are dropped.
 
-        The next step returns an output with the sample GIVEN_BACK for each of them.
+        The next step returns an output with the sample RETURNED for each of them.
         """
-        for request in self._scheduler.give_back(n_samples):
+        for request in self._scheduler.return_waiting(n_samples):
             request_id = request.request_id
             del self.unfinished[request_id]
             self._outputs.append(
                 GenerationOutput(
-                    request_id=request_id, sample=GIVEN_BACK, tokens=[], logprobs=[], versions=[], finish_reason="abort"
+                    request_id=request_id, sample=RETURNED, tokens=[], logprobs=[], versions=[], finish_reason="abort"
                 )
             )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from areno.errors import GrammarError
 
-MOST_GRAMMARS = 128  # compiled ones that are kept
+MAX_GRAMMARS = 128  # compiled ones that are kept
 
 
 def _library() -> Any:
@@ -112,7 +112,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
         grammar = self._grammars[text] = Grammar(text, matcher, self.vocab_size, self._eos)
-        if len(self._grammars) > MOST_GRAMMARS:
+        if len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
         return grammar
 
@@ -135,14 +135,14 @@ def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> 
 
         return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)
     except ValueError:  # not byte-level, or without one of the decoders that the library knows
-        words = library.TokenizerWrapper(_Words(tokenizer, vocab_size, eos_token_ids[0]))
+        words = library.TokenizerWrapper(_TokenizerAdapter(tokenizer, vocab_size, eos_token_ids[0]))
         try:
             return library.LLTokenizer(words, eos_token=eos_token_ids)
         except (ValueError, RuntimeError) as error:
             raise GrammarError("constrained decoding cannot use this tokenizer: {}", error) from error
 
 
-class _Words:
+class _TokenizerAdapter:
     """A tokenizer whose tokens are plain texts, in the form that llguidance takes."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_id: int):

@@ -12,7 +12,7 @@ from areno.engine.decoder.attention_split import AttentionSplit
 from areno.kernels.sampling import SamplingFlags
 
 DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], SamplingFlags], Tensor]
-"""(rows (4, B), spans (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""
+"""(rows (4, B), split_lens (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""
 
 GraphKey = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", SamplingFlags]
 """What a graph is captured for: batch size, shape of the prefix groups, splits, flags of sampling."""
@@ -73,7 +73,7 @@ class DecodeGraphs:
         # All inputs of a step go to the device in one copy.
         host = torch.empty(inputs.shape, dtype=torch.int64, pin_memory=True)
         packed = host.numpy()
-        packed[:2] = split.spans
+        packed[:2] = split.split_lens
         columns = packed[2 : 2 + 4 * size].reshape(4, size)
         columns[:, :n_rows] = rows
         columns[:, n_rows:] = self._padding
@@ -88,9 +88,9 @@ class DecodeGraphs:
         self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Capture a graph."""
-        spans, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
+        split_lens, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
         groups = np.full(group_shape or 0, -1, dtype=np.int64)
-        inputs = torch.from_numpy(np.concatenate((spans, rows.ravel(), groups.ravel()))).to(self._device)
+        inputs = torch.from_numpy(np.concatenate((split_lens, rows.ravel(), groups.ravel()))).to(self._device)
         args = (
             inputs[2 : 2 + 4 * size].view(4, size),
             inputs[:2],

@@ -1,4 +1,4 @@
-"""Runs the plan of a step on the device: tensors from the plan, the model, sampled tokens back to the host.
+"""Runs a scheduled step on the device: tensors from the schedule, the model, sampled tokens back to the host.
 
 On CUDA nothing here waits for the device. Inputs are copied from pinned memory, and results are copied to pinned memory
 and marked by an event. The token that the next step reads stays on the device.
@@ -20,12 +20,12 @@ from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
-from areno.engine.decoder.scheduler import Chunk, Plan
+from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
-from areno.kernels.paged import PagedBatch, decode_attention, most_rows
+from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns
 from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
@@ -70,12 +70,17 @@ def _of_group(
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
-        held = chunk.prefill.leader.held
-        stacks, n_behind = held.stacks[index][: blocks.blocks_for(chunk.end)], held.n_behind[index]
-        first = 0 if from_the_first else group.first_seen(chunk.start, size)
-        blocks_TW = np.full((group.n_tables, len(stacks)), blocks.scratch, dtype=np.int64)
-        own = stacks[n_behind:]
-        blocks_TW[:, n_behind:] = own if group.n_tables == 1 else np.array([blocks.stack(each) for each in own]).T
+        block_tables = chunk.prefill.leader.block_tables
+        group_blocks, n_skipped = (
+            block_tables.group_blocks[index][: blocks.blocks_for(chunk.end)],
+            block_tables.n_skipped[index],
+        )
+        first = 0 if from_the_first else group.first_visible(chunk.start, size)
+        blocks_TW = np.full((group.n_tables, len(group_blocks)), blocks.scratch, dtype=np.int64)
+        own = group_blocks[n_skipped:]
+        blocks_TW[:, n_skipped:] = (
+            own if group.n_tables == 1 else np.array([blocks.physical_blocks(each) for each in own]).T
+        )
         position = np.arange(first * size, chunk.end)
         places_TM = blocks_TW[:, position // size] * size + position % size
         keys.append(places_TM)
@@ -144,8 +149,10 @@ class Runner:
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.cache.tables)
-        self.group_size = most_rows(model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order)
-        self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
+        self.group_size = max_group_rows(
+            model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order
+        )
+        self.n_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
             self.graphs = DecodeGraphs(self._decode, max_running, self.device)
@@ -187,7 +194,7 @@ class Runner:
         share = slice(tp.rank * len(logits_RV), (tp.rank + 1) * len(logits_RV))
         out_2R = self.sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
-        self.sampler.note(out_2B[0].long(), slots_B[:n_rows], share, flags)
+        self.sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
@@ -202,19 +209,19 @@ class Runner:
         return out_2B
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> list[PendingTokens]:
-        """Launch the forward passes of a plan, without waiting for them."""
+    def launch(self, scheduled: SchedulerOutput) -> list[PendingTokens]:
+        """Launch the forward passes of a scheduled step, without waiting for them."""
         pending: list[PendingTokens] = []
-        prefilled = [sequence for chunk in plan.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
-        self._upload_slots(prefilled + plan.decode)
-        if (masks := self.sampler.pack_masks(prefilled + plan.decode)) is not None:
+        prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
+        self._upload_slots(prefilled + scheduled.decode)
+        if (masks := self.sampler.pack_masks(prefilled + scheduled.decode)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
-        if plan.chunks:
-            out = self._prefill(plan.chunks, prefilled)
+        if scheduled.chunks:
+            out = self._prefill(scheduled.chunks, prefilled)
             if prefilled:
                 pending.append(self._download(prefilled, out))
-        if plan.decode:
-            pending.append(self._download(plan.decode, self._launch_decode(plan.decode)))
+        if scheduled.decode:
+            pending.append(self._download(scheduled.decode, self._launch_decode(scheduled.decode)))
         return pending
 
     def _upload(self, array: np.ndarray) -> Tensor:
@@ -240,11 +247,11 @@ class Runner:
 
     def _upload_slots(self, sequences: list[Sequence]) -> None:
         """Send new entries of block tables, and the settings of sequences with a new slot."""
-        new = [sequence for sequence in sequences if sequence.held.n_uploaded == 0]
+        new = [sequence for sequence in sequences if sequence.block_tables.n_uploaded == 0]
         entries: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
-            if sequence.held.n_uploaded * self.blocks.block_size < sequence.held.room:
-                entries += sequence.held.new_entries(sequence.slot)
+            if sequence.block_tables.n_uploaded * self.blocks.block_size < sequence.block_tables.capacity:
+                entries += sequence.block_tables.new_entries(sequence.slot)
         if entries:
             tables, slots, columns, blocks = self._upload_columns(entries)
             self.cache.tables[tables, slots, columns] = blocks.int()
@@ -315,10 +322,10 @@ class Runner:
         rows = RowChunks.of(cu_q.tolist(), self.device)
         slots_R = self._upload(np.array([chunk.prefill.leader.slot for chunk in chunks], dtype=np.int64))
         goes_on = np.array([chunk.start > 0 for chunk in chunks])
-        goes_on_R = self._upload(goes_on) if goes_on.any() else None
+        continues_R = self._upload(goes_on) if goes_on.any() else None
 
         def recur(layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-            return states.rows(layer, proj_NP, weights, rows, slots_R, goes_on_R)
+            return states.rows(layer, proj_NP, weights, rows, slots_R, continues_R)
 
         return CachedAttend(attend, recur)
 
@@ -367,7 +374,7 @@ class Runner:
             sequences,
             self.cache.block_size,
             group_size=self.group_size,
-            n_processors=self.n_processors,
+            n_multiprocessors=self.n_multiprocessors,
             max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
             n_heads=self.cache.n_heads,
             fixed_order=self.fixed_order,
@@ -380,12 +387,14 @@ class Runner:
             return self.graphs.run(rows, split, flags)
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
         max_len = int(rows[1].max()) + 1
-        return self._decode(self._upload(rows), self._upload(split.spans), groups, split.splits, flags, max_len, edits)
+        return self._decode(
+            self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
+        )
 
     def _decode(
         self,
         rows: Tensor,
-        spans: Tensor,
+        split_lens: Tensor,
         prefix_groups_GR: Tensor | None,
         splits: tuple[int, int],
         flags: SamplingFlags,
@@ -397,7 +406,7 @@ class Runner:
         Args:
             rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their
                 completions, lengths of the shared prefixes.
-            spans: (2,) int64, see PagedBatch.
+            split_lens: (2,) int64, see PagedBatch.
             prefix_groups_GR: See PagedBatch.
             splits: See PagedBatch.
             flags: Features of sampling that the batch needs.
@@ -413,7 +422,7 @@ class Runner:
             slots_B=slots_B,
             lengths_B=positions_B + 1,
             shared_lens_B=shared_lens_B,
-            spans=spans,
+            split_lens=split_lens,
             prefix_groups_GR=prefix_groups_GR,
             splits=splits,
             fixed_order=self.fixed_order,

@@ -204,14 +204,14 @@ class SlotSampler:
         reduce = tp.all_reduce if tp.size > 1 else None
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
-    def note(self, tokens_B: Tensor, slots_B: Tensor, drawn_here: slice, flags: SamplingFlags) -> None:
-        """Record the drawn tokens of all rows, of which `drawn_here` were already recorded by this sampler."""
+    def record_tokens(self, tokens_B: Tensor, slots_B: Tensor, drawn_on_this_rank: slice, flags: SamplingFlags) -> None:
+        """Record the drawn tokens of all rows, of which `drawn_on_this_rank` were already recorded by this sampler."""
         self.tensors.last_token[slots_B] = tokens_B
         if flags.penalized:
             assert self.tensors.counts is not None
-            elsewhere_B = torch.ones_like(slots_B, dtype=torch.int32)
-            elsewhere_B[drawn_here] = 0
-            self.tensors.counts.index_put_((slots_B, tokens_B), elsewhere_B, accumulate=True)
+            drawn_on_other_ranks_B = torch.ones_like(slots_B, dtype=torch.int32)
+            drawn_on_other_ranks_B[drawn_on_this_rank] = 0
+            self.tensors.counts.index_put_((slots_B, tokens_B), drawn_on_other_ranks_B, accumulate=True)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from areno.engine.decoder.block_manager import BlockManager, HeldBlocks, Match
+from areno.engine.decoder.block_manager import BlockManager, BlockTables, PrefixMatch
 from areno.engine.decoder.sequence import Sequence
 from areno.types import GenerationRequest
 
@@ -50,8 +50,10 @@ class Prefill:
         return [
             pair
             for follower in self.followers
-            for source, target in zip(self.leader.held.stacks, follower.held.stacks, strict=True)
-            for pair in zip(blocks.stack(source[-1]), blocks.stack(target[-1]), strict=True)
+            for source, target in zip(
+                self.leader.block_tables.group_blocks, follower.block_tables.group_blocks, strict=True
+            )
+            for pair in zip(blocks.physical_blocks(source[-1]), blocks.physical_blocks(target[-1]), strict=True)
         ]
 
 
@@ -70,7 +72,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Plan:
+class SchedulerOutput:
     """One step: a forward pass over the chunks, then a pass that samples one token for each of `decode`."""
 
     chunks: list[Chunk]
@@ -120,17 +122,17 @@ class Scheduler:
 
         The caller first reads the tokens in flight, since they may finish some sequences.
         """
-        return sum(map(self._needs_block, self.running)) * self.blocks.per_stack > self.blocks.n_available
+        return sum(map(self._needs_block, self.running)) * self.blocks.blocks_over_all_groups > self.blocks.n_available
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> SchedulerOutput:
         """Plan the next step. From now on its positions count as cached."""
-        self._release_behind_prefilled()
+        self._release_skipped_of_prefilled()
         decode = self._grow_running()
         chunks = self._next_chunks()
         for sequence in decode:
             sequence.n_kv += 1
             sequence.n_sampled += 1
-        return Plan(chunks, decode)
+        return SchedulerOutput(chunks, decode)
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Add the full blocks of a sequence to the prefix cache.
@@ -139,8 +141,8 @@ class Scheduler:
             sequence: The sequence.
             n_tokens: The number of its tokens that are known and cached.
         """
-        if self.reuses_prefixes and n_tokens >= (sequence.held.n_registered + 1) * self.blocks.block_size:
-            sequence.held.register(sequence.tokens, n_tokens)
+        if self.reuses_prefixes and n_tokens >= (sequence.block_tables.n_registered + 1) * self.blocks.block_size:
+            sequence.block_tables.register(sequence.tokens, n_tokens)
 
     def remove_finished(self) -> None:
         """Free slots and blocks of running sequences that have a finish reason."""
@@ -169,7 +171,7 @@ class Scheduler:
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         return dropped
 
-    def give_back(self, n_samples: int) -> list[GenerationRequest]:
+    def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
         """Remove whole requests that have not started, the youngest first.
 
         Args:
@@ -194,7 +196,7 @@ class Scheduler:
 
     def _needs_block(self, sequence: Sequence) -> bool:
         """Return whether a sequence needs a block for its next position."""
-        return sequence.n_kv == sequence.held.room and not sequence.reached_max_new
+        return sequence.n_kv == sequence.block_tables.capacity and not sequence.reached_max_new
 
     def _grow_running(self) -> list[Sequence]:
         """Return the sequences that decode in this step, oldest first, each with a block for its next position."""
@@ -205,20 +207,20 @@ class Scheduler:
                 continue
             if self._needs_block(sequence):
                 if self.blocks.has_windows:
-                    sequence.held.release_behind(sequence.n_kv)
-                while self.blocks.n_available < self.blocks.per_stack and sequence.slot >= 0:
+                    sequence.block_tables.release_skipped(sequence.n_kv)
+                while self.blocks.n_available < self.blocks.blocks_over_all_groups and sequence.slot >= 0:
                     self._preempt_youngest()
                 if sequence.slot < 0:
                     continue
-                sequence.held.grow()
+                sequence.block_tables.append_blocks()
             decode.append(sequence)
         return decode
 
-    def _release_behind_prefilled(self) -> None:
+    def _release_skipped_of_prefilled(self) -> None:
         """Free the blocks of the last step's chunks that no later token sees."""
         for sequence in self._prefilled:
             if sequence.slot >= 0:
-                sequence.held.release_behind(sequence.n_kv)
+                sequence.block_tables.release_skipped(sequence.n_kv)
         self._prefilled = []
 
     def _next_chunks(self) -> list[Chunk]:
@@ -235,7 +237,7 @@ class Scheduler:
             leader = prefill.leader
             for follower in prefill.followers:
                 follower.n_kv = leader.n_kv
-                follower.held.follow(leader.held, leader.n_kv // self.blocks.block_size)
+                follower.block_tables.share_prefix(leader.block_tables, leader.n_kv // self.blocks.block_size)
             for sequence in prefill.sequences:
                 sequence.n_sampled += 1
                 self.running.append(sequence)
@@ -253,7 +255,7 @@ class Scheduler:
         end = min(len(leader.tokens), leader.n_kv + budget)
         if self.blocks.has_windows:
             end = min(end, self._reach(leader))
-            leader.held.extend(end)
+            leader.block_tables.extend(end)
         if end > leader.n_kv:
             chunks.append(Chunk(prefill, leader.n_kv, end))
             budget -= end - leader.n_kv
@@ -264,8 +266,11 @@ class Scheduler:
 
     def _reach(self, leader: Sequence) -> int:
         """Return the position up to which blocks suffice for a prompt with sliding windows."""
-        spare = self.blocks.n_available - len(self.running) * self.blocks.per_stack
-        return leader.held.room + max(0, spare // self.blocks.per_window_stack) * self.blocks.block_size
+        spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
+        return (
+            leader.block_tables.capacity
+            + max(0, spare // self.blocks.blocks_over_window_groups) * self.blocks.block_size
+        )
 
     def _admit(self) -> Prefill | None:
         """Start the oldest waiting sequence, together with samples of its request that can share its prompt."""
@@ -277,37 +282,37 @@ class Scheduler:
         n_matched = 0 if leader.scores_prompt or not self.reuses_prefixes else (n_tokens - 1) // size
         match = self.blocks.match(leader.tokens, n_matched)
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
-        reserve = len(self.running) * self.blocks.per_stack
-        n_new = self._most_new(match, n_tokens)
+        reserve = len(self.running) * self.blocks.blocks_over_all_groups
+        n_new = self._max_new_blocks(match, n_tokens)
         if not self.blocks.can_allocate(match.found(), n_new, reserve):
             assert self.running or self.prefilling, "a sequence was admitted that can never fit"
             return None
         self.waiting.popleft()
-        leader.held = HeldBlocks(self.blocks)
-        n_taken = leader.held.begin(match, n_tokens)
-        leader.n_kv, leader.slot = match.n_stacks * size, self._slots.pop()
+        leader.block_tables = BlockTables(self.blocks)
+        n_taken = leader.block_tables.allocate_prompt(match, n_tokens)
+        leader.n_kv, leader.slot = match.n_group_blocks * size, self._slots.pop()
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
         if leader.is_fresh:
             leader.n_cached = leader.n_kv
-            n_own = self.blocks.per_stack if n_tokens % size else 0
+            n_own = self.blocks.blocks_over_all_groups if n_tokens % size else 0
             reserve += n_new - n_taken  # of which chunks to come take the rest
             while self._slots and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
                 follower = self.waiting.popleft()
-                follower.held = HeldBlocks(self.blocks)
+                follower.block_tables = BlockTables(self.blocks)
                 if n_own:
-                    follower.held.begin_last()
+                    follower.block_tables.allocate_last_block()
                 follower.slot = self._slots.pop()
                 follower.n_cached = leader.n_cached
                 prefill.followers.append(follower)
         return prefill
 
-    def _most_new(self, match: Match, n_tokens: int) -> int:
+    def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
         """Return the blocks that a prompt will need beside its cached prefix: for windows, the most held at once."""
         size, n_blocks = self.blocks.block_size, 0
-        for group, n_behind in zip(self.blocks.groups, match.n_behind, strict=True):
-            n_held = match.n_stacks - n_behind
-            n_blocks += group.n_tables * max(0, group.most_stacks(n_tokens, size) - n_held)
+        for group, n_skipped in zip(self.blocks.groups, match.n_skipped, strict=True):
+            n_matched = match.n_group_blocks - n_skipped
+            n_blocks += group.n_tables * max(0, group.max_group_blocks_held(n_tokens, size) - n_matched)
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
@@ -325,6 +330,6 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a sequence."""
-        sequence.held.release()
+        sequence.block_tables.release()
         self._slots.append(sequence.slot)
         sequence.leave_cache()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from areno.engine.decoder.block_manager import HeldBlocks
+from areno.engine.decoder.block_manager import BlockTables
 from areno.engine.decoder.grammar import GrammarState
 from areno.types import FinishReason, GenerationOutput, GenerationRequest, TokenScores
 
@@ -86,7 +86,7 @@ class Sequence:
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
     n_kv: int = 0  # positions whose keys and values are in the cache, or will be when the planned step has run
-    held: HeldBlocks = field(init=False)  # its blocks, there while it has a slot
+    block_tables: BlockTables = field(init=False)  # its blocks, there while it has a slot
     needs_edits: bool = field(init=False)  # whether its draws need more than the sampling kernel: see LogitEdits
 
     def __post_init__(self) -> None:
@@ -94,8 +94,8 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """The stacks of the group of layers with the longest window."""
-        return self.held.stacks[0]
+        """The group blocks of the group of layers with the longest window."""
+        return self.block_tables.group_blocks[0]
 
     @property
     def n_prompt(self) -> int:
@@ -186,7 +186,7 @@ class Sequence:
         self.slot, self.n_kv = -1, 0
         if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
-        del self.held
+        del self.block_tables
 
     def output(self) -> GenerationOutput:
         """Return the whole completion if it is finished, else the tokens since the previous partial output."""

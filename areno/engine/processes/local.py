@@ -9,7 +9,7 @@ import time
 from multiprocessing import connection
 from typing import Any, Protocol
 
-from areno.engine.processes import stacks
+from areno.engine.processes import stack_traces
 from areno.engine.processes.child import without_main_module
 from areno.engine.processes.messages import Command
 from areno.engine.processes.serving import worker_main
@@ -29,7 +29,7 @@ class Processes(Protocol):
 
     Attributes:
         spec: Description of the workers, including their hosts.
-        counters: Progress counters of all ranks, see Pulses.
+        counters: Progress counters of all ranks, see WorkerHeartbeats.
         death_grace_s: Seconds until the end of a process is noticed at the latest.
     """
 
@@ -62,11 +62,11 @@ class Processes(Protocol):
         """
         ...
 
-    def doubt(self) -> None:
+    def suspect_loss(self) -> None:
         """Report that a worker has failed, perhaps because another is gone. From now on losses are noticed sooner."""
         ...
 
-    def look(self) -> dict[int, tuple[str, str]]:
+    def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return the state in words and the Python stacks of each worker."""
         ...
 
@@ -97,19 +97,19 @@ class LocalProcesses:
         self.counters = context.RawArray(ctypes.c_uint64, FIELDS * spec.world_size)
         self.processes: dict[int, Any] = {}
         self._pipes: dict[int, Any] = {}
-        self._stack_pipes: dict[int, Any] = {}
+        self._stack_trace_pipes: dict[int, Any] = {}
         self._gone: set[int] = set()
         try:
             for rank in ranks:
                 mine, theirs = context.Pipe()
-                my_stacks, their_stacks = context.Pipe()
-                args = (theirs, spec, rank, port, listener if rank == 0 else None, self.counters, their_stacks)
+                my_stack_traces, their_stack_traces = context.Pipe()
+                args = (theirs, spec, rank, port, listener if rank == 0 else None, self.counters, their_stack_traces)
                 process = context.Process(target=worker_main, args=args, name=f"areno-worker-{rank}", daemon=True)
                 with without_main_module():
                     process.start()
                 theirs.close()
-                their_stacks.close()
-                self.processes[rank], self._pipes[rank], self._stack_pipes[rank] = process, mine, my_stacks
+                their_stack_traces.close()
+                self.processes[rank], self._pipes[rank], self._stack_trace_pipes[rank] = process, mine, my_stack_traces
         except BaseException:
             self.close()
             raise
@@ -145,14 +145,13 @@ class LocalProcesses:
             self.processes[rank].join(timeout)
         return {each: process.exitcode for each, process in self.processes.items()}
 
-    def doubt(self) -> None:
+    def suspect_loss(self) -> None:
         """Do nothing: the end of a process of this machine is always noticed."""
-        # the end of a process of this machine is always seen
 
-    def look(self) -> dict[int, tuple[str, str]]:
+    def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return the state in words and the Python stacks of each worker."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
-        return stacks.ask(pids, self._stack_pipes, self.spec.world_size > 1)
+        return stack_traces.request(pids, self._stack_trace_pipes, self.spec.world_size > 1)
 
     def kill(self) -> None:
         """Kill all workers."""
@@ -170,9 +169,9 @@ class LocalProcesses:
             process.kill()  # of no effect on one that has ended
             process.join()
             process.close()
-        for pipe in self._stack_pipes.values():
+        for pipe in self._stack_trace_pipes.values():
             pipe.close()
-        self.processes, self._pipes, self._stack_pipes = {}, {}, {}
+        self.processes, self._pipes, self._stack_trace_pipes = {}, {}, {}
 
 
 def on_this_machine(spec: EngineSpec) -> LocalProcesses:

@@ -1,7 +1,7 @@
 """The parallel groups of one worker: tensor-parallel, data-parallel and context-parallel ranks.
 
-`Layout` says which shard of which copy each rank holds. A Relay passes the commands of the driver from the leader of a
-tensor-parallel group to its other ranks before each decoding step.
+`Layout` says which shard of which copy each rank holds. A CommandBroadcast passes the commands of the
+driver from the leader of a tensor-parallel group to its other ranks before each decoding step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from areno.layers.parallel import ParallelGroup
 _NOTHING = b""
 
 
-class Relay:
+class CommandBroadcast:
     """The connection of one rank to the leader of its tensor-parallel group; for the leader, to all other ranks.
 
     A message is sent at every decoding step and is mostly empty, so sending must be cheap. The leader never waits for
@@ -43,8 +43,8 @@ class Relay:
             rank: Rank in the group. Rank 0 is the leader.
             size: Number of ranks.
         """
-        self._leads = rank == 0
-        if self._leads:
+        self._is_leader = rank == 0
+        if self._is_leader:
             key = secrets.token_hex(32)
             # The folder is needed until all have come; nothing is left of it then.
             with (
@@ -57,13 +57,13 @@ class Relay:
             address, key = json.loads(store.get(f"relay/{name}"))
             self._connections = [Client(address, authkey=key.encode())]
 
-    def share(self, messages: list[Any]) -> list[Any]:
+    def send(self, messages: list[Any]) -> list[Any]:
         """Return the messages of the leader on each rank of the group.
 
         Raises:
             EOFError: The leader has ended.
         """
-        if self._leads:
+        if self._is_leader:
             packed = pickle.dumps(messages) if messages else _NOTHING
             for connection in self._connections:
                 connection.send_bytes(packed)
@@ -87,9 +87,9 @@ class ParallelContext:
         dp: Ranks that hold the same shard of all copies (data parallel).
         cp: Ranks of `dp` that train each row together (context parallel).
         data: Ranks of `dp` with the same position in the other context-parallel groups.
-        relay: Passes commands on to the other tensor-parallel ranks. None for a group of one.
+        broadcast: Passes commands on to the other tensor-parallel ranks. None for a group of one.
         states: Gloo group of all ranks for the thread that writes run states. None for a run of one rank.
-        n_beside: Number of ranks on this machine, this one included.
+        n_ranks_on_machine: Number of ranks on this machine, this one included.
     """
 
     rank: int
@@ -98,9 +98,9 @@ class ParallelContext:
     dp: ParallelGroup
     cp: ParallelGroup
     data: ParallelGroup
-    relay: Relay | None = None
+    broadcast: CommandBroadcast | None = None
     states: Any = None
-    n_beside: int = 1
+    n_ranks_on_machine: int = 1
 
     @property
     def world_size(self) -> int:
@@ -108,7 +108,7 @@ class ParallelContext:
         return self.tp.size * self.dp.size
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank takes commands for its tensor-parallel group and answers for it."""
         return self.tp.rank == 0
 
@@ -160,5 +160,5 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         data_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).T.tolist())
         cp = ParallelGroup(cp_rank, layout.cp_size, cp_group)
         data = ParallelGroup(data_rank, layout.data_size, data_group)
-    relay = Relay(store, str(dp_rank), tp_rank, len(together)) if layout.is_sharded else None
-    return ParallelContext(rank, device, tp, dp, cp, data, relay, states, spec.n_beside(rank))
+    broadcast = CommandBroadcast(store, str(dp_rank), tp_rank, len(together)) if layout.is_sharded else None
+    return ParallelContext(rank, device, tp, dp, cp, data, broadcast, states, spec.n_ranks_on_machine(rank))

@@ -23,7 +23,7 @@ logger = logging.getLogger("areno")
 
 _KEY = "scheduler.type"
 TIMEOUT = Key("scheduler.setup_timeout")
-_LOOK_S = 0.5
+_CHECK_EVERY_S = 0.5
 _ANSWER_S = 5.0
 _LOCAL_HOST = "127.0.0.1"
 _AUTO, _LOCAL = "auto", "local"  # that RAY_ADDRESS may be in the place of HOST:PORT
@@ -176,7 +176,7 @@ def _address_to_join(given: str | None) -> str | None:
         raise ConfigError(Problem(_KEY, text, Key("cluster.n_nodes"))) from error
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return one line that says why an actor or its node is gone. Ray puts the reason last."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if lines and type(error).__name__ == "OutOfMemoryError":  # the last line is where to read of it
@@ -306,7 +306,7 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
             logger.info("waiting up to %s for %s; the Ray cluster has %s", limit, what, described(found))
             told = True
         heartbeat.beat()
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_EVERY_S)
     return found
 
 

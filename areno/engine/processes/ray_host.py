@@ -108,9 +108,9 @@ class NodeHost:
         """Return the exit codes of the workers of this node, after waiting for `rank`, one of them."""
         return {} if self._processes is None else self._processes.exit_codes(rank, timeout)
 
-    def look(self) -> dict[int, tuple[str, str]]:
+    def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return the state in words and the stacks of the workers of this node."""
-        return {} if self._processes is None else self._processes.look()
+        return {} if self._processes is None else self._processes.stack_traces()
 
     def kill(self) -> None:
         """Kill the workers of this node."""

@@ -32,7 +32,7 @@ logger = logging.getLogger("areno")
 
 _ASK_S = 1.0  # after which a node answers without messages
 _SILENT_S = 20.0  # without an answer, after which a node counts as lost: its actor only answers
-_DOUBT_S = 4.0  # the same once a worker has failed, perhaps because another one is lost
+_SUSPECT_S = 4.0  # the same once a worker has failed, perhaps because another one is lost
 _ANSWER_S = 10.0  # for other calls of an actor
 _KILL_S = 2.0
 _CLOSE_S = 6.0  # longer than a worker has to end by itself
@@ -69,7 +69,7 @@ class RayProcesses:
         WorkerLost: A node was lost meanwhile.
     """
 
-    death_grace_s = _DOUBT_S + 2 * _ASK_S
+    death_grace_s = _SUSPECT_S + 2 * _ASK_S
 
     def __init__(self, spec: EngineSpec, again: bool = False):
         ray_cluster.connect(spec.n_nodes, spec.world_size)
@@ -80,7 +80,7 @@ class RayProcesses:
         self._group: Any = None  # the placement group
         self._inbox: SimpleQueue[Arrived] = SimpleQueue()
         self._lost: WorkerLost | None = None
-        self._doubted = False
+        self._suspects_loss = False
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self.spec = spec
@@ -89,11 +89,13 @@ class RayProcesses:
             self._start()
         except self._ray.exceptions.RayTaskError as error:  # the node is there, and says what is wrong
             self.close()
-            raise EngineError("the workers cannot be started on their node: {}", ray_cluster.said(error)) from error
+            raise EngineError(
+                "the workers cannot be started on their node: {}", ray_cluster.error_text(error)
+            ) from error
         except self._ray.exceptions.RayError as error:
             lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
             self.close()
-            raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.said(error)) from error
+            raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.error_text(error)) from error
         except BaseException:
             self.close()
             raise
@@ -204,7 +206,7 @@ class RayProcesses:
             text = "areno {} cannot be started on node {}: {}"
             if getattr(error, "actor_init_failed", False):  # an error of Python, such as a module that is missing
                 text += "; install the same version of areno on all nodes"
-            raise EngineError(text, versions()["areno"], node.host, ray_cluster.said(error)) from error
+            raise EngineError(text, versions()["areno"], node.host, ray_cluster.error_text(error)) from error
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -218,13 +220,13 @@ class RayProcesses:
                     silent = time.monotonic() - since - _ASK_S
                     if self._closed.is_set():
                         return
-                    if silent > (_DOUBT_S if self._doubted else _SILENT_S):
+                    if silent > (_SUSPECT_S if self._suspects_loss else _SILENT_S):
                         return self._lose(node, f"it has not answered for {silent:.0f} s")
                 arrived, counters = self._ray.get(asked)
             except self._ray.exceptions.ActorUnavailableError:
                 return self._lose(node, "its connection has ended")
             except Exception as error:  # what Ray raises where an actor or its node is gone, and at its own end
-                return self._lose(node, ray_cluster.said(error))
+                return self._lose(node, ray_cluster.error_text(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
             if arrived != ([], []):
                 self._inbox.put(arrived)
@@ -267,28 +269,28 @@ class RayProcesses:
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
         """Return the exit code of each worker, None while it runs, after waiting for the end of `rank`."""
-        self.doubt()
+        self.suspect_loss()
         self._raise_if_lost()
         asked = [
             _ask(node.actor.exit_codes, *((rank, timeout) if rank in node.ranks else (None, 0.0)))
             for node in self._nodes
         ]
         codes: dict[int, int | None] = dict.fromkeys(range(self.spec.world_size))
-        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=timeout + _DOUBT_S)
+        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=timeout + _SUSPECT_S)
         for one in ready:
             with suppress(self._ray.exceptions.RayError):  # the node is gone, which its thread sees, too
                 codes |= self._ray.get(one)
         self._raise_if_lost()
         return codes
 
-    def doubt(self) -> None:
+    def suspect_loss(self) -> None:
         """Treat a node that does not answer as lost sooner from now on."""
-        self._doubted = True
+        self._suspects_loss = True
 
-    def look(self) -> dict[int, tuple[str, str]]:
+    def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return the state in words and the Python stacks of each worker."""
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
-        for one in self._answered([_ask(node.actor.look) for node in self._nodes], _ANSWER_S):
+        for one in self._answered([_ask(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
             with suppress(self._ray.exceptions.RayError):
                 shown |= self._ray.get(one)
         return shown
@@ -316,7 +318,7 @@ class RayProcesses:
 
         with suppress(self._ray.exceptions.RayError):
             asked = [_ask(node.actor.close) for node in self._nodes]
-            self._answered(asked, _DOUBT_S if self._lost else _CLOSE_S)
+            self._answered(asked, _SUSPECT_S if self._lost else _CLOSE_S)
             for node in self._nodes:
                 self._ray.kill(node.actor)
         if self._group is not None:

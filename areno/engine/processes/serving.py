@@ -17,8 +17,8 @@ from areno import heartbeat
 from areno.engine.memory import MORE_DEVICES, out_of_memory_hint
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, execute, portable
-from areno.engine.processes.stacks import StackServer
-from areno.engine.processes.watchdog import Pulse
+from areno.engine.processes.stack_traces import StackTraceServer
+from areno.engine.processes.watchdog import Heartbeat
 from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
@@ -33,12 +33,18 @@ _LESS_MEMORY = (
 
 
 def worker_main(
-    pipe: Any, spec: EngineSpec, rank: int, port: int, listener: socket.socket | None, counters: Any, stack_pipe: Any
+    pipe: Any,
+    spec: EngineSpec,
+    rank: int,
+    port: int,
+    listener: socket.socket | None,
+    counters: Any,
+    stack_trace_pipe: Any,
 ) -> None:
     """Run one worker process until the driver closes its pipe."""
     follow_parent()
-    pulse = Pulse(counters, rank)
-    _stacks = StackServer(stack_pipe, with_collectives=spec.world_size > 1)
+    own_heartbeat = Heartbeat(counters, rank)
+    _stacks = StackTraceServer(stack_trace_pipe, with_collectives=spec.world_size > 1)
     try:
         import torch.distributed as dist
 
@@ -51,7 +57,7 @@ def worker_main(
         gc.freeze()  # to look through all that was imported would hold a step for a tenth of a second
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)
-        pulse.has_done(decodes=False)
+        own_heartbeat.has_done(decodes=False)
         pipe.send(Reply(0))
     except Exception as error:
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -59,10 +65,10 @@ def worker_main(
             _leave(1)
         _leave(0)  # the driver closed the group meanwhile, such as on Ctrl-C
     inbox: SimpleQueue[Command | None] = SimpleQueue()
-    if context.leads:
+    if context.is_leader:
         threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
     try:
-        _serve(pipe, inbox, worker, context, pulse)
+        _serve(pipe, inbox, worker, context, own_heartbeat)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the driver closed the group
     except Exception as error:
@@ -93,7 +99,7 @@ def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
         inbox.put(None)
 
 
-def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, pulse: Pulse) -> None:
+def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, own_heartbeat: Heartbeat) -> None:
     """Execute commands until the driver closes the pipe, and decode while there are requests."""
     last_stats = 0.0
     while True:
@@ -105,21 +111,21 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
                 args = pickle.loads(command.arguments)
                 with out_of_memory_hint(f"in {command.method}", lambda: _LESS_MEMORY):
                     value = execute(worker, command.method, args)
-                reply.value = value if context.leads else None
+                reply.value = value if context.is_leader else None
             except Exception as error:
                 reply.error = _failure(error, context)
-            pulse.has_done(worker.has_work)
-            if command.id is not None or (reply.error is not None and context.leads):
+            own_heartbeat.has_done(worker.has_work)
+            if command.id is not None or (reply.error is not None and context.is_leader):
                 pipe.send(reply)
         if worker.has_work:
             outputs = worker.step()
             heartbeat.beat()
             now = time.monotonic()
-            if context.leads and (outputs or now - last_stats > _STATS_EVERY_S):
-                pulse.decodes(False)  # a driver that does not read may hold up what follows
+            if context.is_leader and (outputs or now - last_stats > _STATS_EVERY_S):
+                own_heartbeat.decodes(False)  # a driver that does not read may hold up what follows
                 pipe.send(Outputs(outputs, worker.rollout_stats()))
                 last_stats = now
-            pulse.decodes(worker.has_work)
+            own_heartbeat.decodes(worker.has_work)
 
 
 def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
@@ -128,13 +134,13 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
     A leader shares them with its tensor-parallel ranks, so all ranks execute the same commands at the same step.
     """
     commands: list[Command | None] = []
-    if context.leads:
+    if context.is_leader:
         while not inbox.empty() or not (worker.has_work or commands):
             commands.append(inbox.get())
-    if context.relay is None:
+    if context.broadcast is None:
         return commands
     try:
-        return context.relay.share(commands)
+        return context.broadcast.send(commands)
     except EOFError:  # the leader has ended, and the driver sees why
         return [None]
 

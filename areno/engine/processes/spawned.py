@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from areno import heartbeat
 from areno.engine.processes.local import Processes, on_this_machine
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
-from areno.engine.processes.watchdog import Pulses, Watchdog
+from areno.engine.processes.watchdog import Watchdog, WorkerHeartbeats
 from areno.engine.spec import EngineSpec, RolloutStats
 from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
 from areno.types import GenerationOutput
@@ -47,11 +47,11 @@ class SpawnedGroup:
         self.spec = self.processes.spec
         self._layout = self.spec.layout
         self._stats = [RolloutStats() for _ in self._layout.leaders]
-        self.pulses = Pulses(self.processes.counters, self._layout)
+        self.heartbeats = WorkerHeartbeats(self.processes.counters, self._layout)
         self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:
             self._collect()
-            self.pulses.together = False
+            self.heartbeats.together = False
         except BaseException:
             self.close()
             raise
@@ -71,13 +71,13 @@ class SpawnedGroup:
         packed = [pack(method, each) for each in args]  # nothing is sent where one of them cannot be
         self._last_id += 1
         self._replies = {}
-        self.pulses.together = True
+        self.heartbeats.together = True
         try:
             for rank, arguments in zip(self._layout.leaders, packed, strict=True):
                 self._send(rank, Command(method, arguments, self._last_id))
             return self._collect()
         finally:
-            self.pulses.together = False
+            self.heartbeats.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         """Send a command without waiting for its end. Any thread may call this."""
@@ -95,15 +95,15 @@ class SpawnedGroup:
         """Return the latest counters of each data-parallel rank."""
         return self._stats
 
-    def look(self) -> dict[int, tuple[str, str]]:
+    def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return the state in words and the Python stacks of each worker."""
-        return {} if self.processes is None else self.processes.look()
+        return {} if self.processes is None else self.processes.stack_traces()
 
     def name(self, rank: int) -> str:
         """Return the name of a worker and its address, for messages."""
         return f"worker {rank} ({self.spec.addresses[rank]})"
 
-    def lose(self, error: WorkerLost) -> None:
+    def mark_lost(self, error: WorkerLost) -> None:
         """Kill the workers. Calls that wait for them, and later calls, raise the error."""
         self._lost = error
         if self.processes is not None:
@@ -119,7 +119,7 @@ class SpawnedGroup:
     def _send(self, rank: int, command: Command) -> None:
         """Send a command to a leader, and count it."""
         processes = self._open_processes
-        self.pulses.sent(rank, command.method)
+        self.heartbeats.sent(rank, command.method)
         try:
             processes.send(rank, command)
         except (BrokenPipeError, ConnectionResetError):
@@ -134,7 +134,7 @@ class SpawnedGroup:
         while len(self._replies) < self.spec.world_size:
             self._receive(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if any(reply.error for reply in self._replies.values()):
-                self._open_processes.doubt()
+                self._open_processes.suspect_loss()
                 deadline = deadline or time.monotonic() + _FAILURE_GRACE_S
                 if time.monotonic() > deadline:
                     self.close()

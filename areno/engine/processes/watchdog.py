@@ -1,10 +1,11 @@
 """Detection of processes that hang, workers and the driver, and their end.
 
-Each worker counts its progress in memory that it shares with the driver (Pulse), which costs neither a message nor a
+Each worker counts its progress in memory that it shares with the driver (Heartbeat). This costs neither a message nor a
 system call. Counters of another machine are copied to the driver about once a second. A thread of the driver reads the
-counters (Pulses, Watchdog). If a rank has work and its counter has not changed for `engine.stall_timeout_s`, the log
-shows the stacks of every process, the workers are killed, and callers that wait for them get a WorkerLost. If the
-driver hangs in its own work, its main thread gets an exception. If the main thread does not react, the process ends.
+counters (WorkerHeartbeats, Watchdog). If a rank has work and its counter has not changed for `engine.stall_timeout_s`,
+the log shows the stack traces of every process, the workers are killed, and callers that wait for them get a
+WorkerLost. If the driver hangs in its own work, its main thread gets an exception. If the main thread does not
+react, the process ends.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any, Protocol
 
 from areno import heartbeat
 from areno.config.run import Layout
-from areno.engine.processes import stacks
+from areno.engine.processes import stack_traces
 from areno.errors import EngineError, Key, WorkerLost
 
 logger = logging.getLogger("areno")
 
-_LOOK_S = 1.0
+_CHECK_EVERY_S = 1.0
 _RAISE_S = 5.0  # for the main thread to react to an exception
-_TELL_S = 10.0  # for writing the log, whose disk or pipe may hang, too
+_LOG_TIMEOUT_S = 10.0  # for writing the log, whose disk or pipe may hang, too
 _LOCKED_S = 2.0  # after which faulthandler shows the stacks if this thread cannot
 _INTERRUPT = signal.SIGUSR2
 _DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # they wait for a person
@@ -40,7 +41,7 @@ _BEATS, _DONE, _DECODES = range(3)
 FIELDS = 3
 
 
-class Pulses:
+class WorkerHeartbeats:
     """The progress counters of all workers, as the driver sees them, and the commands that it has sent.
 
     Args:
@@ -82,7 +83,7 @@ class Pulses:
         return self._commands[rank] if self._is_asked(rank) else "decoding"
 
 
-class Pulse:
+class Heartbeat:
     """The progress counters of one worker, as the worker sees them. `heartbeat.beat` counts there from now on."""
 
     def __init__(self, counters: Any, rank: int):
@@ -113,11 +114,11 @@ class Watched(Protocol):
     command: str
 
     @property
-    def pulses(self) -> Pulses | None:
+    def heartbeats(self) -> WorkerHeartbeats | None:
         """The counters of worker processes. None without processes."""
         ...
 
-    def look(self) -> dict[int, tuple[str, str]]:
+    def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return the state in words and the stacks of each worker process."""
         ...
 
@@ -125,7 +126,7 @@ class Watched(Protocol):
         """Return the name of a worker for messages."""
         ...
 
-    def lose(self, error: WorkerLost) -> None:
+    def mark_lost(self, error: WorkerLost) -> None:
         """Kill the worker processes. Calls that wait for them, and later calls, raise the error."""
         ...
 
@@ -157,7 +158,7 @@ class Watchdog:
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 
-    def look(self, elapsed: float) -> None:
+    def check(self, elapsed: float) -> None:
         """Check the counters.
 
         Args:
@@ -171,10 +172,10 @@ class Watchdog:
         if due:
             self._driver_quiet = 0.0
             quiet = [self._quiet[rank] for rank in due]
-            assert self._group.pulses is not None
+            assert self._group.heartbeats is not None
             # Ranks that answer one command may wait for each other: then one that gets on is enough.
-            if (min if self._group.pulses.together else max)(quiet) >= self.limit_s:
-                self._lose_workers(due)
+            if (min if self._group.heartbeats.together else max)(quiet) >= self.limit_s:
+                self._kill_workers(due)
             return
         beats = heartbeat.count()
         if beats != self._driver_seen or not work or _is_debugged(work[-1][1]):
@@ -187,90 +188,91 @@ class Watchdog:
 
     def _due(self, elapsed: float) -> list[int]:
         """Return the ranks that have work, and update how long each has made no progress."""
-        pulses, due = self._group.pulses, []
-        if pulses is None or self._lost:
+        heartbeats, due = self._group.heartbeats, []
+        if heartbeats is None or self._lost:
             return due
-        for rank in range(pulses.world_size):
-            progress = pulses.progress(rank)
-            if not pulses.is_due(rank) or progress != self._seen.get(rank):
+        for rank in range(heartbeats.world_size):
+            progress = heartbeats.progress(rank)
+            if not heartbeats.is_due(rank) or progress != self._seen.get(rank):
                 self._quiet[rank] = 0.0
             else:
                 self._quiet[rank] += elapsed
             self._seen[rank] = progress
-            if pulses.is_due(rank):
+            if heartbeats.is_due(rank):
                 due.append(rank)
         return due
 
-    def _lose_workers(self, due: list[int]) -> None:
+    def _kill_workers(self, due: list[int]) -> None:
         """Log the stacks of all workers, kill them, and name the rank to blame."""
-        assert self._group.pulses is not None
-        looks, name = self._group.look(), self._group.name
+        assert self._group.heartbeats is not None
+        traces, name = self._group.stack_traces(), self._group.name
         # One that waits in a collective is not to blame, unless all do.
-        guilty = [rank for rank in due if not stacks.waits_for_others(looks[rank][1])] or due
-        stopped = [rank for rank in guilty if looks[rank][0]]
+        guilty = [rank for rank in due if not stack_traces.waits_for_other_ranks(traces[rank][1])] or due
+        stopped = [rank for rank in guilty if traces[rank][0]]
         first = (stopped or guilty)[0]
-        command, seconds = self._group.pulses.command(first), self._quiet[first]
+        command, seconds = self._group.heartbeats.command(first), self._quiet[first]
         who = ", ".join(name(rank) for rank in stopped or guilty)
-        how = f", since it {looks[first][0]}," if stopped else ""
+        how = f", since it {traces[first][0]}," if stopped else ""
         text = "{} made no progress for {:.0f} s in {}{} and was ended; raise {} ({:g}) if this can take longer"
         error = WorkerLost(text, who, seconds, command, how, _KEY, self.limit_s)
         what = f"{who} made no progress for {seconds:.0f} s, command {command}{_phase(heartbeat.work())}"
-        idle = dict.fromkeys(looks, "has nothing to do")
-        self._tell(what, looks, idle | {rank: f"no progress for {self._quiet[rank]:.0f} s" for rank in due})
+        notes = dict.fromkeys(traces, "has nothing to do")
+        notes |= {rank: f"no progress for {self._quiet[rank]:.0f} s" for rank in due}
+        self._log_stack_traces(what, traces, notes)
         self._lost = True
-        self._group.lose(error)
+        self._group.mark_lost(error)
 
     def _end_driver(self, work: list[tuple[str, int]]) -> None:
         """Raise an exception in the main thread of the driver. End the process if the thread does not react."""
         group, beats = self._group, heartbeat.count()
-        kind = WorkerLost if group.pulses is None and group.command else EngineError
+        kind = WorkerLost if group.heartbeats is None and group.command else EngineError
         what = f"worker 0, which lives in the driver ({group.command})," if kind is WorkerLost else "the driver"
         text = "{} made no progress for {:g} s{}; raise {} if this can take longer"
         error = kind(text, what, self.limit_s, _phase(work), _KEY)
-        looks = {} if self._lost else group.look()
-        self._tell(f"{what} made no progress for {self.limit_s:g} s{_phase(work)}", looks, {})
+        traces = {} if self._lost else group.stack_traces()
+        self._log_stack_traces(f"{what} made no progress for {self.limit_s:g} s{_phase(work)}", traces, {})
         is_main = work[-1][1] == threading.main_thread().ident
         if heartbeat.count() != beats:
             return  # it went on meanwhile
         if is_main and beats != self._interrupted_at and _raise_in_main(error):
             self._interrupted_at = beats  # if it was caught and nothing follows, it hangs again
             return
-        group.lose(WorkerLost("the driver hangs, and ends"))
-        _in_time(_TELL_S, lambda: print(f"error: {error}; the process ends", file=sys.stderr, flush=True))
-        _in_time(_TELL_S, logging.shutdown)
+        group.mark_lost(WorkerLost("the driver hangs, and ends"))
+        _in_time(_LOG_TIMEOUT_S, lambda: print(f"error: {error}; the process ends", file=sys.stderr, flush=True))
+        _in_time(_LOG_TIMEOUT_S, logging.shutdown)
         os._exit(1)
 
-    def _tell(self, what: str, looks: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
+    def _log_stack_traces(self, what: str, traces: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
         """Log the stacks of every process.
 
         Args:
             what: First line of the message.
-            looks: State and stacks of each worker.
+            traces: State and stacks of each worker.
             notes: Remarks about some of the workers.
         """
         faulthandler.cancel_dump_traceback_later()
         alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at one place
-        for rank, (state, shown) in looks.items():
+        for rank, (state, shown) in traces.items():
             title = "; ".join(word for word in (notes.get(rank), state and f"it {state}") if word)
             alike.setdefault((title, shown), []).append(self._group.name(rank))
         found = [(f"{', '.join(names)}: {title}", shown) for (title, shown), names in alike.items()]
-        found.append(("driver:", stacks.of_driver(threading.get_ident())))
+        found.append(("driver:", stack_traces.driver_stack_traces(threading.get_ident())))
         text = "\n".join([what, *(f"{title}\n{textwrap.indent(shown, '    ')}" for title, shown in found)])
-        _in_time(_TELL_S, lambda: logger.error("%s", text))
+        _in_time(_LOG_TIMEOUT_S, lambda: logger.error("%s", text))
 
 
 def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
     """Check the counters about ten times within the limit, until the watchdog is stopped or garbage-collected."""
     before = time.monotonic()
     while (watchdog := ref()) is not None and watchdog.limit_s is not None:
-        pause = min(_LOOK_S, watchdog.limit_s / 10)
+        pause = min(_CHECK_EVERY_S, watchdog.limit_s / 10)
         del watchdog
         if stopped.wait(pause):
             return
         now = time.monotonic()
         if (watchdog := ref()) is not None:
             # A process that was stopped itself (Ctrl-Z) has not waited in that time.
-            watchdog.look(min(now - before, 2 * pause))
+            watchdog.check(min(now - before, 2 * pause))
             del watchdog
         before = now
 

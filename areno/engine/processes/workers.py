@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class InlineGroup:
     """One worker in the driver's own process."""
 
-    pulses: None = None  # see Watched
+    heartbeats: None = None  # see Watched
 
     def __init__(self, spec: EngineSpec):
         self.spec, self.command = spec, "start"
@@ -116,7 +116,7 @@ class InlineGroup:
             self._end()
         self._end = None
 
-    def look(self) -> dict[int, tuple[str, str]]:
+    def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return nothing: the group has no worker process to show."""
         return {}
 
@@ -124,7 +124,7 @@ class InlineGroup:
         """Return the name of a worker for messages."""
         return f"worker {rank}"
 
-    def lose(self, error: WorkerLost) -> None:
+    def mark_lost(self, error: WorkerLost) -> None:
         """Do nothing: there is no process to kill."""
 
 

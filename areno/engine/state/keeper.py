@@ -15,13 +15,13 @@ from torch import Tensor
 from areno.engine.memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
-from areno.engine.state.pieces import Piece, about, buffers_of, pieces_of, trained, written_by
+from areno.engine.state.tensor_shards import TensorShard, about, buffers_of, shards_of, trained, written_by
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.storage import HostFile
-    from areno.engine.state.transfer import PieceWriting
+    from areno.engine.state.transfer import ShardSavePlanner
 
 PART_BYTES = 2**28  # of host memory taken at once: torch rounds pinned memory up to a power of two
 COPY_BYTES = 2**26  # copied at once: what the decoder sends to the host meanwhile may have to wait for that long
@@ -34,22 +34,22 @@ class _Share:
     Attributes:
         role: Name of the role.
         buffer: Name of the buffer.
-        pieces: The pieces inside of elements `start` to `stop`.
+        shards: The shards inside of elements `start` to `stop`.
     """
 
     role: str
     buffer: str
-    pieces: list[Piece]
+    shards: list[TensorShard]
 
     @property
     def start(self) -> int:
         """First element of the share in the buffer."""
-        return self.pieces[0].start
+        return self.shards[0].start
 
     @property
     def stop(self) -> int:
         """The element after the share."""
-        return self.pieces[-1].stop
+        return self.shards[-1].stop
 
 
 class StateKeeper:
@@ -62,7 +62,7 @@ class StateKeeper:
 
     def __init__(self, roles: Roles, context: ParallelContext):
         self._roles, self._context = roles, context
-        self._plans: dict[bool, tuple[list[_Share], PieceWriting]] = {}  # with moments or not; while the roles stay
+        self._plans: dict[bool, tuple[list[_Share], ShardSavePlanner]] = {}  # with moments or not; while the roles stay
         self._memory: dict[str, list[Tensor]] = {}  # buffer -> host memory for this rank's share of it
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
@@ -169,9 +169,9 @@ class StateKeeper:
         if self._thread is not None:
             self._thread.join()
 
-    def _planned(self, with_moments: bool) -> tuple[list[_Share], PieceWriting]:
+    def _planned(self, with_moments: bool) -> tuple[list[_Share], ShardSavePlanner]:
         """Return the shares of this rank and the plan to write them."""
-        from areno.engine.state.transfer import PieceWriting
+        from areno.engine.state.transfer import ShardSavePlanner
 
         shares: list[_Share] = []
         dtypes: dict[str, torch.dtype] = {}
@@ -180,11 +180,11 @@ class StateKeeper:
             dtypes |= {buffer: tensor.dtype for buffer, tensor in buffers_of(name, role.backend).items()}
             flat, _ = trained(role.backend)
             alike = ParallelGroup() if flat.is_divided else self._context.dp
-            mine = written_by(pieces_of(name, role.backend, with_moments), alike)
-            shares += [_Share(name, buffer, pieces) for buffer, pieces in mine.items()]
-        pieces = [piece for share in shares for piece in share.pieces]
+            mine = written_by(shards_of(name, role.backend, with_moments), alike)
+            shares += [_Share(name, buffer, shards) for buffer, shards in mine.items()]
+        shards = [shard for share in shares for shard in share.shards]
         facts = {name: about(role.backend, with_moments) for name, role in roles.items()}
-        return shares, PieceWriting(pieces, dtypes, facts)
+        return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
         """Start copying the shares to host memory, and return the files that will contain them."""
@@ -205,7 +205,7 @@ class StateKeeper:
                         stretch.copy_(source, non_blocking=True)
         rank = self._context.rank
         return [
-            HostFile(f"{share.buffer}.{rank}.bin", share.start, self._memory[share.buffer], share.pieces)
+            HostFile(f"{share.buffer}.{rank}.bin", share.start, self._memory[share.buffer], share.shards)
             for share in shares
         ]
 
@@ -213,7 +213,7 @@ class StateKeeper:
         """Allocate host memory for copies of these tensors. EngineError if too little is free."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
-        if n_bytes > host_bytes_free() // self._context.n_beside:
+        if n_bytes > host_bytes_free() // self._context.n_ranks_on_machine:
             raise EngineError(f"a copy of the state takes {n_bytes / 2**30:.1f} GiB of host memory, which are not free")
         for buffer, parts in missing.items():
             pinned = self._stream is not None
@@ -242,7 +242,7 @@ class StateKeeper:
             copied.synchronize()
             self._copied = None
 
-    def _write(self, folder: Path, files: list[HostFile], planner: PieceWriting, check: Callable[[], None]) -> None:
+    def _write(self, folder: Path, files: list[HostFile], planner: ShardSavePlanner, check: Callable[[], None]) -> None:
         """Write the files in the background thread, and keep the error of a failure."""
         from areno.engine.state.transfer import save
 

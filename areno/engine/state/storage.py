@@ -1,6 +1,6 @@
 """The files of a run state: raw bytes of the buffers, an index of their contents, and checksums.
 
-torch.distributed.checkpoint plans which rank writes and reads which piece, and reports a failure of one rank to all.
+torch.distributed.checkpoint plans which rank writes and reads which shard, and reports a failure of one rank to all.
 Its
 own file format is not used for three reasons: it has no checksums; it holds Python's interpreter lock while it writes,
 which would stall decoding; and its metadata is a pickle, which executes code when a damaged or foreign file is read.
@@ -8,7 +8,7 @@ which would stall decoding; and its metadata is a pickle, which executes code wh
 A folder holds `index.json` and one file for each buffer and rank. The index has two lines. The first is {"format",
 "crc32"}, the checksum of the second line. The second is {"about", "tensors", "files"}:
 
-    about     facts about each role, see `pieces.about`
+    about     facts about each role, see `tensor_shards.about`
     tensors   name -> {"dtype", "shape", "chunks": [[offsets, sizes, file, first byte], ...]}
     files     name -> {"bytes", "crc32": [one for every BLOCK_BYTES]}
 """
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from areno import heartbeat
-from areno.engine.state.pieces import Piece
+from areno.engine.state.tensor_shards import TensorShard
 from areno.errors import CheckpointError
 from areno.files.durable import sync
 
@@ -57,13 +57,13 @@ class HostFile:
         name: File name.
         start: Element of the buffer that the file begins with.
         parts: Consecutive 1-D tensors in host memory.
-        pieces: The pieces that the file contains.
+        shards: The shards that the file contains.
     """
 
     name: str
     start: int
     parts: list[Tensor]
-    pieces: list[Piece]
+    shards: list[TensorShard]
 
     def blocks(self) -> Iterable[memoryview]:
         """Yield the file in blocks of BLOCK_BYTES. Each part but the last is a multiple of BLOCK_BYTES long."""
@@ -117,14 +117,14 @@ class Writer(StorageWriter):
         """Write the files of this rank in threads.
 
         Returns:
-            A completed future. Its results are those of the files (checksums) and of the pieces (file, first byte).
+            A completed future. Its results are those of the files (checksums) and of the shards (file, first byte).
         """
         results = in_threads(self._write, self._files)
         sync(self._folder)
         places = {
-            (piece.name, piece.offsets): (file, (piece.start - file.start) * file.parts[0].element_size())
+            (shard.name, shard.offsets): (file, (shard.start - file.start) * file.parts[0].element_size())
             for file in self._files
-            for piece in file.pieces
+            for shard in file.shards
         }
         for item in plan.items:
             assert item.index.offset is not None
@@ -174,10 +174,10 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Read pieces from a folder that a Writer wrote.
+    """Read shards from a folder that a Writer wrote.
 
     Attributes:
-        about: Facts about each role, see `pieces.about`.
+        about: Facts about each role, see `tensor_shards.about`.
         metadata: Names, dtypes, shapes and chunks of the stored tensors, for torch.distributed.checkpoint.
 
     Raises:
@@ -255,7 +255,7 @@ class Reader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the pieces of a plan into the planner's tensors, in threads."""
+        """Read the shards of a plan into the planner's tensors, in threads."""
         shares = [plan.items[number::_THREADS] for number in range(_THREADS)]
         in_threads(lambda items: self._read(items, planner), shares)
         done: Future[None] = Future()

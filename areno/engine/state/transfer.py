@@ -1,6 +1,6 @@
 """Writing the state of the trained roles to a folder, and loading it into roles with the same or another layout.
 
-Planners tell torch.distributed.checkpoint which pieces this rank writes or reads; `storage.py` has the file format.
+Planners tell torch.distributed.checkpoint which shards this rank writes or reads; `storage.py` has the file format.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from areno import heartbeat
 from areno.engine.roles import Role
 from areno.engine.spec import LoraSpec
-from areno.engine.state.pieces import (
+from areno.engine.state.storage import HostFile, Reader, Writer
+from areno.engine.state.tensor_shards import (
     COUNTERS,
     MASTER,
-    SHARDS,
-    Piece,
+    TP_SIZE,
+    TensorShard,
     about,
     buffers_of,
     by_name,
-    pieces_of,
     shapes_of,
+    shards_of,
     trained,
     vector,
 )
-from areno.engine.state.storage import HostFile, Reader, Writer
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.optimizer import blocks
 from areno.errors import ArenoError, CheckpointError, EngineError, Key
@@ -52,32 +52,32 @@ from areno.models.registry import build_model
 from areno.models.transformer import Transformer
 
 
-class PieceWriting(DefaultSavePlanner):
-    """Plan the writing of pieces.
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plan the writing of shards.
 
     The plan is made once and reused for later states of the same layout, since planning delays the decoding thread.
 
     Args:
-        pieces: Pieces that this rank writes.
+        shards: Pieces that this rank writes.
         dtypes: Dtype of each buffer by name.
         about: Facts about each role, stored in the index as they are.
     """
 
-    def __init__(self, pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype], about: Mapping[str, Any]):
+    def __init__(self, shards: Iterable[TensorShard], dtypes: Mapping[str, torch.dtype], about: Mapping[str, Any]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces, self._dtypes, self._about = pieces, dtypes, about
+        self._shards, self._dtypes, self._about = shards, dtypes, about
         self._final: SavePlan | None = None  # of this rank
         self._global: Metadata | None = None  # on the coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return the pieces of this rank, or an empty plan once the plan of all ranks is known."""
-        return SavePlan([] if self._final else [self._item(piece) for piece in self._pieces])
+        """Return the shards of this rank, or an empty plan once the plan of all ranks is known."""
+        return SavePlan([] if self._final else [self._item(shard) for shard in self._shards])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Join the plans of all ranks.
 
         Raises:
-            ValueError: The pieces of all ranks do not cover each tensor exactly once.
+            ValueError: The shards of all ranks do not cover each tensor exactly once.
         """
         if self._global is None or self._final is None:
             all_plans, self._global = super().create_global_plan(all_plans)
@@ -89,23 +89,23 @@ class PieceWriting(DefaultSavePlanner):
         self._final = self._final or new_plan
         return self._final
 
-    def _item(self, piece: Piece) -> WriteItem:
-        """Return the plan entry of one piece."""
-        data = TensorWriteData(_chunk(piece), TensorProperties(self._dtypes[piece.buffer]), torch.Size(piece.shape))
-        return WriteItem(MetadataIndex(piece.name, piece.offsets), WriteItemType.SHARD, tensor_data=data)
+    def _item(self, shard: TensorShard) -> WriteItem:
+        """Return the plan entry of one shard."""
+        data = TensorWriteData(_chunk(shard), TensorProperties(self._dtypes[shard.buffer]), torch.Size(shard.shape))
+        return WriteItem(MetadataIndex(shard.name, shard.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-class PieceReading(LoadPlanner):
-    """Plan the reading of pieces into buffers. The stored chunks may be cut in any other way.
+class ShardLoadPlanner(LoadPlanner):
+    """Plan the reading of shards into buffers. The stored chunks may be cut in any other way.
 
     Args:
-        pieces: Pieces that this rank needs.
+        shards: Pieces that this rank needs.
         buffers: Destination buffers by name.
     """
 
-    def __init__(self, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]):
-        self._pieces, self._buffers = by_name(pieces), buffers
-        self._piece_at = {(piece.name, piece.offsets): piece for found in self._pieces.values() for piece in found}
+    def __init__(self, shards: Iterable[TensorShard], buffers: Mapping[str, Tensor]):
+        self._shards, self._buffers = by_name(shards), buffers
+        self._shard_at = {(shard.name, shard.offsets): shard for found in self._shards.values() for shard in found}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Keep the metadata of the stored tensors."""
@@ -113,12 +113,12 @@ class PieceReading(LoadPlanner):
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the overlaps of this rank's pieces with the stored chunks."""
+        """Return the overlaps of this rank's shards with the stored chunks."""
         items: list[ReadItem] = []
-        for name, pieces in self._pieces.items():
+        for name, shards in self._shards.items():
             tensor = self._metadata[name]
             assert isinstance(tensor, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, tensor, [_chunk(piece) for piece in pieces])
+            items += create_read_items_for_chunk_list(name, tensor, [_chunk(shard) for shard in shards])
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -137,8 +137,8 @@ class PieceReading(LoadPlanner):
         """Return the view of a destination buffer that an item is read into."""
         index = read_item.dest_index
         assert index.offset is not None
-        piece = self._piece_at[index.fqn, tuple(index.offset)]
-        target = piece.view(self._buffers[piece.buffer])
+        shard = self._shard_at[index.fqn, tuple(index.offset)]
+        target = shard.view(self._buffers[shard.buffer])
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, offset, length)
         return target
@@ -148,22 +148,24 @@ class PieceReading(LoadPlanner):
         heartbeat.beat()
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    """Return offsets and sizes of a piece for torch.distributed.checkpoint."""
-    return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+    """Return offsets and sizes of a shard for torch.distributed.checkpoint."""
+    return ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
 
 
 # One worker alone is no mistake of ours.
 warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialized, assuming the intent")
 
 
-def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: Callable[[], None], group: Any) -> None:
+def save(
+    folder: Path, files: Sequence[HostFile], planner: ShardSavePlanner, check: Callable[[], None], group: Any
+) -> None:
     """Write the files of this rank, and return when all ranks have written theirs.
 
     Args:
         folder: The folder of the state.
         files: The files of this rank, in host memory.
-        planner: The plan of this rank's pieces.
+        planner: The plan of this rank's shards.
         check: Called between blocks; an exception stops the writing on all ranks.
         group: Process group of the ranks that write. None for a single rank.
 
@@ -231,22 +233,22 @@ def load_role(
     """
     _, optimizer = trained(backend)
     facts = reader.about[role]
-    stored_tp, with_moments = facts[SHARDS], with_moments and facts.get("moments", True)
-    buffers, pieces = buffers_of(role, backend), pieces_of(role, backend, with_moments)
+    stored_tp, with_moments = facts[TP_SIZE], with_moments and facts.get("moments", True)
+    buffers, shards = buffers_of(role, backend), shards_of(role, backend, with_moments)
     if with_moments and optimizer.in_8_bits and stored_tp != backend.model.tp.size:
-        pieces = [piece for piece in pieces if piece.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
+        shards = [shard for shard in shards if shard.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
         _requantise(reader, role, backend, stored_tp, lora)
-    _read(reader, pieces, buffers)
+    _read(reader, shards, buffers)
     optimizer.steps, optimizer.skipped_steps = buffers[f"{role}.{COUNTERS}"].tolist()
     optimizer.moments_from = facts.get("moments_from", 0)
     if not with_moments:
         optimizer.clear_moments()
 
 
-def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]) -> None:
-    """Read pieces into buffers."""
+def _read(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Tensor]) -> None:
+    """Read shards into buffers."""
     try:
-        dcp.load({}, storage_reader=reader, planner=PieceReading(pieces, buffers), no_dist=True)
+        dcp.load({}, storage_reader=reader, planner=ShardLoadPlanner(shards, buffers), no_dist=True)
     except CheckpointException as error:
         raise _failure(error, "the state of the run cannot be read") from error
 
@@ -288,12 +290,12 @@ def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list
         codes = torch.empty(shape.numel(), dtype=torch.uint8)
         scales = torch.empty(-(-shape.numel() // BLOCK))
         buffers = {f"{role}.{kind}": codes, f"{role}.{kind}_scale": scales}
-        pieces = [
-            piece
+        shards = [
+            shard
             for suffix, buffer in (("", codes), ("_scale", scales))
-            for piece in vector(role, f"{kind}{suffix}", name, model.tp, slice(0, buffer.numel()))
+            for shard in vector(role, f"{kind}{suffix}", name, model.tp, slice(0, buffer.numel()))
         ]
-        _read(reader, pieces, buffers)
+        _read(reader, shards, buffers)
         values = dequantise(codes, scales, signed=kind == "exp_avg").view(shape)
         for part, whole in zip(model.layout(name), wholes, strict=True):
             part.cut(whole).copy_(part.region(values))

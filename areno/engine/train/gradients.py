@@ -80,7 +80,7 @@ class ReducedGradients(Gradients):
         self._at = self._begun = 0  # reductions so far: in this pass over the step, and in any
         self._works: list[tuple[Bucket, Any]] = []  # under way
         self._kept: list[tuple[Bucket, Tensor]] = []  # reduced before the step began again, in host memory
-        model.passed = self._passed
+        model.on_stage_backward = self._on_stage_backward
 
     def begin(self, step: StepShare, again: bool = False) -> None:
         """Clear the gradients before the first micro-batch of a step, see Gradients.begin."""
@@ -127,7 +127,7 @@ class ReducedGradients(Gradients):
             self._reduce(self._next)
         self._round += 1
 
-    def _passed(self, stage: int) -> None:
+    def _on_stage_backward(self, stage: int) -> None:
         """Reduce the buckets whose gradients are complete. The backward pass calls this after each stage."""
         while self._next is not None and self._next.stage >= stage:
             self._reduce(self._next)

@@ -21,7 +21,7 @@ from areno.kernels.delta.triton_chunks import chunks_forward
 from areno.kernels.delta.triton_chunks_backward import chunks_backward
 from areno.kernels.delta.triton_rows import LENGTH_EPS, conv_and_gates, conv_states, rounded, softplus
 from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
-from areno.kernels.elementwise.triton_norm import add_sums, n_processors
+from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
 from areno.kernels.jit import kernel
 
 _CHANNELS = 256  # channels of a program of the convolution
@@ -232,7 +232,7 @@ def gated_norm_backward(
     n, n_heads, value_dim = out_NHV.shape
     grad_out_NHV = torch.empty_like(out_NHV, memory_format=torch.contiguous_format)
     n_tiles = triton.cdiv(n * n_heads, NORM_LINES)
-    n_programs = min(n_tiles, NORM_PROGRAMS * n_processors(proj_NP.device))
+    n_programs = min(n_tiles, NORM_PROGRAMS * n_multiprocessors(proj_NP.device))
     sums_LV = torch.empty(n_programs, value_dim, dtype=torch.float32, device=proj_NP.device) if of_weights else None
     if n:
         tensors = (grad_NI.contiguous(), out_NHV.contiguous(), proj_NP, weights.norm_V)

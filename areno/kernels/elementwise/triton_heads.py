@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.elementwise.triton_norm import add_sums, n_processors
+from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
 from areno.kernels.jit import kernel
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel: programs for each multiprocessor, warps of a program
@@ -111,7 +111,7 @@ def qk_norm_rope_backward(
     grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
     has_norm = q_weight_C is not None
     # Fewer programs mean fewer partial sums; some programs for each multiprocessor hide the latency of loads.
-    n_programs = max(1, min(n, QK_PROGRAMS * n_processors(qkv_NX.device)))
+    n_programs = max(1, min(n, QK_PROGRAMS * n_multiprocessors(qkv_NX.device)))
     partial_P2C = qkv_NX.new_zeros((n_programs, 2, head_dim), dtype=torch.float32) if has_norm else grad_qkv_NX
     if n:
         _qk_norm_rope_backward_kernel[(n_programs,)](

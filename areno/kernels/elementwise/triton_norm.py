@@ -85,7 +85,7 @@ def rms_norm_backward(
         return out_ND, low_ND
     block = triton.next_power_of_2(size)
     rows = max(1, NORM_TILE // block)
-    n_programs = min(triton.cdiv(n, rows), NORM_PROGRAMS * n_processors(sum_ND.device))
+    n_programs = min(triton.cdiv(n, rows), NORM_PROGRAMS * n_multiprocessors(sum_ND.device))
     partial_PD = sum_ND.new_empty((n_programs, size), dtype=torch.float32)
     _norm_backward_kernel[(n_programs,)](
         grad_ND,
@@ -120,7 +120,7 @@ def add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
 
 
 @functools.cache
-def n_processors(device: torch.device) -> int:
+def n_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU, and 1 for other devices.
 
     Args:

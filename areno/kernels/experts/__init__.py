@@ -76,7 +76,7 @@ def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
     return Groups(choices_M // top_k, choices_M, places.view_as(chosen_Nk), ends_E)
 
 
-def grouped_product(
+def grouped_matmul(
     x_MI: Tensor, weight: Tensor, ends_E: Tensor, *, transposed: bool = False, row_multiple: int = 1
 ) -> Tensor:
     """Multiply each row with its expert's matrix. Only the torch reference is differentiable.
@@ -91,10 +91,10 @@ def grouped_product(
     Returns:
         (M, O) in the dtype of x. Rows after the last group are undefined.
     """
-    return form(x_MI, __name__).grouped_product(x_MI, weight, ends_E, transposed, row_multiple)
+    return form(x_MI, __name__).grouped_matmul(x_MI, weight, ends_E, transposed, row_multiple)
 
 
-def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
+def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
     """Add a^T b of each group's rows to out, in the precision of out.
 
     Args:
@@ -103,7 +103,7 @@ def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Ten
         b_MI: the inputs, sorted by expert.
         ends_E: int32, where the group of each expert ends.
     """
-    form(a_MO, __name__).add_grouped_product(out_EOI, a_MO, b_MI, ends_E)
+    form(a_MO, __name__).add_grouped_matmul(out_EOI, a_MO, b_MI, ends_E)
 
 
 def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Mixture of experts in plain torch: a loop over the experts of this rank.
 
 The host reads the sizes of the groups, so on CUDA these functions wait for the device. `choose_experts`,
-`grouped_product` and `combine` are differentiable. Shape letters as in `areno.kernels.experts`.
+`grouped_matmul` and `combine` are differentiable. Shape letters as in `areno.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.matmul import add_product, fill_rows
+from areno.kernels.matmul import add_matmul, pad_rows
 
 
 def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
@@ -26,11 +26,11 @@ def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Ten
     return chosen_Nk, weights_Nk / weights_Nk.sum(-1, keepdim=True) if normalised else weights_Nk
 
 
-def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
+def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
     """Multiply each row with its expert's matrix, (M, O), where rows after the last group are 0."""
     pieces = []
     for (start, end), matrix in zip(_groups(ends_E), weight.unbind(0), strict=True):
-        rows = fill_rows(x_MI[start:end], row_multiple)
+        rows = pad_rows(x_MI[start:end], row_multiple)
         product = rows @ matrix if transposed else F.linear(rows, matrix)
         pieces.append(product[: end - start])
     done = torch.cat(pieces)
@@ -51,10 +51,10 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
     return total.to(y_MD.dtype)
 
 
-def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    """Add a^T b of each group's rows to out; arguments as of `areno.kernels.experts.add_grouped_product`."""
+def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
+    """Add a^T b of each group's rows to out; arguments as of `areno.kernels.experts.add_grouped_matmul`."""
     for (start, end), out_OI in zip(_groups(ends_E), out_EOI, strict=True):
-        add_product(out_OI, a_MO[start:end].t(), b_MI[start:end])
+        add_matmul(out_OI, a_MO[start:end].t(), b_MI[start:end])
 
 
 def weighted_swiglu_backward(

@@ -30,7 +30,7 @@ _MAJOR = 9
 _TRIED = ((5, 0, 40, 19), 64, 128)  # the test of grouped_mm: rows of four groups, inputs, outputs
 
 
-def library_product(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
+def library_matmul(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
     """Multiply each row with its expert's matrix by torch's grouped_mm, without waiting for the device.
 
     Args:
@@ -106,13 +106,13 @@ def _stages(x: Tensor, n_stages: int) -> int:
     return n_stages if x.element_size() < 4 else 2
 
 
-def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
+def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
     """Multiply each row with its expert's matrix, (M, O). One program loops over all inputs for a tile of a group."""
     assert row_multiple == 1, "the kernel computes each row by itself"
     x_MI, n_experts = x_MI.contiguous(), len(weight)
     n_rows, n_inputs = x_MI.shape
     if n_rows >= _LIBRARY_ROWS * n_experts:
-        done = library_product(x_MI, weight if transposed else weight.transpose(1, 2), ends_E)
+        done = library_matmul(x_MI, weight if transposed else weight.transpose(1, 2), ends_E)
         if done is not None:
             return done
     n_columns = weight.shape[2] if transposed else weight.shape[1]
@@ -123,7 +123,7 @@ def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bo
     by_output, by_input = (1, 2) if not transposed else (2, 1)
     if n_rows:
         # Programs that share a tile of a matrix run one after another, while the tile is in the L2 cache.
-        _grouped_product_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
+        _grouped_matmul_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
             x_MI,
             weight,
             out_MO,
@@ -145,7 +145,7 @@ def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bo
 
 
 @kernel
-def _grouped_product_kernel(
+def _grouped_matmul_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
@@ -196,7 +196,7 @@ def _grouped_product_kernel(
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
 
 
-def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
+def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
     """Add a^T b of each group's rows to out in fp32. A program loops over a group's rows for a tile of the sum."""
     n_experts, n_outputs, n_inputs = out_EOI.shape
     few = len(a_MO) <= 32 * n_experts

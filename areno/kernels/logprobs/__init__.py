@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areno.kernels.backend import form
 from areno.kernels.logprobs import reference
-from areno.kernels.matmul import add_product, float_product
+from areno.kernels.matmul import add_matmul, float32_matmul
 
 CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB in plain torch
 FUSED_CHUNK = 2048  # with fused kernels, 1.2 GiB
@@ -57,7 +57,7 @@ def selected_logprobs(
         weight_grad: (V, D) float32, to which the gradient of the weight is added. Autograd then gets none, which saves
             two copies of the weight.
         keep_bytes: bytes of onehot - softmax, in the dtype of hidden, to keep for the backward pass.
-        logits: computes hidden W^T (C, V) in fp32 from hidden (C, D), outside autograd. None: `float_product`.
+        logits: computes hidden W^T (C, V) in fp32 from hidden (C, D), outside autograd. None: `float32_matmul`.
 
     Returns:
         The log-probabilities (K,), and the entropies (K,), detached.
@@ -140,7 +140,7 @@ class _Head:
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
         """Return the logits (C, V), in at least fp32."""
-        return float_product(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
+        return float32_matmul(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities, entropies and log-sum-exp of logits / temperature, (C,) each, over all ranks."""
@@ -199,7 +199,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 torch.mul(grad_CV @ weight_VD, grad_K1[part], out=grad_hidden_KD[part])
             if want_weight and grad_weight_VD is not None:
                 scaled_CD = (hidden_KD[part] * grad_K1[part]).to(hidden_KD.dtype)
-                add_product(grad_weight_VD, grad_CV.t(), scaled_CD)
+                add_matmul(grad_weight_VD, grad_CV.t(), scaled_CD)
         if grad_hidden_KD is not None and head.all_reduce is not None:
             head.all_reduce(grad_hidden_KD)
         if head.weight_grad is not None or not want_weight:

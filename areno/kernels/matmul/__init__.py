@@ -1,6 +1,6 @@
 """Matrix products that torch lacks: sums in a higher precision than the factors, and sums in a fixed order.
 
-`add_product` and `float_product` serve weight gradients and logits. `FixedOrderProduct` serves `engine.exact`: a row of
+`add_matmul` and `float32_matmul` serve weight gradients and logits. `FixedOrderMatmul` serves `engine.exact`: a row of
 its result does not depend on the number of other rows.
 
 Shape letters: N rows, I inputs, O outputs, D columns.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to out, in the precision of out where the device supports it.
 
     Args:
@@ -33,7 +33,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out += torch.mm(a, b)
 
 
-def float_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x W^T in at least fp32. In bf16, a logit of 20 would be off by 0.06.
 
     On CUDA and outside autograd, half-precision products are accumulated and returned in fp32. Otherwise the product is
@@ -52,7 +52,7 @@ def float_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     return y_NO.to(torch.promote_types(y_NO.dtype, torch.float32))
 
 
-def fill_rows(x_ND: Tensor, multiple: int) -> Tensor:
+def pad_rows(x_ND: Tensor, multiple: int) -> Tensor:
     """Pad a matrix with rows of zeros.
 
     Args:
@@ -65,7 +65,7 @@ def fill_rows(x_ND: Tensor, multiple: int) -> Tensor:
     return F.pad(x_ND, (0, 0, 0, -len(x_ND) % multiple))
 
 
-def fixed_order_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x W^T without split-K: each sum over I is computed in order, whatever N. Outside autograd; needs Triton.
 
     Args:
@@ -76,13 +76,13 @@ def fixed_order_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> 
     Returns:
         (N, O).
     """
-    from areno.kernels.matmul.triton import fixed_order_product as product
+    from areno.kernels.matmul.triton import fixed_order_matmul as product
 
     return product(x_NI, weight_OI, dtype)
 
 
 @dataclass(frozen=True)
-class FixedOrderProduct:
+class FixedOrderMatmul:
     """Computes x W^T in an order of operations that does not depend on the number of rows, outside autograd.
 
     Call it with x (N, I), the weight (O, I) and the dtype of the result (N, O).
@@ -99,9 +99,9 @@ class FixedOrderProduct:
     def __call__(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
         """Return x W^T in the given dtype."""
         if len(x_NI) <= self.triton_rows:
-            return fixed_order_product(x_NI, weight_OI, dtype)
+            return fixed_order_matmul(x_NI, weight_OI, dtype)
         with _without_split_k() if len(x_NI) <= self.library_rows else nullcontext():
-            return F.linear(x_NI, weight_OI) if dtype == x_NI.dtype else float_product(x_NI, weight_OI).to(dtype)
+            return F.linear(x_NI, weight_OI) if dtype == x_NI.dtype else float32_matmul(x_NI, weight_OI).to(dtype)
 
 
 @contextmanager

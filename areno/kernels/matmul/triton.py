@@ -22,7 +22,7 @@ from areno.kernels.jit import kernel
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (64, 64, 128, 4, 4)))
 
 
-def fixed_order_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x W^T (N, O) in `dtype`. One program loops over all of I for a tile of rows and columns."""
     x_NI = x_NI.contiguous()
     (n_rows, n_inputs), n_columns = x_NI.shape, len(weight_OI)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.kernels.backend import form
-from areno.kernels.paged.reference import PagedBatch, most_rows
+from areno.kernels.paged.reference import PagedBatch, max_group_rows
 
-__all__ = ["PagedBatch", "decode_attention", "most_rows"]
+__all__ = ["PagedBatch", "decode_attention", "max_group_rows"]
 
 
 def decode_attention(

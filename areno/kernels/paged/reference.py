@@ -22,7 +22,7 @@ GROUP_SIZE = 8  # rows of a prefix group
 _FIXED_ORDER_QUERIES = 16  # queries of a key head in a prefix group; more would let fewer programs run on a processor
 
 
-def most_rows(heads_per_key: int, fixed_order: bool) -> int:
+def max_group_rows(heads_per_key: int, fixed_order: bool) -> int:
     """Return the largest number of rows in a prefix group.
 
     Args:
@@ -34,9 +34,9 @@ def most_rows(heads_per_key: int, fixed_order: bool) -> int:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """The block tables of a decode step, and how its attention is split into parts that run in parallel.
+    """The block tables of a decode step, and the splits of its attention that run in parallel.
 
-    A row has its own positions, and positions that it shares with its prefix group. Both are cut into parts.
+    A row has its own positions, and positions that it shares with its prefix group. Both are cut into splits.
 
     Attributes:
         table_TW: int32 block tables. Position n of the sequence in table row t lies in block `table[t, n // S]` at
@@ -45,14 +45,14 @@ class PagedBatch:
         lengths_B: int64, the number of positions of each row, at least 1. The last position is the new token.
         shared_lens_B: int64, how many of its first positions a row shares with its prefix group. They are whole blocks
             and fewer than lengths_B. 0 for a row outside of all groups.
-        spans: int64 (2,), the number of positions in a part of a row's own positions, and in a part of a group's shared
-            positions. Changes the speed, not the result, unless `fixed_order`.
+        split_lens: int64 (2,), the number of positions in a split of a row's own positions, and in a split of a
+            group's shared positions. Changes the speed, not the result, unless `fixed_order`.
         prefix_groups_GR: int64, the batch rows of each group, then -1. Unused groups are all -1. A row is in at most
             one group. None: there are no groups.
-        splits: the largest number of parts of a row's own positions, and of a group's shared positions.
-        fixed_order: compute exactly the numbers of `varlen_attention` with the backend "fixed_order". The parts are
-            then the spans of `kernels.fixed_order`, shared_lens_B is the begin of a span, and spans[1] is the length of
-            a group's first part in positions, a whole number of spans.
+        splits: the largest number of splits of a row's own positions, and of a group's shared positions.
+        fixed_order: compute exactly the numbers of `varlen_attention` with the backend "fixed_order". The splits are
+            then the spans of `kernels.fixed_order`, shared_lens_B is the begin of a span, and split_lens[1] is the
+            length of a group's first split in positions, a whole number of spans.
         pdl: attention may begin before the previous kernel has ended (`kernels/jit.py`). Neither the previous kernel
             nor one that may run at the same time may write a tensor of this batch. Changes the speed, not the result.
         max_len: an upper bound of lengths_B that the host knows. The torch reference reads no further. None: the whole
@@ -63,7 +63,7 @@ class PagedBatch:
     slots_B: Tensor
     lengths_B: Tensor
     shared_lens_B: Tensor
-    spans: Tensor
+    split_lens: Tensor
     prefix_groups_GR: Tensor | None = None
     splits: tuple[int, int] = (1, 1)
     fixed_order: bool = False

@@ -23,7 +23,7 @@ from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.triton_fixed_order import paged_attention
 
-_TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.spans`
+_TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
 _ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]  # their alignment depends on the number of rows
 _JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel, a power of two
 
@@ -53,7 +53,7 @@ def decode_attention(
     log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     options = jit.pdl_options(q_BHC.device) if batch.pdl else {}
-    _piece_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
+    _split_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
         q_BHC,
         k_BKC,
         v_BKC,
@@ -63,7 +63,7 @@ def decode_attention(
         batch.slots_B,
         batch.lengths_B,
         batch.shared_lens_B,
-        batch.spans,
+        batch.split_lens,
         batch.prefix_groups_GR,
         partial,
         log_sum,
@@ -91,19 +91,19 @@ def decode_attention(
         **options,
     )
     if n_parts > 1:
-        _join_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
+        _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
             partial,
             log_sum,
             batch.lengths_B,
             batch.shared_lens_B,
-            batch.spans,
+            batch.split_lens,
             out,
             n_heads,
             n_parts,
             own_splits,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
-            MOST_PARTS=triton.next_power_of_2(n_parts),
+            MAX_PARTS=triton.next_power_of_2(n_parts),
             num_warps=4,
             **options,
         )
@@ -161,9 +161,9 @@ def _attend(
 
 
 @kernel(
-    do_not_specialize=["n_group_pieces", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
+    do_not_specialize=["n_group_splits", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
 )
-def _piece_kernel(
+def _split_kernel(
     q_ptr,
     new_k_ptr,
     new_v_ptr,
@@ -173,7 +173,7 @@ def _piece_kernel(
     slots_ptr,
     lengths_ptr,
     shared_ptr,
-    spans_ptr,
+    split_lens_ptr,
     groups_ptr,
     partial_ptr,
     log_sum_ptr,
@@ -183,7 +183,7 @@ def _piece_kernel(
     new_v_stride,
     stride,
     table_stride,
-    n_group_pieces,
+    n_group_splits,
     own_splits,
     shared_splits,
     HEADS_PER_KEY: tl.constexpr,
@@ -213,14 +213,14 @@ def _piece_kernel(
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < HEAD_DIM
 
-    if piece < n_group_pieces:
+    if piece < n_group_splits:
         if HAS_GROUPS:
             group = piece // shared_splits
             split = piece % shared_splits
             leader = tl.load(groups_ptr + group * GROUP_SIZE).to(tl.int64)
             if leader >= 0:
                 length = tl.load(shared_ptr + leader).to(tl.int32)
-                span = tl.load(spans_ptr + 1).to(tl.int32)
+                span = tl.load(split_lens_ptr + 1).to(tl.int32)
                 start = split * span
                 if start < length:
                     cell = tl.arange(0, GROUP_ROWS)
@@ -269,11 +269,11 @@ def _piece_kernel(
                     tl.store(place, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
                     tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
     else:
-        piece -= n_group_pieces
+        piece -= n_group_splits
         row = (piece // own_splits).to(tl.int64)
         split = piece % own_splits
         last = tl.load(lengths_ptr + row).to(tl.int32) - 1
-        span = tl.load(spans_ptr).to(tl.int32)
+        span = tl.load(split_lens_ptr).to(tl.int32)
         start = tl.load(shared_ptr + row).to(tl.int32) + split * span
         if (start < last) | (split == 0):
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
@@ -330,19 +330,19 @@ def _piece_kernel(
 
 
 @kernel(do_not_specialize=["n_parts", "own_splits"], do_not_specialize_on_alignment=_ROW_POINTERS)
-def _join_kernel(
+def _combine_splits_kernel(
     partial_ptr,
     log_sum_ptr,
     lengths_ptr,
     shared_ptr,
-    spans_ptr,
+    split_lens_ptr,
     out_ptr,
     n_heads,
     n_parts,
     own_splits,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Join the partial results of a row. Parts without positions are skipped."""
@@ -353,17 +353,19 @@ def _join_kernel(
     head += row * n_heads
     shared = tl.load(shared_ptr + row).to(tl.int32)
     own = tl.load(lengths_ptr + row).to(tl.int32) - 1 - shared
-    own_span = tl.load(spans_ptr).to(tl.int32)
-    shared_span = tl.load(spans_ptr + 1).to(tl.int32)
+    own_split_len = tl.load(split_lens_ptr).to(tl.int32)
+    shared_split_len = tl.load(split_lens_ptr + 1).to(tl.int32)
     best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([_JOIN_HEADS], tl.float32)
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
     if PDL:
         jit.wait_for_previous()
-    for part in tl.static_range(MOST_PARTS):
+    for part in tl.static_range(MAX_PARTS):
         exists = real
         if part > 0:  # the first part holds the new token, so `best` is finite from there on
-            left = tl.where(part < own_splits, own - part * own_span, shared - (part - own_splits) * shared_span)
+            left = tl.where(
+                part < own_splits, own - part * own_split_len, shared - (part - own_splits) * shared_split_len
+            )
             left = tl.where(part < n_parts, left, 0)
             exists = real & (tl.zeros([_JOIN_HEADS], tl.int32) + left > 0)
         cell = head * n_parts + part

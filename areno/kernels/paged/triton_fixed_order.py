@@ -17,7 +17,7 @@ from areno.kernels.fixed_order.triton import LOG2_E, TILE, border, heads_togethe
 from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 
-_OWN_LEAD = tl.constexpr(SPAN)  # positions in the first part of a row that shares none
+_FIRST_OWN_SPLIT_LEN = tl.constexpr(SPAN)  # positions in the first part of a row that shares none
 _ONES = tl.constexpr(64)  # rows of ones: a product with them sums the columns of a tile
 _JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel
 
@@ -42,10 +42,10 @@ def paged_attention(
     sums = q_BHC.new_empty((n_rows, n_heads, n_parts, dim), dtype=torch.float32)
     stats = q_BHC.new_empty((2, n_rows, n_heads, n_parts), dtype=torch.float32)
     rate = dim**-0.5 * LOG2_E
-    where = (batch.table_TW, batch.slots_B, batch.lengths_B, batch.shared_lens_B, batch.spans)
+    where = (batch.table_TW, batch.slots_B, batch.lengths_B, batch.shared_lens_B, batch.split_lens)
     strides = (q_BHC.stride(0), k_BKC.stride(0), v_BKC.stride(0), batch.table_TW.stride(0))
     counts = (n_rows * n_heads * n_parts, n_groups * shared_splits, own_splits, shared_splits)
-    _part_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
+    _split_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
         q_BHC,
         k_BKC,
         v_BKC,
@@ -70,12 +70,12 @@ def paged_attention(
         num_warps=4,
         num_stages=2,
     )
-    _join_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
+    _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
         sums,
         stats,
         batch.lengths_B,
         batch.shared_lens_B,
-        batch.spans,
+        batch.split_lens,
         out_BHC,
         rate,
         n_rows * n_heads * n_parts,
@@ -88,13 +88,13 @@ def paged_attention(
 
 
 @triton.jit
-def _lead_end(length, shared, group_lead):
+def _first_split_end(length, shared, first_group_split_len):
     """Return the number of positions in the first part of a row."""
-    return tl.where(shared > 0, tl.minimum(shared, group_lead), tl.minimum(length, _OWN_LEAD))
+    return tl.where(shared > 0, tl.minimum(shared, first_group_split_len), tl.minimum(length, _FIRST_OWN_SPLIT_LEN))
 
 
-@kernel(do_not_specialize=["n_cells", "n_group_pieces", "own_splits", "shared_splits"])
-def _part_kernel(
+@kernel(do_not_specialize=["n_cells", "n_group_splits", "own_splits", "shared_splits"])
+def _split_kernel(
     q_ptr,
     new_k_ptr,
     new_v_ptr,
@@ -104,7 +104,7 @@ def _part_kernel(
     slots_ptr,
     lengths_ptr,
     shared_ptr,
-    spans_ptr,
+    split_lens_ptr,
     groups_ptr,
     sums_ptr,
     stats_ptr,
@@ -114,7 +114,7 @@ def _part_kernel(
     new_v_stride,
     table_stride,
     n_cells,
-    n_group_pieces,
+    n_group_splits,
     own_splits,
     shared_splits,
     HEADS_PER_KEY: tl.constexpr,
@@ -137,15 +137,15 @@ def _part_kernel(
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
     dim = tl.arange(0, PADDED_DIM)
-    group_lead = tl.load(spans_ptr + 1).to(tl.int32)
-    if piece < n_group_pieces:
+    first_group_split_len = tl.load(split_lens_ptr + 1).to(tl.int32)
+    if piece < n_group_splits:
         if HAS_GROUPS:
             group, split = piece // shared_splits, piece % shared_splits
             leader = tl.load(groups_ptr + group * GROUP_SIZE).to(tl.int64)
             if leader >= 0:
                 shared = tl.load(shared_ptr + leader).to(tl.int32)
-                n_led = n_spans(tl.minimum(group_lead, shared))
-                span = tl.where(split == 0, 0, n_led + split - 1)
+                n_first_spans = n_spans(tl.minimum(first_group_split_len, shared))
+                span = tl.where(split == 0, 0, n_first_spans + split - 1)
                 if border(span) < shared:
                     cell = tl.arange(0, GROUP_ROWS)
                     member = cell // HEADS_PER_KEY
@@ -165,7 +165,7 @@ def _part_kernel(
                         kv_head * HEADS_PER_KEY + cell % HEADS_PER_KEY,
                         row >= 0,
                         span,
-                        tl.minimum(tl.where(split == 0, group_lead, border(span + 1)), shared),
+                        tl.minimum(tl.where(split == 0, first_group_split_len, border(span + 1)), shared),
                         split,
                         tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32),
                         q_stride,
@@ -180,15 +180,15 @@ def _part_kernel(
                         WINDOW,
                     )
     else:
-        piece -= n_group_pieces
+        piece -= n_group_splits
         row = (piece // own_splits).to(tl.int64)
         split = piece % own_splits
         length = tl.load(lengths_ptr + row).to(tl.int32)
         shared = tl.load(shared_ptr + row).to(tl.int32)
-        n_led = n_spans(_lead_end(length, shared, group_lead))
-        leads = (split == 0) & (shared == 0)
-        span = tl.where(shared > 0, n_spans(shared) + split, tl.where(leads, 0, n_led + split - 1))
-        end = tl.minimum(tl.where(leads, _OWN_LEAD, border(span + 1)), length)
+        n_first_spans = n_spans(_first_split_end(length, shared, first_group_split_len))
+        is_first = (split == 0) & (shared == 0)
+        span = tl.where(shared > 0, n_spans(shared) + split, tl.where(is_first, 0, n_first_spans + split - 1))
+        end = tl.minimum(tl.where(is_first, _FIRST_OWN_SPLIT_LEN, border(span + 1)), length)
         if border(span) < length:
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
             if end == length:
@@ -215,7 +215,7 @@ def _part_kernel(
                 cell < HEADS_PER_KEY,
                 span,
                 end,
-                tl.where(leads, 0, span - n_led + 1),
+                tl.where(is_first, 0, span - n_first_spans + 1),
                 length + tl.zeros([OWN_ROWS], tl.int32),
                 q_stride,
                 n_heads,
@@ -342,12 +342,12 @@ def _load_tile(
 
 
 @kernel(do_not_specialize=["n_cells", "n_parts"])
-def _join_kernel(
+def _combine_splits_kernel(
     sums_ptr,
     stats_ptr,
     lengths_ptr,
     shared_ptr,
-    spans_ptr,
+    split_lens_ptr,
     out_ptr,
     rate,
     n_cells,
@@ -364,7 +364,7 @@ def _join_kernel(
     head += row * n_heads
     length = tl.load(lengths_ptr + row).to(tl.int32)
     shared = tl.load(shared_ptr + row).to(tl.int32)
-    n_joined = 1 + n_spans(length) - n_spans(_lead_end(length, shared, tl.load(spans_ptr + 1).to(tl.int32)))
+    n_joined = 1 + n_spans(length) - n_spans(_first_split_end(length, shared, tl.load(split_lens_ptr + 1).to(tl.int32)))
     mask = real[:, None] & (dim < DIM)[None, :]
     best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([_JOIN_HEADS], tl.float32)

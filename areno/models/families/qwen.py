@@ -65,7 +65,9 @@ QWEN3 = Family(
 
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
-_MOST_KEYS = 128  # the kernels hold whole columns of a state, and columns of 256 exceed the memory of a multiprocessor
+_MAX_KEY_DIM = (
+    128  # the kernels hold whole columns of a state, and columns of 256 exceed the memory of a multiprocessor
+)
 
 
 def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
@@ -86,7 +88,7 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
         layers=tuple(layer for layer, does in enumerate(recurs) if does),
         n_key_heads=raw.get("linear_num_key_heads", int, 16, ge=1),
         n_value_heads=raw.get("linear_num_value_heads", int, 32, ge=1),
-        key_dim=raw.get("linear_key_head_dim", int, 128, ge=1, le=_MOST_KEYS),
+        key_dim=raw.get("linear_key_head_dim", int, 128, ge=1, le=_MAX_KEY_DIM),
         value_dim=raw.get("linear_value_head_dim", int, 128, ge=1),
         width=raw.get("linear_conv_kernel_dim", int, 4, ge=2, le=64),
     )

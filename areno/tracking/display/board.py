@@ -102,7 +102,7 @@ _PHASES = {
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSample:
     """A sample to show.
 
     Attributes:
@@ -119,7 +119,7 @@ class Shown:
 
 
 @dataclass
-class Look:
+class Snapshot:
     """A copy of the board at one moment, for the thread that draws. Times are in seconds.
 
     Attributes:
@@ -146,7 +146,7 @@ class Look:
     work: str
     times: Mapping[str, float]
     trends: Mapping[str, tuple[float, Sequence[float]]] = field(default_factory=dict)
-    samples: Sequence[Shown] = ()
+    samples: Sequence[ShownSample] = ()
     samples_step: int = 0
     n_warnings: int = 0
     warning: str = ""
@@ -233,13 +233,13 @@ class Board(Tracker):
         self._warnings.append(text)
         self._n_warnings += 1
 
-    def look(self) -> Look:
+    def snapshot(self) -> Snapshot:
         """Return a copy of the current data."""
         phase = " · ".join(dict.fromkeys(_PHASES[name] for name, _ in heartbeat.work() if name in _PHASES))
         now = time.monotonic()
         with self._lock:
             total = max(self._total_steps(), self._step)
-            return Look(
+            return Snapshot(
                 step=self._step,
                 total=total,
                 elapsed=self._seconds(),
@@ -293,11 +293,11 @@ def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
     return [scored[place] for place in places]
 
 
-def _shown(sample: ScoredSample) -> Shown:
+def _shown(sample: ScoredSample) -> ShownSample:
     """Return the fields of a sample that are shown."""
     value = sample.outcome.value
     reward = sample.outcome.status if value is None else f"{value:.3g}"
-    return Shown(reward, sample.item.prompt, sample.completion, sample.sequence.n_tokens)
+    return ShownSample(reward, sample.item.prompt, sample.completion, sample.sequence.n_tokens)
 
 
 def _work() -> str:

@@ -113,7 +113,7 @@ class Display(Tracker):
         """Replace the display by a table of the most important scalars."""
         with self._harmless():
             if self._shows:
-                self._stop(self._told_at_the_end() if self.board.has_steps else "")
+                self._stop(self._final_text() if self.board.has_steps else "")
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -142,9 +142,9 @@ class Display(Tracker):
         return min(os.get_terminal_size(self._stream.fileno()).columns or 80, 120) - 1
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        return draw(self.board.look(), self._title, width, height)
+        return draw(self.board.snapshot(), self._title, width, height)
 
-    def _told_at_the_end(self) -> str:
+    def _final_text(self) -> str:
         """Return the table and the last checkpoint as text."""
         run = RunReader(self._folder)
         checkpoint = run.latest_checkpoint()
@@ -159,7 +159,7 @@ class Display(Tracker):
         return capture.get()
 
 
-def settings_told(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
+def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
     """Return the settings that differ from the defaults: those of the command line, and the others.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from areno.tracking.display.board import Look, Shown, sparkline
+from areno.tracking.display.board import ShownSample, Snapshot, sparkline
 from areno.tracking.display.screen import Line
 from areno.tracking.reader import duration
 
@@ -59,7 +59,7 @@ _ROWS = (
 _PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
 
 
-def draw(look: Look, title: str, width: int, height: int) -> list[Line]:
+def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
     """Draw the display.
 
     Args:
@@ -89,7 +89,7 @@ def draw(look: Look, title: str, width: int, height: int) -> list[Line]:
     return [_fitted(line, width) for line in lines]
 
 
-def rows_of(look: Look) -> list[Row]:
+def rows_of(look: Snapshot) -> list[Row]:
     """Return the rows for which the run has numbers.
 
     Args:
@@ -105,7 +105,7 @@ def rows_of(look: Look) -> list[Row]:
     return list(found.values())
 
 
-def _head(look: Look, width: int) -> Iterator[Line]:
+def _head(look: Snapshot, width: int) -> Iterator[Line]:
     """Draw the progress of the run and of the current step."""
     share = look.step / look.total if look.total else 0.0
     told = [f"step {look.step}/{look.total}", f"{100 * share:3.0f} %", f"{duration(look.elapsed)} elapsed"]
@@ -121,11 +121,11 @@ def _head(look: Look, width: int) -> Iterator[Line]:
     spent = " · ".join(f"{name} {100 * value / total:.0f} %" for value, name in times[:3] if total)
     last = f"last step {total:.3g} s: {spent}" if total else ""
     space = width - 1 - cell_len(doing) - cell_len(last)
-    told_last = " " * space + last if space > 1 else ""
-    yield [(f" {_cut(doing, width - 1)}", "yellow" if look.note else "cyan"), (told_last, "dim")]
+    padded_last = " " * space + last if space > 1 else ""
+    yield [(f" {_cut(doing, width - 1)}", "yellow" if look.note else "cyan"), (padded_last, "dim")]
 
 
-def _rows(rows: Sequence[Row], look: Look, width: int, trend: int) -> Iterator[Line]:
+def _rows(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
     """Draw rows, with sparklines of at most `trend` cells."""
     for row in rows:
         value, course = look.trends[row.name]
@@ -139,7 +139,7 @@ def _rows(rows: Sequence[Row], look: Look, width: int, trend: int) -> Iterator[L
         yield [(text, "bold"), (line, "green"), (began, "dim")]
 
 
-def _others(rows: Sequence[Row], look: Look, width: int) -> Iterator[Line]:
+def _others(rows: Sequence[Row], look: Snapshot, width: int) -> Iterator[Line]:
     """Draw rows, in two columns if the terminal is wide enough."""
     if width < _TWO_COLUMNS:
         yield from _rows(rows, look, width, width - _TITLE - _VALUE - 4)
@@ -153,7 +153,7 @@ def _others(rows: Sequence[Row], look: Look, width: int) -> Iterator[Line]:
         yield [*left, (" " * space, ""), *(part for line in right for part in line)]
 
 
-def _sample(sample: Shown, width: int, n_lines: int) -> Iterator[Line]:
+def _sample(sample: ShownSample, width: int, n_lines: int) -> Iterator[Line]:
     """Draw a sample in `n_lines` lines: the end of the prompt, with the question, and the start of the completion."""
     reward = f" {sample.reward:>6}  "
     room = width - len(reward)

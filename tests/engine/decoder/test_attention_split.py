@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager, HeldBlocks
+from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.fixed_order import SPAN, border
-from areno.kernels.paged import most_rows
+from areno.kernels.paged import max_group_rows
 from areno.types import GenerationRequest
 
 SIZE = 4
@@ -32,28 +32,31 @@ def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int
         )
         sequence.n_kv = n_prompt + own
         n_own = -(-sequence.n_kv // SIZE) - n_shared
-        sequence.held = HeldBlocks(BlockManager(1, SIZE))
-        sequence.held.stacks[0] = [*range(first_block, first_block + n_shared), *range(own_block, own_block + n_own)]
+        sequence.block_tables = BlockTables(BlockManager(1, SIZE))
+        sequence.block_tables.group_blocks[0] = [
+            *range(first_block, first_block + n_shared),
+            *range(own_block, own_block + n_own),
+        ]
         own_block += n_own
         made.append(sequence)
     return made
 
 
-def split(sequences: list[Sequence], max_groups: int = 64, n_processors: int = 10, fixed_order: bool = False):
+def split(sequences: list[Sequence], max_groups: int = 64, n_multiprocessors: int = 10, fixed_order: bool = False):
     return split_attention(
         sequences,
         SIZE,
         group_size=8,
         max_groups=max_groups,
         n_heads=2,
-        n_processors=n_processors,
+        n_multiprocessors=n_multiprocessors,
         fixed_order=fixed_order,
     )
 
 
 def test_in_fixed_order_a_group_has_at_most_16_queries_of_a_key_head_but_two_rows() -> None:
-    assert [most_rows(heads, fixed_order=True) for heads in (1, 2, 4, 7, 8, 16)] == [8, 8, 4, 2, 2, 2]
-    assert [most_rows(heads, fixed_order=False) for heads in (1, 8)] == [8, 8]
+    assert [max_group_rows(heads, fixed_order=True) for heads in (1, 2, 4, 7, 8, 16)] == [8, 8, 4, 2, 2, 2]
+    assert [max_group_rows(heads, fixed_order=False) for heads in (1, 8)] == [8, 8]
 
 
 def test_groups_are_the_rows_with_the_same_prompt_blocks() -> None:
@@ -92,15 +95,19 @@ def test_no_groups_where_next_to_nothing_is_shared() -> None:
     assert made.shared_lens_B.tolist() == [0] * 4
 
 
-@pytest.mark.parametrize("n_processors", [1, 132])
+@pytest.mark.parametrize("n_multiprocessors", [1, 132])
 @pytest.mark.parametrize("n_rows", [1, 9, 200])
 @pytest.mark.parametrize("longest", [1, 63, 64, 65, 3000, 40_000])
-def test_splits_reach_the_longest_row_and_no_more_than_needed(n_processors: int, n_rows: int, longest: int) -> None:
+def test_splits_reach_the_longest_row_and_no_more_than_needed(
+    n_multiprocessors: int, n_rows: int, longest: int
+) -> None:
     rng = random.Random(longest)
     rows = samples(32, [longest, *(rng.randint(1, longest) for _ in range(n_rows - 1))], 0, 100)
-    made = split(rows, n_processors=n_processors)
+    made = split(rows, n_multiprocessors=n_multiprocessors)
     own = np.array([row.n_kv for row in rows]) - made.shared_lens_B
-    for span, splits, most in zip(made.spans.tolist(), made.splits, (own.max(), made.shared_lens_B.max()), strict=True):
+    for span, splits, most in zip(
+        made.split_lens.tolist(), made.splits, (own.max(), made.shared_lens_B.max()), strict=True
+    ):
         assert span >= 64
         assert span & (span - 1) == splits & (splits - 1) == 0
         assert splits * span >= most
@@ -112,26 +119,26 @@ def test_splits_reach_the_longest_row_and_no_more_than_needed(n_processors: int,
 def test_short_shared_spans_are_twice_as_long(n_groups: int, span: int) -> None:
     """Two key heads make 20 pieces, two for each processor, where a span is a tenth of the shared positions."""
     rows = [each for group in range(n_groups) for each in samples(128, [1] * 8, group * 9, 1000 + group * 20)]
-    assert split(rows).spans[1] == span
+    assert split(rows).split_lens[1] == span
 
 
-@pytest.mark.parametrize("n_processors", [1, 132])
+@pytest.mark.parametrize("n_multiprocessors", [1, 132])
 @pytest.mark.parametrize("n_prompt", [40, 64, 200, 300, 2000, 5000])
-def test_spans_have_room_for_their_parts(n_processors: int, n_prompt: int) -> None:
+def test_spans_have_room_for_their_parts(n_multiprocessors: int, n_prompt: int) -> None:
     groups = [samples(n_prompt, [1, 70, 900], 0, 9000), samples(n_prompt // 2, [1, 3], 5000, 20_000)]
     rows = [*groups[0], *groups[1], *samples(33, [1500], 8000, 30_000)]
-    made = split(rows, n_processors=n_processors, fixed_order=True)
+    made = split(rows, n_multiprocessors=n_multiprocessors, fixed_order=True)
     shares = {position for span in range(99) if (position := border(span)) % SIZE == 0}
-    lead = int(made.spans[1])
-    assert lead in shares
+    first_split_len = int(made.split_lens[1])
+    assert first_split_len in shares
     for row, shared in zip(rows, made.shared_lens_B.tolist(), strict=True):
         expected = max(position for position in shares if position <= row.n_prompt)
         assert shared in ({expected} if row in groups[0] and n_prompt >= 64 else {0, expected})
-        led = min(shared, lead) if shared else min(row.n_kv, SPAN)
-        of_team, own = (
+        led = min(shared, first_split_len) if shared else min(row.n_kv, SPAN)
+        of_group, own = (
             [x for x in map(border, range(99)) if low <= x < high]
             for low, high in ((led, shared), (max(led, shared), row.n_kv))
         )
-        assert len(of_team) + (shared > 0) <= made.splits[1]
+        assert len(of_group) + (shared > 0) <= made.splits[1]
         assert len(own) + (shared == 0) <= made.splits[0]
     assert all(n & (n - 1) == 0 for n in made.splits)

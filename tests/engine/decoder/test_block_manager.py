@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from areno.engine.decoder.block_manager import EMPTY_PREFIX, BlockManager, Match
+from areno.engine.decoder.block_manager import EMPTY_PREFIX, BlockManager, PrefixMatch
 
 
 def fill(manager: BlockManager, tokens: list[int]) -> list[int]:
@@ -26,8 +26,8 @@ def test_only_the_exact_prefix_is_found() -> None:
     assert manager.match([1, 2, 3, 4, 9, 9], 3).found() == blocks[:2]
     assert manager.match([1, 2, 3, 4, 9, 9], 1).found() == blocks[:1]
     # The same tokens after another prefix are other content.
-    assert manager.match([3, 4], 1) == Match(0, EMPTY_PREFIX, [[]], [0])
-    assert manager.match([1, 3, 3, 4], 2) == Match(0, EMPTY_PREFIX, [[]], [0])
+    assert manager.match([3, 4], 1) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
+    assert manager.match([1, 3, 3, 4], 2) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
 
 
 def test_released_blocks_are_found_until_evicted_oldest_and_last_of_the_prefix_first() -> None:
@@ -36,7 +36,7 @@ def test_released_blocks_are_found_until_evicted_oldest_and_last_of_the_prefix_f
     manager.release(old)
     young = fill(manager, [7, 8])
     manager.release(young)
-    assert (manager.n_available, len(manager.cached_stacks)) == (4, 4)
+    assert (manager.n_available, len(manager.cached_group_blocks)) == (4, 4)
     assert manager.allocate() == old[1]
     assert manager.match([1, 2], 2).found() == old[:1]
     assert manager.allocate() == old[0]
@@ -81,7 +81,7 @@ def test_equal_content_in_two_blocks_is_registered_once() -> None:
     prefix_id = manager.register(first, EMPTY_PREFIX, (1,))
     assert manager.register(second, EMPTY_PREFIX, (1,)) == prefix_id
     manager.release([first, second])
-    assert len(manager.cached_stacks) == 1
+    assert len(manager.cached_group_blocks) == 1
     assert manager.match([1], 1).found() == [first]
 
 
@@ -91,9 +91,9 @@ def test_reset_leaves_nothing_to_find_and_loses_no_block() -> None:
     manager.release(released)
     manager.reset()
     assert manager.match([1, 2], 2).found() == manager.match([3], 1).found() == []
-    assert (manager.n_available, len(manager.cached_stacks)) == (2, 0)
+    assert (manager.n_available, len(manager.cached_group_blocks)) == (2, 0)
     manager.release(held)
-    assert (manager.n_available, len(manager.cached_stacks)) == (4, 0)
+    assert (manager.n_available, len(manager.cached_group_blocks)) == (4, 0)
 
 
 def test_random_use_keeps_content_apart_and_loses_no_block() -> None:

@@ -126,10 +126,10 @@ def test_bfloat16_logprobs_on_the_gpu_are_near_those_of_one_pass() -> None:
 def test_no_number_of_rows_has_kernels_compiled_again() -> None:
     """The rows of a batch are read at addresses whose alignment depends on how many rows there are."""
     paged, sampling = pytest.importorskip("areno.kernels.paged.triton"), import_module("areno.kernels.sampling.triton")
-    of_rows = {"slots_ptr", "positions_ptr", "lengths_ptr", "shared_ptr", "n_parts", "own_splits", "n_group_pieces"}
+    of_rows = {"slots_ptr", "positions_ptr", "lengths_ptr", "shared_ptr", "n_parts", "own_splits", "n_group_splits"}
     n_found = 0
     delta = import_module("areno.kernels.delta.triton")
-    kernels = paged._piece_kernel, paged._join_kernel, sampling._scan_kernel, sampling._draw_kernel
+    kernels = paged._split_kernel, paged._combine_splits_kernel, sampling._scan_kernel, sampling._draw_kernel
     for kernel in (*kernels, delta._convolve_kernel, delta._head_kernel):
         for param in kernel.params:
             if param.name in of_rows:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager, HeldBlocks, KVGroup, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, BlockTables, KVGroup, KVLayout
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.layers.parallel import ParallelGroup
@@ -126,8 +126,8 @@ def test_blocks_behind_the_window_are_released() -> None:
     for _ in range(60):
         advance(scheduler)
         for each in (first, second):  # what lies behind is released when the next block is taken
-            assert each.held.n_behind[0] >= min((each.n_kv - 9) // 4, each.held.n_registered) - 1
-            assert len(each.blocks) - each.held.n_behind[0] <= 4
+            assert each.block_tables.n_skipped[0] >= min((each.n_kv - 9) // 4, each.block_tables.n_registered) - 1
+            assert len(each.blocks) - each.block_tables.n_skipped[0] <= 4
     assert blocks.n_available >= 40 - 2 * 4  # a window of nine positions lies in four blocks at most
     scheduler.abort(0)
     assert blocks.n_available == 40
@@ -138,11 +138,11 @@ def test_a_released_block_groups_nobody() -> None:
     request = GenerationRequest(request_id=0, prompt=prompt(0, 64), n_samples=2, seed=0, params=SamplingParams())
     rows = [sequence(request, sample) for sample in range(3)]
     for each in rows:
-        each.held, each.n_kv = HeldBlocks(BlockManager(17, 4)), 65
-        each.held.stacks = [list(range(17))]
-    options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_processors": 1}
+        each.block_tables, each.n_kv = BlockTables(BlockManager(17, 4)), 65
+        each.block_tables.group_blocks = [list(range(17))]
+    options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_multiprocessors": 1}
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 64, 64]
-    rows[1].held.n_behind = [16]
+    rows[1].block_tables.n_skipped = [16]
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 0, 64]
 
 

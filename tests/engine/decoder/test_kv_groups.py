@@ -9,7 +9,7 @@ import pytest
 
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
-from areno.engine.decoder.scheduler import Plan, Scheduler
+from areno.engine.decoder.scheduler import Scheduler, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.models.config import TransformerConfig
 from areno.models.families.gemma3 import GEMMA3
@@ -78,7 +78,7 @@ def test_the_longest_row_that_fits() -> None:
     for config, most in ((gemma(26, 512), None), (gemma(5, 512), 4096), (gemma(26, 512, 512), None)):
         layout = KVLayout.of(config, 32, 32768)
         for n_blocks in (40, 300, 1000):
-            n_tokens = layout.most_tokens(n_blocks, 4096)
+            n_tokens = layout.max_sequence_tokens(n_blocks, 4096)
             assert layout.blocks_for(n_tokens) <= n_blocks
             assert n_tokens == most or layout.blocks_for(n_tokens + 1) > n_blocks
 
@@ -124,7 +124,7 @@ class Device:
         self.blocks = blocks
         self.memory: dict[tuple[int, int], int] = {}  # (block, offset) -> the prefix that ends there
         self.tables: dict[tuple[int, int, int], int] = {}  # (table, slot, column) -> block
-        self.n_teams = 0
+        self.n_prefix_groups = 0
 
     @staticmethod
     def token(sequence: Sequence, position: int) -> int:
@@ -136,16 +136,16 @@ class Device:
     def prefix(self, sequence: Sequence, position: int) -> int:
         return hash(tuple(self.token(sequence, each) for each in range(position + 1)))
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: SchedulerOutput) -> None:
         size = self.blocks.block_size
         prefilled = [each for chunk in plan.chunks if chunk.is_last for each in chunk.prefill.sequences]
         for sequence in prefilled + plan.decode:
-            if sequence.held.n_uploaded * size < sequence.held.room:
-                for table, slot, column, block in sequence.held.new_entries(sequence.slot):
+            if sequence.block_tables.n_uploaded * size < sequence.block_tables.capacity:
+                for table, slot, column, block in sequence.block_tables.new_entries(sequence.slot):
                     self.tables[table, slot, column] = block
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
-                for block in self.stacks(chunk.prefill.leader, position):
+                for block in self.group_blocks(chunk.prefill.leader, position):
                     self.memory[block, position % size] = self.prefix(chunk.prefill.leader, position)
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.end):
@@ -155,7 +155,7 @@ class Device:
                 for offset in range(size):
                     self.memory[target, offset] = self.memory.get((source, offset), 0)
         for sequence in plan.decode:
-            for table in range(self.blocks.per_stack):
+            for table in range(self.blocks.blocks_over_all_groups):
                 block = self.tables[table, sequence.slot, (sequence.n_kv - 1) // size]
                 self.memory[block, (sequence.n_kv - 1) % size] = self.prefix(sequence, sequence.n_kv - 1)
         for sequence in plan.decode:
@@ -163,15 +163,19 @@ class Device:
             self.read_table(sequence, sequence.slot, 0, sequence.n_kv)
         self.read_in_teams(plan.decode)
 
-    def stacks(self, sequence: Sequence, position: int) -> list[int]:
+    def group_blocks(self, sequence: Sequence, position: int) -> list[int]:
         column = position // self.blocks.block_size
-        return [block for stacks in sequence.held.stacks for block in self.blocks.stack(stacks[column])]
+        return [
+            block
+            for group_blocks in sequence.block_tables.group_blocks
+            for block in self.blocks.physical_blocks(group_blocks[column])
+        ]
 
     def read_held(self, sequence: Sequence, position: int) -> None:
         size = self.blocks.block_size
-        for group, stacks in zip(self.blocks.groups, sequence.held.stacks, strict=True):
+        for group, group_blocks in zip(self.blocks.groups, sequence.block_tables.group_blocks, strict=True):
             for seen in range(0 if group.window is None else max(0, position + 1 - group.window), position + 1):
-                for block in self.blocks.stack(stacks[seen // size]):
+                for block in self.blocks.physical_blocks(group_blocks[seen // size]):
                     assert self.memory[block, seen % size] == self.prefix(sequence, seen)
 
     def read_table(self, sequence: Sequence, slot: int, start: int, end: int) -> None:
@@ -185,20 +189,20 @@ class Device:
                 assert self.memory[block, seen % size] == self.prefix(sequence, seen)
 
     def read_in_teams(self, sequences: list[Sequence]) -> None:
-        """The shared part of prompts, which the first of a team reads for all."""
+        """The shared part of prompts, which the first of a group reads for all."""
         if not sequences:
             return
-        options: dict[str, Any] = {"max_groups": 4, "n_heads": 1, "n_processors": 1}
+        options: dict[str, Any] = {"max_groups": 4, "n_heads": 1, "n_multiprocessors": 1}
         windows = self.blocks.has_windows
         made = split_attention(sequences, self.blocks.block_size, group_size=3, has_windows=windows, **options)
-        for team in [] if made.prefix_groups_GR is None else made.prefix_groups_GR:
-            rows = [sequences[row] for row in team if row >= 0]
-            self.n_teams += len(rows) > 1
-            for row, sequence in zip(team, rows, strict=False):
+        for group in [] if made.prefix_groups_GR is None else made.prefix_groups_GR:
+            rows = [sequences[row] for row in group if row >= 0]
+            self.n_prefix_groups += len(rows) > 1
+            for row, sequence in zip(group, rows, strict=False):
                 self.read_table(sequence, rows[0].slot, 0, made.shared_lens_B[row])
 
 
-def arrive(scheduler: Scheduler, device: Device, plan: Plan) -> None:
+def arrive(scheduler: Scheduler, device: Device, plan: SchedulerOutput) -> None:
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:
         if sequence.finish_reason is None:
@@ -214,13 +218,13 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
     monkeypatch.setattr("areno.engine.decoder.attention_split.MIN_SAVING", 0)
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4])
-    per_stack = sum(group.n_tables for group in GROUPS[groups])
+    blocks_over_all_groups = sum(group.n_tables for group in GROUPS[groups])
     layout = KVLayout(tuple(GROUPS[groups]), ((0, 0),), size)
-    n_blocks = layout.blocks_for(40) + rng.choice([0, 10, 60]) * per_stack
+    n_blocks = layout.blocks_for(40) + rng.choice([0, 10, 60]) * blocks_over_all_groups
     blocks = BlockManager(n_blocks, size, GROUPS[groups])
     scheduler, device = Scheduler(blocks, max_running=5, max_prefill_tokens=9), Device(blocks)
     everybody: list[Sequence] = []
-    in_flight: Plan | None = None
+    in_flight: SchedulerOutput | None = None
     for step in range(5000):
         if step < 120 and rng.random() < 0.3:
             everybody += (new := samples(rng, step, everybody))
@@ -246,9 +250,12 @@ def test_whoever_reads_a_block_finds_what_it_wrote(groups: str, seed: int, monke
     for sequence in everybody:
         assert sequence.finish_reason == "abort" or len(sequence.logprobs) == sequence.max_new
     assert scheduler.n_cached_tokens > 0
-    assert device.n_teams > 0
+    assert device.n_prefix_groups > 0
     assert blocks.n_available == n_blocks
-    free = [*blocks.free_blocks, *(block for stack in blocks.cached_stacks for block in blocks.stack(stack))]
+    free = [
+        *blocks.free_blocks,
+        *(block for first in blocks.cached_group_blocks for block in blocks.physical_blocks(first)),
+    ]
     assert sorted(free) == list(range(n_blocks))
 
 

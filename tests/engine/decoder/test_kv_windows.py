@@ -82,12 +82,12 @@ def test_samples_are_those_of_a_cache_that_keeps_all(name: str, monkeypatch: pyt
     settings = SETTINGS[name]
     decoder = make(**settings)
     grouped = conversation(decoder)
-    assert decoder.blocks.per_stack > 1
+    assert decoder.blocks.blocks_over_all_groups > 1
     of = KVLayout.of
     monkeypatch.setattr(KVLayout, "of", lambda *given, by_window: of(*given, by_window=False))
     keeps_all = make(**settings)
     masked = conversation(keeps_all)
-    assert keeps_all.blocks.per_stack == 1
+    assert keeps_all.blocks.blocks_over_all_groups == 1
     if name == "few blocks":
         assert decoder.stats.preemptions < keeps_all.stats.preemptions
     else:  # turns find as much of what was said before
@@ -107,7 +107,7 @@ def test_what_a_cache_has_room_for(by_window: bool) -> None:
     """cache_tokens tell its memory, however its blocks are made; kv_tokens how long one sequence may be."""
     decoder = make(n_blocks=8, keeps_routes=not by_window)
     limits, config = decoder.limits, decoder.runner.model.config
-    assert decoder.blocks.per_stack == (6 if by_window else 1)
+    assert decoder.blocks.blocks_over_all_groups == (6 if by_window else 1)
     cache = decoder.runner.cache.kv_blocks
     used = cache[:, :, :-1]  # without the scratch block
     assert limits.cache_tokens == 8 * 4 == used.numel() * cache.itemsize // kv_bytes(config, cache.itemsize)

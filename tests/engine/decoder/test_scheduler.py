@@ -7,7 +7,7 @@ import random
 import pytest
 
 from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.scheduler import Plan, Scheduler
+from areno.engine.decoder.scheduler import Scheduler, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.types import GenerationRequest, SamplingParams
 
@@ -38,7 +38,7 @@ def add(scheduler: Scheduler, *requests: list[Sequence]) -> None:
             scheduler.waiting.append(sequence)
 
 
-def arrive(scheduler: Scheduler, plan: Plan) -> list[Sequence]:
+def arrive(scheduler: Scheduler, plan: SchedulerOutput) -> list[Sequence]:
     """What the decoder does with the tokens of a step; here token 7 for everybody."""
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:
@@ -192,7 +192,7 @@ def test_random_work_ends_with_every_token_drawn_and_no_block_or_slot_lost(seed:
     scheduler = make_scheduler(n_blocks, block_size=rng.choice([1, 3, 4]), max_running=5, max_prefill_tokens=7)
     room = n_blocks * scheduler.blocks.block_size
     everybody: list[Sequence] = []
-    in_flight: Plan | None = None
+    in_flight: SchedulerOutput | None = None
     for step in range(5000):
         if step < 60 and rng.random() < 0.5:
             n_prompt = rng.randrange(1, min(12, room))
@@ -221,7 +221,7 @@ def test_random_work_ends_with_every_token_drawn_and_no_block_or_slot_lost(seed:
     assert sorted(scheduler._slots) == list(range(5))
 
 
-def arrive_unfinished(scheduler: Scheduler, plan: Plan) -> None:
+def arrive_unfinished(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     """As `arrive`, for a step whose sequences may have been aborted meanwhile."""
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:

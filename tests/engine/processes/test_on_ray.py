@@ -255,10 +255,10 @@ def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
 def test_ranks_know_their_machines() -> None:
     spec = engine_spec(devices=["cuda:0", "cuda:1"] * 2, tp_size=2, n_nodes=2)
     assert [str(address) for address in spec.addresses][-1] == "cuda:1"
-    assert spec.n_beside(0) == 4, "until the nodes are known, all run here"
+    assert spec.n_ranks_on_machine(0) == 4, "until the nodes are known, all run here"
     spec.hosts = ("a", "a", "b", "b")
     assert [str(address) for address in spec.addresses][2:] == ["cuda:0 of b", "cuda:1 of b"]
-    assert spec.n_beside(3) == 2
+    assert spec.n_ranks_on_machine(3) == 2
 
 
 def test_the_interface_of_an_address() -> None:
@@ -330,14 +330,14 @@ Worker unexpectedly exits with a connection error code 2. End of file. Some comm
     ],
 )
 def test_what_ray_says_is_one_line(words: str, line: str) -> None:
-    assert cluster.said(RuntimeError(words)) == line
+    assert cluster.error_text(RuntimeError(words)) == line
 
 
 def test_a_process_that_ray_killed_for_lack_of_memory() -> None:
     """The last line of that error is where to read about it."""
     error = type("OutOfMemoryError", (RuntimeError,), {})
     words = "1 worker(s) were killed: the memory of the node is 31 of 32 GB.\n\nRefer to https://docs.ray.io/"
-    assert cluster.said(error(words)) == (
+    assert cluster.error_text(error(words)) == (
         "killed by Ray for lack of memory: 1 worker(s) were killed: the memory of the node is 31 of 32 GB"
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
-from areno.engine.processes import stacks, watchdog
+from areno.engine.processes import stack_traces, watchdog
 from areno.engine.spec import UpdateSpec
 from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers show their stacks, however late they get to it."""
-    monkeypatch.setattr(stacks, "_ANSWER_S", 60.0)
+    monkeypatch.setattr(stack_traces, "_ANSWER_S", 60.0)
 
 
 @contextmanager
@@ -144,14 +144,14 @@ def test_a_worker_that_gets_on_is_left_alone(folder: Path, tmp_path: Path) -> No
         try:
             for step in range(4):
                 until((tmp_path / f"begun {step}").exists)
-                group.watchdog.look(900.0)
+                group.watchdog.check(900.0)
                 (tmp_path / f"on {step}").touch()
         finally:
             for step in range(4):
                 (tmp_path / f"on {step}").touch()
         assert training.result(60)["skipped_steps"] == 0
-        until(lambda: not group.pulses.is_due(0))
-        group.watchdog.look(5000.0)  # with nothing to do
+        until(lambda: not group.heartbeats.is_due(0))
+        group.watchdog.check(5000.0)  # with nothing to do
         assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
 
 
@@ -182,7 +182,7 @@ def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, tm
 def test_work_of_the_driver_that_hangs_is_interrupted(folder: Path, caplog: Any) -> None:
     with started(folder, "inline") as engine:
         be_strict(engine)
-        engine.workers.watchdog.look(100 * LIMIT_S)  # time outside of work
+        engine.workers.watchdog.check(100 * LIMIT_S)  # time outside of work
         with (
             pytest.raises(
                 EngineError, match=r"^the driver made no progress for 1.5 s in the run > reward; raise engine"
@@ -217,7 +217,7 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: Any,
             return len(looked) == 3
 
     class Dog(watchdog.Watchdog):
-        def look(self, elapsed: float) -> None:
+        def check(self, elapsed: float) -> None:
             looked.append(elapsed)
 
     dog = Dog(None, None)  # type: ignore[arg-type]

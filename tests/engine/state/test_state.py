@@ -17,7 +17,7 @@ import torch
 
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.state import keeper, pieces, storage
+from areno.engine.state import keeper, storage, tensor_shards
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
@@ -80,7 +80,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
     folder: Path, tmp_path: Path, kind: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schedule, too. All is small, so that there are several pieces, parts and blocks, and cut in another way."""
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 300)
+    monkeypatch.setattr(tensor_shards, "MAX_SHARD_ELEMENTS", 300)
     monkeypatch.setattr(keeper, "PART_BYTES", 2**15)
     monkeypatch.setattr(storage, "BLOCK_BYTES", 2**13)
     optimizer = OptimizerConfig(type=kind, lr=1e-2, lr_scheduler_type="cosine", lr_decay_steps=6)
@@ -92,7 +92,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
         expected = steps(engine, 2)
         assert engine.state_written(wait=True)
         after = buffers(engine)
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(tensor_shards, "MAX_SHARD_ELEMENTS", 1000)
     with built(folder, optimizer, dtype=dtype) as other:
         steps(other, 1)  # what it has learned is replaced
         other.load_state(tmp_path / "state")

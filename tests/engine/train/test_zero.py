@@ -81,7 +81,7 @@ def stages_are_final(folder: Path, **how: Any) -> None:
     n = 9
     attend = PackedAttend(torch.tensor([0, 4, n], dtype=torch.int32), 5, "sdpa")
     seen: list[tuple[int, dict[str, torch.Tensor]]] = []
-    model.passed = lambda stage: seen.append((stage, gradients_from(model, stage)))
+    model.on_stage_backward = lambda stage: seen.append((stage, gradients_from(model, stage)))
     hidden = model(torch.arange(n), torch.arange(n), attend, **how)
     (model.values(hidden) if head == "value" else hidden @ model.output.weight.t()).square().sum().backward()
     assert [stage for stage, _ in seen] == [*range(len(model.layers), -1, -1)]

@@ -1,4 +1,4 @@
-"""The stored form of a model's training state: named tensors, cut into boxes, and where this rank keeps each box.
+"""The stored form of a model's training state: named tensors, cut into shards, and where this rank keeps each shard.
 
 Master weights and fp32 moments are stored under the names and full shapes of the checkpoint's tensors. So a run may be
 resumed with another layout than the one that wrote the state. 8-bit moments share one scale for a block of elements,
@@ -25,13 +25,13 @@ from areno.layers.shard import Part
 from areno.models.adapters import adapter_table
 from areno.models.weights import checkpoint_table
 
-PIECE_ELEMENTS = 2**24  # most elements of a piece: what data-parallel ranks share out, and what is read at once
+MAX_SHARD_ELEMENTS = 2**24  # most elements of a shard: what data-parallel ranks share out, and what is read at once
 MASTER, COUNTERS = "master", "counters"
-SHARDS = "tp_size"  # entry of a state: how many ranks share each copy
+TP_SIZE = "tp_size"  # entry of a state: how many ranks share each copy
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A box of a stored tensor that is contiguous in one buffer of this rank.
 
     Attributes:
@@ -41,7 +41,7 @@ class Piece:
         sizes: Size of the box in each dimension.
         buffer: Name of the buffer that contains the box, such as "actor.master".
         start: First element of the box in the buffer. `_boxes` counts elements of the undivided buffer of parameters
-            (or blocks of them, for scales); `pieces_of` converts to elements of the buffer that this rank owns.
+            (or blocks of them, for scales); `shards_of` converts to elements of the buffer that this rank owns.
         repeated: Whether a lower tensor-parallel rank holds the same box, so that this rank need not write it.
     """
 
@@ -85,7 +85,7 @@ def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
         entries; they hold moments, which began with the first update.
     """
     _, optimizer = trained(backend)
-    found = {"optimizer": optimizer.config.type, SHARDS: backend.model.tp.size}
+    found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
     return {**found, "moments": with_moments, "moments_from": optimizer.moments_from}
 
 
@@ -105,8 +105,8 @@ def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
     return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 
-def pieces_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[Piece]:
-    """Return the pieces of a role that this rank holds, ordered by buffer and position.
+def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[TensorShard]:
+    """Return the shards of a role that this rank holds, ordered by buffer and position.
 
     Args:
         role: Name of the role.
@@ -115,7 +115,7 @@ def pieces_of(role: str, backend: TrainBackend, with_moments: bool = True) -> li
     """
     flat, optimizer = trained(backend)
     kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.in_8_bits else [MASTER]
-    found = [own for kind in kinds for piece in _matrices(role, kind, backend) for own in _owned(piece, flat)]
+    found = [own for kind in kinds for shard in _matrices(role, kind, backend) for own in _owned(shard, flat)]
     if optimizer.in_8_bits and with_moments:
         tp = backend.model.tp
         for name, place in flat.places.items():
@@ -125,8 +125,8 @@ def pieces_of(role: str, backend: TrainBackend, with_moments: bool = True) -> li
                 stretch = blocks(place) if unit > 1 else place
                 holder = tp if is_sharded else ParallelGroup(0, tp.size)
                 vectors = vector(role, kind, name, holder, stretch, repeated=tp.rank > 0 and not is_sharded)
-                found += [own for piece in vectors for own in _owned(piece, flat, unit)]
-    found.sort(key=lambda piece: (piece.buffer, piece.start))
+                found += [own for shard in vectors for own in _owned(shard, flat, unit)]
+    found.sort(key=lambda shard: (shard.buffer, shard.start))
     repeated = tp_rank(backend) > 0 or flat.dp.rank > 0
     return [*found, *_boxes(f"{role}.{COUNTERS}", (2,), (0,), (2,), f"{role}.{COUNTERS}", 0, repeated)]
 
@@ -147,8 +147,8 @@ _STORED_MODULES = {
 
 def vector(
     role: str, kind: str, name: str, holder: ParallelGroup, stretch: slice, repeated: bool = False
-) -> Iterator[Piece]:
-    """Yield the pieces of the 8-bit codes or scales of one parameter, as one tensor-parallel rank holds them.
+) -> Iterator[TensorShard]:
+    """Yield the shards of the 8-bit codes or scales of one parameter, as one tensor-parallel rank holds them.
 
     Args:
         role: Name of the role.
@@ -156,7 +156,7 @@ def vector(
         name: Name of the parameter in our model.
         holder: The tensor-parallel rank and group size that the stored name carries.
         stretch: Elements of the buffer that belong to the parameter.
-        repeated: See Piece.
+        repeated: See TensorShard.
     """
     size = (stretch.stop - stretch.start,)
     *before, module, leaf = name.split(".")
@@ -165,22 +165,22 @@ def vector(
     return _boxes(stored, size, (0,), size, f"{role}.{kind}", stretch.start, repeated)
 
 
-def written_by(pieces: Iterable[Piece], dp: ParallelGroup) -> dict[str, list[Piece]]:
-    """Return the pieces that this rank writes, by buffer.
+def written_by(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
+    """Return the shards that this rank writes, by buffer.
 
     Args:
-        pieces: All pieces of this rank, ordered by buffer and position.
-        dp: The ranks that hold the same pieces. Each of them writes an equal share of every buffer, without large
+        shards: All shards of this rank, ordered by buffer and position.
+        dp: The ranks that hold the same shards. Each of them writes an equal share of every buffer, without large
             gaps.
     """
-    by_buffer: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        if not piece.repeated:
-            by_buffer.setdefault(piece.buffer, []).append(piece)
+    by_buffer: dict[str, list[TensorShard]] = {}
+    for shard in shards:
+        if not shard.repeated:
+            by_buffer.setdefault(shard.buffer, []).append(shard)
     shares = {}
     for buffer, found in by_buffer.items():
         end = found[-1].stop
-        share = [piece for piece in found if (piece.start + piece.stop) * dp.size // (2 * end) == dp.rank]
+        share = [shard for shard in found if (shard.start + shard.stop) * dp.size // (2 * end) == dp.rank]
         if share:
             shares[buffer] = share
     return shares
@@ -201,8 +201,8 @@ def _stored_shape(part: Part) -> tuple[int, ...]:
     return (first, math.prod(rest)) if len(rest) > 1 else part.full_shape
 
 
-def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[Piece]:
-    """Yield the pieces of one kind of buffer that is stored by checkpoint names, before copies divide them."""
+def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
+    """Yield the shards of one kind of buffer that is stored by checkpoint names, before copies divide them."""
     flat, _ = trained(backend)
     for name, own, part in _table(backend):
         row = math.prod(flat.shapes[own][1:])
@@ -224,40 +224,40 @@ def _boxes(
     buffer: str,
     start: int,
     repeated: bool,
-) -> Iterator[Piece]:
-    """Yield one box of a tensor, cut by rows into pieces of at most PIECE_ELEMENTS or one row."""
+) -> Iterator[TensorShard]:
+    """Yield one box of a tensor, cut by rows into shards of at most MAX_SHARD_ELEMENTS or one row."""
     (first, *offsets), (n_rows, *sizes) = offsets, sizes
     row = math.prod(sizes)
-    step = max(1, PIECE_ELEMENTS // max(1, row))
+    step = max(1, MAX_SHARD_ELEMENTS // max(1, row))
     for at in range(0, n_rows if row else 0, step):
         n = min(step, n_rows - at)
-        yield Piece(name, shape, (first + at, *offsets), (n, *sizes), buffer, start + at * row, repeated)
+        yield TensorShard(name, shape, (first + at, *offsets), (n, *sizes), buffer, start + at * row, repeated)
 
 
-def _owned(piece: Piece, flat: FlatParameters, unit: int = 1) -> Iterator[Piece]:
-    """Yield the parts of a piece that this data-parallel rank owns, as boxes.
+def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[TensorShard]:
+    """Yield the parts of a shard that this data-parallel rank owns, as boxes.
 
-    `piece.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a row,
+    `shard.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a row,
     so it
     becomes up to three boxes: the rest of a row, whole rows, and the beginning of a row.
     """
-    row = math.prod(piece.sizes[1:])
-    for place, local in flat.owned(slice(piece.start * unit, piece.stop * unit)):
+    row = math.prod(shard.sizes[1:])
+    for place, local in flat.owned(slice(shard.start * unit, shard.stop * unit)):
         begin, end = place.start // unit, -(-place.stop // unit)
         shift = local.start // unit - begin
         while begin < end:  # as boxes: what is left of a row, whole rows, the beginning of a row
-            first, column = divmod(begin - piece.start, row)
+            first, column = divmod(begin - shard.start, row)
             n = min(end - begin, row - column) if column or end - begin < row else (end - begin) // row * row
-            box = (n,) if len(piece.sizes) == 1 else (max(1, n // row), n if n < row else row)
+            box = (n,) if len(shard.sizes) == 1 else (max(1, n // row), n if n < row else row)
             corner = (first, column)[: len(box)]
-            offsets = tuple(offset + at for offset, at in zip(piece.offsets, corner, strict=True))
-            yield replace(piece, offsets=offsets, sizes=box, start=begin + shift)
+            offsets = tuple(offset + at for offset, at in zip(shard.offsets, corner, strict=True))
+            yield replace(shard, offsets=offsets, sizes=box, start=begin + shift)
             begin += n
 
 
-def by_name(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
-    """Return the pieces of each tensor by its name."""
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.name, []).append(piece)
+def by_name(shards: Iterable[TensorShard]) -> Mapping[str, list[TensorShard]]:
+    """Return the shards of each tensor by its name."""
+    found: dict[str, list[TensorShard]] = {}
+    for shard in shards:
+        found.setdefault(shard.name, []).append(shard)
     return found

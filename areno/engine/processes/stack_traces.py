@@ -26,14 +26,14 @@ _STATES = {
     "D": "waits for a disk or a device",
 }
 # Functions in which side threads of a worker wait for the driver.
-_WAITING = ("serving.py", " in _fill"), ("stacks.py", " in _tell_collectives"), ("child.py", " in watch")
+_WAITING = ("serving.py", " in _fill"), ("stack_traces.py", " in _send_collectives"), ("child.py", " in watch")
 # Where a worker waits for other ranks: torch's collectives, their ends, and commands of its leader.
-_FOR_OTHERS = ("distributed_c10d", " in wait_for", "process_groups.py")
+_WAITS_FOR_OTHER_RANKS = ("distributed_c10d", " in wait_for", "process_groups.py")
 # A process in one of these states does not run the handler of a signal.
-_DEAF = {"T", "t"}
+_CANNOT_ANSWER = {"T", "t"}
 
 
-class StackServer:
+class StackTraceServer:
     """Shows the stacks of a worker when the driver asks for them, even while its main thread hangs in C code.
 
     Args:
@@ -46,16 +46,16 @@ class StackServer:
         faulthandler.register(_SIGNAL, file=pipe.fileno(), all_threads=True)
         if with_collectives:
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # torch keeps so many collectives
-            threading.Thread(target=self._tell_collectives, daemon=True, name="areno-collectives").start()
+            threading.Thread(target=self._send_collectives, daemon=True, name="areno-collectives").start()
 
-    def _tell_collectives(self) -> None:
+    def _send_collectives(self) -> None:
         """Answer each byte from the driver with the recorded collectives."""
         with contextlib.suppress(OSError):
             while os.read(self._pipe.fileno(), 1):
-                os.write(self._pipe.fileno(), _recorded().encode())
+                os.write(self._pipe.fileno(), _recorded_collectives().encode())
 
 
-def _recorded() -> str:
+def _recorded_collectives() -> str:
     """Return the unfinished collectives in torch's flight recorder, or the last one."""
     torch = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
@@ -68,12 +68,12 @@ def _recorded() -> str:
 def collectives(trace: Mapping[str, Any]) -> str:
     """Return a line for each unfinished collective in a dump of torch's flight recorder, or for the last one."""
     entries = trace.get("entries", [])
-    under_way = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
-    title = "Collective under way" if under_way else "Last collective, completed"
+    in_progress = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
+    title = "Collective under way" if in_progress else "Last collective, completed"
     return "".join(
         f"{title}: {entry['profiling_name']} number {entry['collective_seq_id']} of process group "
         f"{entry['process_group'][0]} ({entry['process_group'][1]}), sizes {entry['input_sizes']}\n"
-        for entry in (under_way or entries[-1:])[-3:]
+        for entry in (in_progress or entries[-1:])[-3:]
     )
 
 
@@ -85,19 +85,19 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def ask(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool) -> dict[int, tuple[str, str]]:
+def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool) -> dict[int, tuple[str, str]]:
     """Ask workers for their stacks.
 
     Args:
         pids: Process id of each worker by rank.
-        pipes: Pipe to the StackServer of each worker by rank.
+        pipes: Pipe to the StackTraceServer of each worker by rank.
         with_collectives: Ask for collectives, too.
 
     Returns:
         The state in words (or an empty string) and the stacks of each worker by rank.
     """
     states = {rank: process_state(pid) for rank, pid in pids.items()}
-    awake = [rank for rank, state in states.items() if state not in _DEAF]
+    awake = [rank for rank, state in states.items() if state not in _CANNOT_ANSWER]
     for rank in awake:
         with contextlib.suppress(OSError):
             os.kill(pids[rank], _SIGNAL)
@@ -137,13 +137,13 @@ def _readable(dump: str) -> str:
     return "\n".join(sections if dump else ["(it shows no stack)"])
 
 
-def waits_for_others(stacks: str) -> bool:
-    """Return whether the main thread of a worker waits for another rank, judging by the result of `ask`."""
+def waits_for_other_ranks(stacks: str) -> bool:
+    """Return whether the main thread of a worker waits for another rank, judging by the result of `request`."""
     _, _, main = stacks.partition("Main thread")
-    return any(place in line for line in main.split("\n")[1:6] for place in _FOR_OTHERS)
+    return any(place in line for line in main.split("\n")[1:6] for place in _WAITS_FOR_OTHER_RANKS)
 
 
-def of_driver(hidden: int) -> str:
+def driver_stack_traces(hidden: int) -> str:
     """Return the stacks of all threads of this process but `hidden`. The main thread comes first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident

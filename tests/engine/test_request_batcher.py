@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from areno.engine import streams as gathering
+from areno.engine import streams
 from areno.engine.engine import Engine
-from areno.engine.streams import Consumer, Gathering
+from areno.engine.streams import Consumer, RequestBatcher
 from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationRequest
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec
@@ -55,12 +55,12 @@ def loop() -> PlayedTime:
 
 
 class Workers:
-    """What a Gathering submits to: the ids of each batch. refuses: ids, any of which makes it refuse a batch."""
+    """What a RequestBatcher submits to: the ids of each batch. refuses: ids, any of which makes it refuse a batch."""
 
     def __init__(self, refuses: Sequence[int] = (), error: type[EngineError] = EngineError):
         self.batches: list[list[int]] = []
         self.refuses, self.error, self.is_idle = refuses, error, True
-        self.gathering = Gathering(self.submit, lambda: self.is_idle)
+        self.batcher = RequestBatcher(self.submit, lambda: self.is_idle)
 
     def submit(self, streams: Sequence[tuple[GenerationRequest, Consumer]]) -> None:
         ids = [item.request_id for item, _ in streams]
@@ -71,7 +71,7 @@ class Workers:
 
     async def one(self, number: int, after_s: float = 0.0) -> None:
         await asyncio.sleep(after_s)
-        await self.gathering.submit(request(number), Consumer())
+        await self.batcher.submit(request(number), Consumer())
 
 
 def test_a_burst_is_one_batch_and_what_comes_later_does_not_wait() -> None:
@@ -93,7 +93,7 @@ def test_a_burst_waits_for_requests_that_are_being_made_but_not_for_ever() -> No
     workers = Workers()
 
     async def made(number: int, takes_s: float) -> None:
-        with workers.gathering.expecting():
+        with workers.batcher.expecting():
             await asyncio.sleep(takes_s)
         await workers.one(number)
 
@@ -175,11 +175,11 @@ def test_an_engine_keeps_nothing_of_a_stream_that_is_cancelled_at_its_beginning(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while engine.streams.are_open or engine.gathering._bursts:
+        while engine.streams.are_open or engine.batcher._pending:
             await asyncio.sleep(0.001)
 
     with Engine(spec(model_folder(tmp_path)), "inline") as engine:
-        engine.gathering.holds = True  # as on a GPU
+        engine.batcher.waits = True  # as on a GPU
         submitted, submit = [], engine.submit  # the request itself may be done before anybody looks
         monkeypatch.setattr(engine, "submit", lambda requests: submitted.append(submit(requests)))
         engine.begin_rollout(ROLLOUT)
@@ -192,16 +192,16 @@ def test_an_announced_burst_begins_when_all_are_there(monkeypatch: pytest.Monkey
     workers = Workers()
 
     async def all_of_them() -> None:
-        monkeypatch.setattr(gathering, "PAUSE_S", 5.0)
-        workers.gathering.announce(3)
+        monkeypatch.setattr(streams, "_PAUSE_S", 5.0)
+        workers.batcher.announce(3)
         started = loop().time()
         await asyncio.gather(*map(workers.one, range(3)))
         assert loop().time() == started
         workers.is_idle = True
-        monkeypatch.setattr(gathering, "PAUSE_S", 0.03)
+        monkeypatch.setattr(streams, "_PAUSE_S", 0.03)
         await asyncio.gather(*map(workers.one, range(3, 7)))  # the announcement was of the first burst
         workers.is_idle = True
-        workers.gathering.announce(3)  # one of which never comes
+        workers.batcher.announce(3)  # one of which never comes
         await asyncio.gather(*map(workers.one, range(7, 9)))
         workers.is_idle = True
         await asyncio.gather(*map(workers.one, range(9, 13)))
@@ -214,7 +214,7 @@ def test_nothing_keeps_a_loop_whose_announced_requests_never_came() -> None:
     workers = Workers()
 
     async def announced() -> weakref.ref[asyncio.AbstractEventLoop]:
-        workers.gathering.announce(3)
+        workers.batcher.announce(3)
         return weakref.ref(asyncio.get_running_loop())
 
     ended = asyncio.run(announced())
