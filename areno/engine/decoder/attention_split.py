@@ -1,8 +1,8 @@
-"""The split of a decode step's attention into pieces that run in parallel. Contains no tensors.
+"""The division of a decode step's attention into pieces that run in parallel. Contains no tensors.
 
-Two things are split. Rows whose prompts lie in the same KV blocks form shared-prefix groups, and the kernel reads these
-blocks once for the group. The shared positions of a group and the own positions of each row are then cut into spans of
-a length that keeps all multiprocessors busy.
+Rows whose prompts lie in the same KV blocks form a shared-prefix group, and the kernel reads these blocks once for
+the whole group. Then the shared positions of a group, and the remaining positions of each row, are cut into spans.
+The length of a span is chosen so that all multiprocessors are busy.
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ from areno.kernels.fixed_order import SPAN, border, n_spans
 _MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
 _MIN_SPAN, _MAX_SPLITS = 64, 16
 _MAX_OWN_SPAN, _MAX_SHARED_SPAN = 256, 512  # rows' own lengths differ, and short spans balance them better
-_PIECES_PER_PROCESSOR = 2  # of own positions, and as many of shared ones
-# Up to this length a shared span is twice as long as that asks for: every row joins what its pieces found. On an H200,
-# 256 shared positions of 32 groups take 55.0 us instead of 58.6 (8 key heads), 31.8 instead of 33.8 (4 key heads).
+_PIECES_PER_PROCESSOR = 2  # pieces of own positions, and as many of shared positions
+# Up to this length a shared span is twice as long as _PIECES_PER_PROCESSOR demands, because every row has to merge the
+# results of its pieces. On an H200, 256 shared positions of 32 groups take 55.0 us instead of 58.6 (8 key heads), 31.8
+# instead of 33.8 (4 key heads).
 _SHORT_SHARED_SPAN = 256
 
 
 @dataclass(slots=True)
 class AttentionSplit:
-    """The split of one decode step, as numpy arrays. Fields as in `areno.kernels.paged.PagedBatch`.
+    """The division of one decode step's attention, as numpy arrays for a `kernels.paged.PagedBatch`.
 
-    A captured graph belongs to one `splits` and one shape of prefix_groups_GR, so `splits` are powers of two.
+    Attributes:
+        shared_lens_B: int64, number of first positions that each row shares with its group. 0 for a row without a
+            group.
+        prefix_groups_GR: int64, row indices of each group, filled up with -1. None if there are no groups.
+        spans: (2,) int64, length of a span of a row's own positions, and of a group's shared positions.
+        splits: Largest number of spans of a row, and of a group. A CUDA graph is captured for fixed `splits` and a
+            fixed shape of prefix_groups_GR, so both numbers are rounded up to powers of two.
     """
 
     shared_lens_B: np.ndarray
@@ -49,18 +56,18 @@ def split_attention(
     fixed_order: bool = False,
     has_windows: bool = False,
 ) -> AttentionSplit:
-    """Split the attention of one new token of each sequence.
+    """Divide the attention of a decode step into pieces.
 
     Args:
-        sequences: The rows of the batch.
+        sequences: The sequences, one for each row of the batch.
         block_size: Tokens in a KV block.
-        group_size: Most rows of a shared-prefix group.
-        max_groups: Most groups. 0 for none.
-        n_heads: Key heads; each makes its own pieces.
-        n_processors: Multiprocessors of the device.
-        fixed_order: Use the spans of fixed-order attention instead of chosen ones. The first spans of a group may
-            be one piece.
-        has_windows: Sequences may have freed blocks of some layers.
+        group_size: Most rows in a shared-prefix group.
+        max_groups: Most groups. 0 for no groups.
+        n_heads: Number of key heads on this rank. Each head has its own pieces.
+        n_processors: Number of multiprocessors of the device.
+        fixed_order: Whether to use the spans of fixed-order attention (`kernels.fixed_order`). The first spans of a
+            group may then be computed as one piece.
+        has_windows: Whether some layers have sliding windows, so that sequences may have freed blocks.
     """
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
@@ -68,7 +75,7 @@ def split_attention(
     shared_lens: list[int] = []
     n_saved = 0
     for rows in _rows_by_prompt(sequences, shareable, block_size):
-        if has_windows:  # the first one's blocks are read for all of a group, and the shortest has what the others see
+        if has_windows:  # the first row's blocks serve the group; the shortest row has all blocks that others see
             rows.sort(key=lambda row: sequences[row].n_kv)
         n_shared = shareable(sequences[rows[0]].n_prompt)
         for start in range(0, len(rows), group_size):
@@ -88,7 +95,7 @@ def split_attention(
     if fixed_order:
         lead = max(SPAN, int(sum(shared_lens) * per_piece) // SPAN * SPAN)
         lengths_B = own_lens_B + shared_lens_B
-        # Of a row that shares none, the positions up to SPAN are one part.
+        # In a row without shared positions, the positions up to SPAN are one piece.
         led_B = np.where(shared_lens_B > 0, n_spans(shared_lens_B), n_spans(np.minimum(lengths_B, SPAN)) - 1)
         own_splits = int((n_spans(lengths_B) - led_B).max())
         shared_splits = 1 + n_spans(longest_shared) - n_spans(min(lead, longest_shared)) if uses_groups else 0
@@ -106,20 +113,24 @@ def split_attention(
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
-    """Yield the rows whose prompts lie in the same KV blocks. `shareable` maps a prompt length to shared positions."""
+    """Return the groups of row indices whose prompts lie in the same KV blocks. A group may have one row.
+
+    `shareable` maps the length of a prompt to the number of positions that can be shared.
+    """
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         held, n_blocks = sequence.held, shareable(sequence.n_prompt) // block_size
-        if n_blocks > held.n_behind[0]:  # a block that was released may be anybody's
+        if n_blocks > held.n_behind[0]:  # a freed block may belong to another sequence
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
             rows.setdefault(held.stacks[0][n_blocks - 1], []).append(row)
     return rows.values()
 
 
 def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, int]:
-    """Return a power of two near the wanted span, and how many spans cover `longest`, as a power of two.
+    """Return the length of a span, near `wanted`, and the number of spans that cover `longest`.
 
-    The span exceeds `max_span` only if `_MAX_SPLITS` spans would not cover `longest`.
+    Both are powers of two. The span exceeds `max_span` only if more than `_MAX_SPLITS` spans would be needed
+    otherwise.
     """
     span = _MIN_SPAN
     while (2 * span <= wanted and span < max_span) or span * _MAX_SPLITS < longest:
@@ -128,7 +139,7 @@ def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, i
 
 
 def _splits(longest: int, span: int) -> int:
-    """Return how many spans cover `longest`, rounded up to a power of two."""
+    """Return the number of spans that cover `longest` positions, rounded up to a power of two."""
     return _power_of_two(-(-longest // span))
 
 
@@ -143,6 +154,6 @@ def _whole_blocks(block_size: int, length: int) -> int:
 
 
 def _whole_spans(block_size: int, length: int) -> int:
-    """Return how many of the first `length` positions lie in full spans that end at a full block."""
+    """Return the last border between spans that is at most `length` and also a border between blocks."""
     last = n_spans(length + 1) - 1
     return next(start for span in range(last, -1, -1) if (start := border(span)) % block_size == 0)

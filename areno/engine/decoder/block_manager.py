@@ -41,13 +41,13 @@ class KVGroup:
     n_tables: int = 1
 
     def first_seen(self, position: int, block_size: int) -> int:
-        """Return the index of the first stack that the token at `position` or a later one reads."""
+        """Return the index of the first stack that the token at `position`, or any later token, reads."""
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def most_stacks(self, n_tokens: int, block_size: int) -> int:
-        """Return the most stacks that a sequence of `n_tokens` tokens holds at once."""
+        """Return the largest number of stacks that a sequence of `n_tokens` tokens holds at the same time."""
         n_stacks = -(-n_tokens // block_size)
-        # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
+        # The stacks that a window touches, plus one: a new stack is allocated before old stacks are freed.
         return n_stacks if self.window is None else min(n_stacks, -(-(self.window - 1) // block_size) + 2)
 
 
@@ -61,8 +61,8 @@ class KVLayout:
     """The distribution of attention layers over block tables.
 
     Attributes:
-        groups: Groups of layers, the one with the longest window first.
-        places: For each attention layer, its block table and its position inside a block.
+        groups: Groups of layers, the group with the longest window first.
+        places: For each attention layer, the index of its block table and its index among the layers of a block.
         block_size: Tokens in a block.
     """
 
@@ -75,10 +75,11 @@ class KVLayout:
         """Return the layout with the least memory for a sequence of `max_len` tokens.
 
         Args:
-            config: The model.
+            config: Shape of the model.
             block_size: Tokens in a block.
             max_len: Expected length of sequences, in tokens.
-            by_window: Group layers by window. False makes one group, which frees no blocks.
+            by_window: Whether to group layers by window. False makes one group, in which a sequence keeps all its
+                blocks.
         """
         windows = [config.kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with([None] * len(windows), len(windows), block_size)
@@ -91,7 +92,7 @@ class KVLayout:
 
     @staticmethod
     def _with(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
-        """Return the layout for the windows of all layers and a number of layers in a block."""
+        """Return the layout for the window of each layer and a number of layers in a block."""
         groups: list[KVGroup] = []
         places: dict[int, tuple[int, int]] = {}
         for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):
@@ -113,31 +114,37 @@ class KVLayout:
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """Return the number of blocks that the memory of `n_blocks` blocks of all layers makes."""
+        """Convert memory, given as a number of blocks with all layers, to a number of pool blocks.
+
+        A pool block holds `layers_per_block` layers.
+        """
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Return the memory of `n_blocks` pool blocks in blocks of all layers, rounded up."""
+        """Convert a number of pool blocks to a number of blocks with all layers, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Return the most pool blocks that a sequence of `n_tokens` tokens holds at once."""
+        """Return the largest number of pool blocks that a sequence of `n_tokens` tokens holds at the same time."""
         return sum(group.n_tables * group.most_stacks(n_tokens, self.block_size) for group in self.groups)
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
-        """Return the pool blocks that a prefill chunk takes in layers with windows. The next step frees most."""
+        """Return the number of pool blocks that a prefill chunk takes in layers with windows.
+
+        The next step frees most of them.
+        """
         return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
     def bytes_of(self, n_tokens: int) -> int:
-        """Return the memory of a sequence, in units of `block_size` tokens of one layer."""
+        """Return the memory of a sequence of `n_tokens` tokens, in units of `block_size` tokens of one layer."""
         return self.blocks_for(n_tokens) * self.layers_per_block
 
     def most_tokens(self, n_blocks: int, context_len: int) -> int:
-        """Return the length of the longest sequence that fits `n_blocks` pool blocks alone.
+        """Return the length, in tokens, of the longest sequence that fits `n_blocks` pool blocks alone.
 
         Args:
-            n_blocks: Blocks of the pool.
-            context_len: Context of the model, which bounds the length if all layers have windows.
+            n_blocks: Number of pool blocks.
+            context_len: Context of the model in tokens. It bounds the result if all layers have windows.
         """
         if self.groups[0].window is None:
             context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)
@@ -151,12 +158,12 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix found in the prefix cache. Its stacks are not acquired yet.
+    """A prefix found in the prefix cache. The sequence must still acquire its stacks.
 
     Attributes:
         n_stacks: Length of the prefix, in stacks.
         prefix_id: Id of the prefix.
-        stacks: For each group, `n_stacks` stacks. Stacks that lie before the window are the scratch block.
+        stacks: For each group, `n_stacks` stacks. The scratch block stands for stacks that lie before the window.
         n_behind: For each group, the number of stacks before the window.
     """
 
@@ -166,7 +173,7 @@ class Match:
     n_behind: list[int]
 
     def found(self) -> list[int]:
-        """Return all stacks to acquire."""
+        """Return the stacks of all groups that the sequence must acquire."""
         return [stack for each, n in zip(self.stacks, self.n_behind, strict=True) for stack in each[n:]]
 
 
@@ -174,35 +181,36 @@ class BlockManager:
     """Allocates, shares and finds stacks of KV blocks.
 
     Args:
-        n_blocks: Blocks of the pool.
+        n_blocks: Number of blocks in the pool.
         block_size: Tokens in a block.
-        groups: Groups of layers, the one with the longest window first.
+        groups: Groups of layers, the group with the longest window first.
 
     Attributes:
-        scratch: Number of the scratch block, which stands for a missing stack.
-        per_stack: Blocks in one stack of every group.
-        per_window_stack: The same for groups with windows alone.
-        n_available: Blocks that are free or can be evicted.
+        scratch: Index of the scratch block, which stands for a missing stack.
+        per_stack: Number of blocks in one stack of every group together.
+        per_window_stack: Number of blocks in one stack of every group with a window together.
+        has_windows: Whether any group has a window.
+        n_available: Number of blocks that are free or can be evicted.
     """
 
     def __init__(self, n_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(None),)):
         self.n_blocks, self.block_size, self.groups = n_blocks, block_size, tuple(groups)
-        self.scratch = n_blocks  # stands where a sequence has no stack
-        self.per_stack = sum(group.n_tables for group in groups)  # blocks of a stack of every group
-        self.per_window_stack = tables_with_windows(groups)  # of those with windows alone
+        self.scratch = n_blocks
+        self.per_stack = sum(group.n_tables for group in groups)
+        self.per_window_stack = tables_with_windows(groups)
         self.has_windows = self.per_window_stack > 0
-        self.n_available = n_blocks  # blocks that are free, and those that can be evicted
+        self.n_available = n_blocks
         self._free = deque(range(n_blocks))
         self._ref_counts = [0] * n_blocks
         self._stacks: list[tuple[int, ...]] = [(block,) for block in range(n_blocks)]  # by the first block
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._by_content: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # content -> (prefix id, stack)
-        self._by_prefix: list[dict[int, int]] = [{} for _ in groups]  # prefix id -> stack; of the first group unused
-        self._content: dict[int, tuple[dict[Any, Any], Any]] = {}  # registered stack -> where, and its key there
+        self._by_prefix: list[dict[int, int]] = [{} for _ in groups]  # by group: prefix id -> stack
+        self._content: dict[int, tuple[dict[Any, Any], Any]] = {}  # registered stack -> its dictionary, its key
         self._last_prefix_id = EMPTY_PREFIX
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Return the number of consecutive blocks that `n_tokens` tokens take."""
+        """Return the number of blocks that `n_tokens` tokens take in one block table."""
         return -(-n_tokens // self.block_size)
 
     def stack(self, first: int) -> tuple[int, ...]:
@@ -210,10 +218,12 @@ class BlockManager:
         return self._stacks[first]
 
     def match(self, tokens: list[int], max_stacks: int) -> Match:
-        """Return the longest cached prefix whose next token finds every stack that it sees.
+        """Return the longest cached prefix of a prompt that can be used.
+
+        A prefix can be used if, in every group, all stacks within the window of the token after the prefix are cached.
 
         Args:
-            tokens: Token ids.
+            tokens: Token ids of the prompt.
             max_stacks: Longest prefix, in stacks.
         """
         stacks: list[int] = []
@@ -234,8 +244,11 @@ class BlockManager:
         return Match(n_stacks, prefix_ids[n_stacks], of_groups, n_behind)
 
     def _longest(self, of_groups: list[list[int]]) -> int:
-        """Return the longest prefix after which a token finds all visible stacks in every group."""
-        longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
+        """Return the number of stacks in the longest prefix whose next token finds all stacks of its window.
+
+        `of_groups` has, for each group, the cached stack at each index, or scratch if the stack is missing.
+        """
+        longest, runs = 0, [0] * len(of_groups)  # by group, consecutive stacks up to here
         for n, stacks in enumerate(zip(*of_groups, strict=True), start=1):
             runs = [0 if stack == self.scratch else run + 1 for run, stack in zip(runs, stacks, strict=True)]
             seen = [n - group.first_seen(n * self.block_size, self.block_size) for group in self.groups]
@@ -244,12 +257,18 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether `reserve` blocks stay available after acquiring stacks and allocating `n_new` blocks."""
+        """Return whether enough blocks are available to acquire stacks and to allocate new blocks.
+
+        Args:
+            shared: Stacks to acquire. Cached stacks among them stop being available.
+            n_new: Number of blocks to allocate.
+            reserve: Number of blocks that must stay available.
+        """
         revived = sum(len(self._stacks[stack]) for stack in shared if stack in self._cached)
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, stacks: Iterable[int]) -> None:
-        """Add one reference to each stack. The stacks are in use or cached."""
+        """Add one reference to each stack. All of them must be in use or cached."""
         for stack in stacks:
             if self._ref_counts[stack] == 0:
                 del self._cached[stack]
@@ -257,7 +276,10 @@ class BlockManager:
             self._ref_counts[stack] += 1
 
     def allocate(self, group: int = 0) -> int:
-        """Return an empty stack of a group with one reference. The caller has checked `n_available`."""
+        """Allocate a stack of a group, and return it with one reference. Evicts cached stacks if necessary.
+
+        The caller has checked that `n_available` suffices.
+        """
         n_blocks = self.groups[group].n_tables
         while len(self._free) < n_blocks:
             evicted, _ = self._cached.popitem(last=False)
@@ -272,7 +294,7 @@ class BlockManager:
 
     def release(self, stacks: list[int]) -> None:
         """Drop one reference to each stack. The stacks are given in the order of their positions."""
-        # A later one is useful only together with the earlier ones, so it must be evicted before them.
+        # A later stack is useful only together with the earlier stacks, so it must be evicted before them.
         for stack in reversed(stacks):
             self._ref_counts[stack] -= 1
             if self._ref_counts[stack] == 0:
@@ -287,13 +309,12 @@ class BlockManager:
 
         Args:
             stack: The stack.
-            before: Id of the prefix before it.
-            tokens: Its token ids.
+            before: Id of the prefix that ends before the stack.
+            tokens: Token ids of the stack.
 
         Returns:
-            The id of the prefix that the stack completes. If a stack with this content is cached, it stays, and its
-            prefix id
-            is returned.
+            The id of the prefix that ends with the stack. If another stack with the same content is cached already,
+            the cache keeps it, and the id of its prefix is returned.
         """
         key = (before, tokens)
         found = self._by_content.get(key)
@@ -305,7 +326,13 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, stack: int, group: int, prefix_id: int) -> None:
-        """Add a full stack of another group to the prefix cache as the end of a prefix, if there is none yet."""
+        """Add a full stack of a group to the prefix cache as the end of a prefix, unless the group has such a stack.
+
+        Args:
+            stack: The stack.
+            group: Index of the group, at least 1. The first group uses `register`.
+            prefix_id: Id of the prefix that ends with the stack.
+        """
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = stack
             self._content[stack] = self._by_prefix[group], prefix_id
@@ -325,9 +352,9 @@ class HeldBlocks:
     Attributes:
         stacks: For each group, one stack for every `block_size` positions.
         n_behind: For each group, the number of first stacks that are freed, because they lie before the window.
-        room: Positions that have stacks in all groups.
-        n_uploaded: Stacks of each group whose blocks are in the device's tables.
-        n_registered: Stacks of each group that are in the prefix cache.
+        room: Number of positions that have stacks in all groups.
+        n_uploaded: Number of stacks in each group whose blocks are in the device's tables.
+        n_registered: Number of stacks in each group that are in the prefix cache.
         prefix_id: Id of the prefix that ends with the last registered stack.
     """
 
@@ -339,12 +366,16 @@ class HeldBlocks:
         self.stacks: list[list[int]] = [[] for _ in range(n_groups)]
         self.n_behind = [0] * n_groups
         self.room = 0
-        self.n_uploaded = 0  # how many stacks of each group are in the device's tables
-        self.n_registered = 0  # how many of them can be found by content
-        self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered stack
+        self.n_uploaded = 0
+        self.n_registered = 0
+        self.prefix_id = EMPTY_PREFIX
 
     def begin(self, match: Match, n_tokens: int) -> int:
-        """Take the stacks of a cached prefix. Groups without a window also allocate stacks for all tokens.
+        """Acquire the stacks of a cached prefix. Groups without a window also allocate stacks for all tokens.
+
+        Args:
+            match: The cached prefix.
+            n_tokens: Number of tokens of the sequence.
 
         Returns:
             The number of newly allocated blocks.
@@ -362,12 +393,20 @@ class HeldBlocks:
         return n_taken
 
     def begin_last(self) -> None:
-        """Allocate one stack in each group for the partly filled end of a prompt. `follow` adds the others."""
+        """Allocate one stack in each group for the partly filled end of a shared prompt.
+
+        `follow` adds the stacks before it.
+        """
         for group, stacks in enumerate(self.stacks):
             stacks.append(self._blocks.allocate(group))
 
     def follow(self, leader: HeldBlocks, n_shared: int) -> None:
-        """Share the first `n_shared` stacks of the sequence that has computed the prompt."""
+        """Share the prompt that another sequence has computed.
+
+        Args:
+            leader: Blocks of the other sequence.
+            n_shared: Number of first stacks to share.
+        """
         for group, first in enumerate(leader.n_behind):
             shared = leader.stacks[group][:n_shared]
             self._blocks.acquire(shared[first:])
@@ -376,7 +415,7 @@ class HeldBlocks:
         self.n_registered, self.prefix_id = leader.n_registered, leader.prefix_id
 
     def extend(self, end: int) -> None:
-        """Allocate the missing stacks for positions up to `end` in all groups."""
+        """Allocate the missing stacks for the first `end` positions in all groups."""
         blocks = self._blocks
         for group, stacks in enumerate(self.stacks):
             for _ in range(blocks.blocks_for(end) - len(stacks)):
@@ -390,7 +429,7 @@ class HeldBlocks:
         self.room += self._blocks.block_size
 
     def release_behind(self, position: int) -> None:
-        """Free cached stacks that neither the token at `position` nor a later one reads."""
+        """Free registered stacks that lie before the window of the token at `position`."""
         blocks = self._blocks
         for group, stacks in enumerate(self.stacks):
             behind = min(blocks.groups[group].first_seen(position, blocks.block_size), self.n_registered)
@@ -399,7 +438,12 @@ class HeldBlocks:
                 self.n_behind[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add the full stacks among the first `n_tokens` tokens to the prefix cache."""
+        """Add the full stacks among the first `n_tokens` tokens to the prefix cache.
+
+        Args:
+            tokens: Token ids of the sequence.
+            n_tokens: Number of first tokens whose keys and values are cached.
+        """
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
             content = tuple(tokens[i * size : (i + 1) * size])
@@ -409,7 +453,10 @@ class HeldBlocks:
             self.n_registered = i + 1
 
     def new_entries(self, slot: int) -> list[tuple[int, int, int, int]]:
-        """Return the entries that are missing in the device's block tables, and count them as present.
+        """Return the entries that the device's block tables lack, and count them as present.
+
+        Args:
+            slot: Slot of the sequence.
 
         Returns:
             Tuples (table, slot, column, block).

@@ -1,4 +1,4 @@
-"""The decoder: takes requests, returns sampled completions, one step at a time."""
+"""The decoder: takes requests and returns sampled completions, one decoding step at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
 from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
 
-MOST_STOP_STRINGS = 64  # sets of them that are remembered
-_PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
+MOST_STOP_STRINGS = 64  # sets of stop strings that are kept
+_PIECE_STEPS = 64  # steps between pieces, for all samples together: a message costs about as much for one as for many
 
 
 class Decoder:
@@ -30,26 +30,26 @@ class Decoder:
 
     The device is one step ahead of the host: a step is launched before the tokens of the previous step are read. So a
     sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same.
-    A completion depends on its request alone, not on other requests in the batch.
+    A completion depends only on its request, not on other requests in the batch.
 
     Args:
         model: The model.
-        n_blocks: Memory of the cache, in blocks of all layers.
+        n_blocks: Memory of the KV cache, as a number of blocks with all layers.
         block_size: Tokens in a block.
         max_running: Most sequences in the batch.
         max_prefill_tokens: Most prompt tokens in a step.
-        max_len: Expected length of sequences in tokens, which decides the KVLayout. None takes the context.
+        max_len: Expected length of sequences in tokens, for which the KVLayout is chosen. None takes the context.
         eos_token_ids: Tokens that end a completion, unless the request has `ignore_eos`.
-        use_graphs: Replay the decode step as a CUDA graph.
-        attn_backend: Attention of the prefill, as `choose_backend` returns it.
-        exact: Compute log-probabilities with the bits of training, see engine.exact.
-        detokenize: Turns completion tokens into text; needed for stop strings.
-        compile_grammar: Compiles the grammar of a request; needed for grammars.
+        use_graphs: Whether to run decode steps as CUDA graphs.
+        attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
+        exact: Whether log-probabilities have the same bits as in training, see engine.exact.
+        detokenize: Turns completion tokens into text. None refuses requests with stop strings.
+        compile_grammar: Compiles the grammar of a request. None refuses requests with grammars.
         stream_every_s: Least seconds between partial outputs, except for the first token of a sample.
-        keeps_routes: Return the experts of tokens with finished samples.
+        keeps_routes: Whether finished samples carry the experts of their tokens.
 
     Attributes:
-        limits: Which requests the decoder accepts.
+        limits: Limits of the requests that the decoder accepts.
         weights_version: Version of the weights, set by the caller between steps. A token carries the version at the
             launch of the step that sampled it.
     """
@@ -73,7 +73,7 @@ class Decoder:
         keeps_routes: bool = False,
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
         config = model.config
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
         context_len = config.max_position_embeddings
@@ -104,19 +104,19 @@ class Decoder:
         self._outputs: list[GenerationOutput] = []
         self._awaiting: list[tuple[GenerationOutput, PendingRoutes]] = []  # finished, until their routes have arrived
         self._unfinished: dict[int, int] = {}  # request id -> samples
-        self._finite_version: int | None = None  # of weights that were looked through
-        self._has_bad_blocks = False  # the cache may hold numbers that are not finite
+        self._finite_version: int | None = None  # version of the weights that were last checked
+        self._has_bad_blocks = False  # whether the cache may hold NaN or infinity
         self._n_generated = 0
         self._stream_every_s, self._streamed_at, self._n_collected = stream_every_s, 0.0, 0
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything left to compute or to return."""
+        """Whether a further `step` has something to compute or to return."""
         return self._scheduler.has_work or bool(self._outputs) or bool(self._awaiting)
 
     @property
     def stats(self) -> RolloutStats:
-        """Counters since construction or the last `reset_stats`."""
+        """Counters since construction or the last `reset_stats`. `running` and `waiting` are the current numbers."""
         graphs = self._runner.graphs
         return RolloutStats(
             running=self._scheduler.n_running,
@@ -130,9 +130,12 @@ class Decoder:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. It joins the batch in one of the next steps.
 
+        Args:
+            request: The request.
+
         Raises:
             EngineError: The request cannot be served.
-            GrammarError: Its grammar cannot be compiled.
+            GrammarError: The grammar of the request cannot be compiled.
         """
         max_new = self.limits.max_new(request)
         if request.request_id in self._unfinished:
@@ -165,13 +168,16 @@ class Decoder:
             )
 
     def abort(self, request_id: int) -> None:
-        """End the unfinished samples of a request. The next step returns them with the finish reason "abort"."""
+        """End the unfinished samples of a request. The next step returns them with finish_reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
 
     def give_back(self, n_samples: int) -> None:
-        """Drop whole requests that have not started, the youngest first, until `n_samples` samples are dropped.
+        """Drop requests that have not started, the youngest first, so that another copy of the model can serve them.
 
-        The next step returns an output with the sample GIVEN_BACK for each of them.
+        The next step returns one output with the sample GIVEN_BACK for each dropped request.
+
+        Args:
+            n_samples: Stop when the dropped requests have at least this many samples.
         """
         for request in self._scheduler.give_back(n_samples):
             request_id = request.request_id
@@ -183,7 +189,7 @@ class Decoder:
             )
 
     def clear(self) -> None:
-        """Drop all requests without outputs."""
+        """Drop all requests. They get no outputs."""
         for request_id in list(self._unfinished):
             self.abort(request_id)
         self._outputs, self._awaiting = [], []
@@ -192,7 +198,7 @@ class Decoder:
         """Launch one step on the device, then read the tokens of the previous step.
 
         Returns:
-            Finished samples, whole, and partial outputs of requests that want them.
+            Finished samples with their whole completions, and partial outputs of requests with `stream` or `pieces`.
         """
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
@@ -203,18 +209,18 @@ class Decoder:
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
         outputs, self._outputs = self._outputs, []
-        for output, routes in awaiting:  # copied behind a step that has ended by now
+        for output, routes in awaiting:  # copied after a step that has ended by now
             output.routes = routes.wait()
             outputs.append(output)
         return outputs
 
     def reset_cache(self) -> None:
-        """Drop all keys and values, because the weights have changed. Unfinished sequences are recomputed."""
+        """Drop all keys and values, because the weights have changed. Unfinished sequences will be recomputed."""
         self._collect()
         self._scheduler.preempt_all()
         self._blocks.reset()
         if self._has_bad_blocks:
-            self._runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
+            self._runner.cache.kv_blocks.zero_()  # attention multiplies unrelated blocks by 0, and 0 * nan is nan
             self._has_bad_blocks = False
 
     def reset_stats(self) -> None:
@@ -224,7 +230,7 @@ class Decoder:
             self._runner.graphs.n_replays = 0
 
     def _collect(self) -> None:
-        """Wait for the tokens in flight, and append them to their sequences."""
+        """Wait for the tokens in flight, append them to their sequences, and queue outputs."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -251,13 +257,13 @@ class Decoder:
                 self._scheduler.register(sequence, len(sequence.tokens) - 1)
         if finished:
             cache = self._runner.routes
-            # While the blocks are theirs: what comes to the device later may write over them.
+            # Read now, while the blocks belong to these sequences. Later steps may overwrite the blocks.
             routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
             self._scheduler.remove_finished()
             self._finish(finished, routes)
 
     def _fail(self, sequence: Sequence) -> None:
-        """End a sample whose log-probability is not finite. EngineError if the weights are not finite."""
+        """End a sample whose log-probability is not finite with "error". EngineError if the weights are not finite."""
         if self._finite_version != self.weights_version:
             parts = [part for part in self._runner.model.parameters() if part.numel()]
             if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
@@ -266,7 +272,7 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
-        """Queue the outputs of finished sequences."""
+        """Queue the outputs of finished sequences. `routes` has their experts. None if experts are not kept."""
         for index, sequence in enumerate(sequences):
             if routes is None:
                 self._outputs.append(sequence.output())
