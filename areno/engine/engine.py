@@ -316,9 +316,9 @@ class Engine(AbstractContextManager["Engine"]):
         """
         if self.spec.engine.deterministic:
             at_once = None
-        elif (
-            self.spec.layout.dp_size > 1
-        ):  # longest first makes the end short; with one copy, a resumed run must keep the order
+        elif self.spec.layout.dp_size > 1:
+            # Longest first, so that all copies finish at about the same time. With one copy, a resumed run must keep
+            # the order.
             requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
         return wait_for_all(self, requests, on_progress, at_once)
 
