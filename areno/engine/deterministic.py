@@ -58,9 +58,8 @@ _flags = _Flags()
 def begin_deterministic(device: str, world_size: int) -> None:
     """Make this process compute the same bits in every run, until `end_deterministic`.
 
-    Call this before the process uses CUDA or NCCL. It sets CUBLAS_WORKSPACE_CONFIG and, for several ranks,
-    NCCL_ALGO=Ring if the device is a GPU, and torch's deterministic mode on every device. Values that the environment
-    already has stay.
+    Call this before the process uses CUDA or NCCL. On every device it switches torch's deterministic mode on. On a GPU
+    it also sets CUBLAS_WORKSPACE_CONFIG and, for several ranks, NCCL_ALGO=Ring, unless the environment has values.
 
     Args:
         device: Device of the worker: "cpu" or "cuda:<i>".

@@ -152,8 +152,8 @@ class Footprint:
     def least(self) -> int:
         """Bytes on each device below which nothing can run.
 
-        They are the models that stay there, and the largest of these: a micro-batch of 256 tokens, a visit of an
-        offloaded model, a KV cache of 256 tokens.
+        They are the models that stay on the device, plus the larger of two needs. The first is a micro-batch of up
+        to 256 tokens, with its model if that is offloaded. The second is a KV cache of 256 tokens.
         """
         work = [0]
         for model in self.models:

@@ -110,7 +110,7 @@ RESTING = ("ref", "reward", "critic")
 def in_loading(
     spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
 ) -> Iterator[Option]:
-    """Yield changes that lower the memory of the models while another model is loaded.
+    """Yield changes of settings that lower the memory of the models while another model is loaded.
 
     Args:
         spec: The engine.
@@ -169,7 +169,7 @@ def training_hint(
 def in_training(
     section: str, mb_spec: MicroBatchSpec, *, recomputes: bool, beside: Iterable[Option], in_adam: bool
 ) -> Iterator[Option]:
-    """Yield changes that lower the memory of forward and backward passes.
+    """Yield changes of settings that lower the memory of forward and backward passes.
 
     Args:
         section: Configuration section of the model, such as "actor".
@@ -191,7 +191,7 @@ def in_training(
 
 
 def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
-    """Yield changes that lower the memory of a rollout.
+    """Yield changes of settings that lower the memory of a rollout.
 
     Args:
         decoder: Settings of the decoder.
@@ -205,13 +205,13 @@ def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
 
 
 def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield changes that make the KV cache leave more memory to training."""
+    """Yield changes of settings that make the KV cache leave more memory to training."""
     yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
     yield from smaller_cache(decoder)
 
 
 def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield changes that make the KV cache smaller. `max_kv_tokens`, if set, overrides `mem_fraction`."""
+    """Yield changes of settings that make the KV cache smaller. `max_kv_tokens`, if set, overrides `mem_fraction`."""
     if decoder.max_kv_tokens is None:
         yield ("lower {}", Key("rollout.mem_fraction"))
         yield ("set {}", Key("rollout.max_kv_tokens"))

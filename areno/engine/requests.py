@@ -320,7 +320,7 @@ class Dispatcher:
             yield output
 
     def _finish(self, part: Part) -> None:
-        """Count one more finished sample of a part."""
+        """Count a finished sample of a part. Forget the part, and the request, when nothing of it is missing."""
         rank = part.rank
         self._place(part, None)
         part.missing -= 1

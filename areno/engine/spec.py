@@ -87,7 +87,12 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where a worker process runs: a device ("cpu" or "cuda:<i>") of a host."""
+    """The address of a worker process.
+
+    Attributes:
+        device: "cpu" or "cuda:<i>".
+        host: Address of the machine. The default is the driver's machine.
+    """
 
     device: str
     host: str = LOOPBACK

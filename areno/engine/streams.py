@@ -230,7 +230,7 @@ class Gathering:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Announce inside a `with` block that this event loop prepares a request. Its burst waits for the request."""
+        """Inside a `with` block, let held-back requests of this event loop wait for one that is being prepared."""
         loop = asyncio.get_running_loop()
         self._expected[loop] += 1
         try:
@@ -241,7 +241,10 @@ class Gathering:
                 del self._expected[loop]
 
     def announce(self, n_requests: int) -> None:
-        """Announce the number of requests that this event loop will submit. A burst with this many waits no longer."""
+        """Announce the number of requests that this event loop will submit.
+
+        Held-back requests are submitted as soon as this many have arrived.
+        """
         self._announced[asyncio.get_running_loop()] = n_requests
 
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:

@@ -30,29 +30,44 @@ _WORTH_IT = 0.9  # groups must need less than this share of the memory that one 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers with the same window.
+    """Attention layers with the same sliding window. The KV blocks of a group are allocated in stacks.
+
+    A stack is the blocks that hold `block_size` tokens in all layers of the group.
 
     Attributes:
-        window: Tokens that a layer sees. None for full attention.
-        n_tables: Number of block tables, which is the number of blocks in a stack.
+        window: Number of tokens that a layer attends to. None for full attention.
+        n_tables: Number of block tables, which is also the number of blocks in a stack.
     """
 
     window: int | None
     n_tables: int = 1
 
     def first_seen(self, position: int, block_size: int) -> int:
-        """Return the index of the first stack that the token at `position`, or any later token, reads."""
+        """Return the index of the first KV blocks that the token at `position`, or any later token, reads.
+
+        Args:
+            position: Position of the token in its sequence.
+            block_size: Tokens in a block.
+
+        Returns:
+            The index in units of `block_size` tokens. 0 for full attention.
+        """
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def most_stacks(self, n_tokens: int, block_size: int) -> int:
-        """Return the largest number of stacks that a sequence of `n_tokens` tokens holds at the same time."""
+        """Return the largest number of stacks (KV blocks for `block_size` tokens) that a sequence holds at once.
+
+        Args:
+            n_tokens: Number of tokens in the sequence.
+            block_size: Tokens in a block.
+        """
         n_stacks = -(-n_tokens // block_size)
         # The stacks that a window touches, plus one: a new stack is allocated before old stacks are freed.
         return n_stacks if self.window is None else min(n_stacks, -(-(self.window - 1) // block_size) + 2)
 
 
 def tables_with_windows(groups: Iterable[KVGroup]) -> int:
-    """Return the number of block tables of all groups with a window."""
+    """Return the number of block tables of all groups of layers that have a sliding window."""
     return sum(group.n_tables for group in groups if group.window is not None)
 
 
@@ -110,7 +125,7 @@ class KVLayout:
 
     @property
     def n_tables(self) -> int:
-        """Number of block tables of all groups."""
+        """Number of block tables, over all groups of layers."""
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
@@ -158,7 +173,9 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix found in the prefix cache. The sequence must still acquire its stacks.
+    """A cached prefix of a prompt. The sequence must still acquire its stacks.
+
+    A stack is the KV blocks of one group of layers for `block_size` tokens.
 
     Attributes:
         n_stacks: Length of the prefix, in stacks.
@@ -178,7 +195,10 @@ class Match:
 
 
 class BlockManager:
-    """Allocates, shares and finds stacks of KV blocks.
+    """Allocates KV blocks, shares them between sequences, and finds cached prefixes.
+
+    Blocks are handled in stacks. A stack is the blocks of one group of layers for `block_size` tokens, and is
+    identified by its first block.
 
     Args:
         n_blocks: Number of blocks in the pool.
@@ -214,7 +234,11 @@ class BlockManager:
         return -(-n_tokens // self.block_size)
 
     def stack(self, first: int) -> tuple[int, ...]:
-        """Return the blocks of a stack in use, one for each table of its group."""
+        """Return the blocks of a stack that is in use, one for each block table of its group of layers.
+
+        Args:
+            first: First block of the stack.
+        """
         return self._stacks[first]
 
     def match(self, tokens: list[int], max_stacks: int) -> Match:
@@ -257,10 +281,10 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether enough blocks are available to acquire stacks and to allocate new blocks.
+        """Return whether enough blocks are available to acquire cached stacks and to allocate new blocks.
 
         Args:
-            shared: Stacks to acquire. Cached stacks among them stop being available.
+            shared: First blocks of the stacks to acquire. Those that no sequence uses are no longer available then.
             n_new: Number of blocks to allocate.
             reserve: Number of blocks that must stay available.
         """
@@ -268,7 +292,11 @@ class BlockManager:
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, stacks: Iterable[int]) -> None:
-        """Add one reference to each stack. All of them must be in use or cached."""
+        """Add one reference to each stack of KV blocks.
+
+        Args:
+            stacks: First blocks of the stacks, which must be in use or cached.
+        """
         for stack in stacks:
             if self._ref_counts[stack] == 0:
                 del self._cached[stack]
@@ -276,9 +304,15 @@ class BlockManager:
             self._ref_counts[stack] += 1
 
     def allocate(self, group: int = 0) -> int:
-        """Allocate a stack of a group, and return it with one reference. Evicts cached stacks if necessary.
+        """Allocate the KV blocks for `block_size` tokens in one group of layers (a stack), with one reference.
 
-        The caller has checked that `n_available` suffices.
+        Evicts cached stacks if necessary. The caller has checked that `n_available` suffices.
+
+        Args:
+            group: Index of the group.
+
+        Returns:
+            The first block of the stack.
         """
         n_blocks = self.groups[group].n_tables
         while len(self._free) < n_blocks:
@@ -293,7 +327,11 @@ class BlockManager:
         return blocks[0]
 
     def release(self, stacks: list[int]) -> None:
-        """Drop one reference to each stack. The stacks are given in the order of their positions."""
+        """Drop one reference to each stack of KV blocks. Unreferenced stacks become cached or free.
+
+        Args:
+            stacks: First blocks of the stacks, in the order of their positions.
+        """
         # A later stack is useful only together with the earlier stacks, so it must be evicted before them.
         for stack in reversed(stacks):
             self._ref_counts[stack] -= 1
@@ -305,10 +343,10 @@ class BlockManager:
                     self._free.extend(self._stacks[stack])
 
     def register(self, stack: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add a full stack of the first group to the prefix cache.
+        """Add full KV blocks of the first group of layers to the prefix cache.
 
         Args:
-            stack: The stack.
+            stack: First block of the stack, which holds `block_size` tokens.
             before: Id of the prefix that ends before the stack.
             tokens: Token ids of the stack.
 
@@ -326,10 +364,10 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, stack: int, group: int, prefix_id: int) -> None:
-        """Add a full stack of a group to the prefix cache as the end of a prefix, unless the group has such a stack.
+        """Add full KV blocks of another group of layers to the prefix cache, unless the prefix has such blocks.
 
         Args:
-            stack: The stack.
+            stack: First block of the stack, which holds `block_size` tokens.
             group: Index of the group, at least 1. The first group uses `register`.
             prefix_id: Id of the prefix that ends with the stack.
         """
@@ -349,8 +387,10 @@ class BlockManager:
 class HeldBlocks:
     """The KV blocks of one sequence, from its admission until it leaves the cache.
 
+    A stack is the KV blocks of one group of layers for `block_size` positions.
+
     Attributes:
-        stacks: For each group, one stack for every `block_size` positions.
+        stacks: For each group, one stack for every `block_size` positions, by its first block.
         n_behind: For each group, the number of first stacks that are freed, because they lie before the window.
         room: Number of positions that have stacks in all groups.
         n_uploaded: Number of stacks in each group whose blocks are in the device's tables.
@@ -371,7 +411,7 @@ class HeldBlocks:
         self.prefix_id = EMPTY_PREFIX
 
     def begin(self, match: Match, n_tokens: int) -> int:
-        """Acquire the stacks of a cached prefix. Groups without a window also allocate stacks for all tokens.
+        """Acquire the KV blocks of a cached prefix. Layers without a window also get blocks for all tokens.
 
         Args:
             match: The cached prefix.
@@ -393,19 +433,19 @@ class HeldBlocks:
         return n_taken
 
     def begin_last(self) -> None:
-        """Allocate one stack in each group for the partly filled end of a shared prompt.
+        """Allocate the KV blocks for the partly filled end of a prompt that another sequence computes.
 
-        `follow` adds the stacks before it.
+        `follow` adds the shared blocks before it.
         """
         for group, stacks in enumerate(self.stacks):
             stacks.append(self._blocks.allocate(group))
 
     def follow(self, leader: HeldBlocks, n_shared: int) -> None:
-        """Share the prompt that another sequence has computed.
+        """Share the full KV blocks of a prompt that another sequence has computed.
 
         Args:
             leader: Blocks of the other sequence.
-            n_shared: Number of first stacks to share.
+            n_shared: Number of full blocks in the prompt.
         """
         for group, first in enumerate(leader.n_behind):
             shared = leader.stacks[group][:n_shared]
@@ -415,7 +455,7 @@ class HeldBlocks:
         self.n_registered, self.prefix_id = leader.n_registered, leader.prefix_id
 
     def extend(self, end: int) -> None:
-        """Allocate the missing stacks for the first `end` positions in all groups."""
+        """Allocate the missing KV blocks for the first `end` positions, in all layers."""
         blocks = self._blocks
         for group, stacks in enumerate(self.stacks):
             for _ in range(blocks.blocks_for(end) - len(stacks)):
@@ -423,13 +463,13 @@ class HeldBlocks:
         self._measure()
 
     def grow(self) -> None:
-        """Allocate one more stack in each group."""
+        """Allocate the KV blocks for the next `block_size` positions, in all layers."""
         for group, stacks in enumerate(self.stacks):
             stacks.append(self._blocks.allocate(group))
         self.room += self._blocks.block_size
 
     def release_behind(self, position: int) -> None:
-        """Free registered stacks that lie before the window of the token at `position`."""
+        """Free KV blocks that lie before the sliding window of the token at `position`, if they are registered."""
         blocks = self._blocks
         for group, stacks in enumerate(self.stacks):
             behind = min(blocks.groups[group].first_seen(position, blocks.block_size), self.n_registered)
@@ -438,7 +478,7 @@ class HeldBlocks:
                 self.n_behind[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add the full stacks among the first `n_tokens` tokens to the prefix cache.
+        """Add full KV blocks of the sequence to the prefix cache.
 
         Args:
             tokens: Token ids of the sequence.
@@ -456,7 +496,7 @@ class HeldBlocks:
         """Return the entries that the device's block tables lack, and count them as present.
 
         Args:
-            slot: Slot of the sequence.
+            slot: Row of the sequence in the tables.
 
         Returns:
             Tuples (table, slot, column, block).
@@ -472,10 +512,10 @@ class HeldBlocks:
         return entries
 
     def release(self) -> None:
-        """Free all stacks."""
+        """Free all KV blocks of the sequence."""
         for stacks, behind in zip(self.stacks, self.n_behind, strict=True):
             self._blocks.release(stacks[behind:])
 
     def _measure(self) -> None:
-        """Compute `room`."""
+        """Compute `room`, the number of positions that have blocks in all layers."""
         self.room = min(map(len, self.stacks)) * self._blocks.block_size

@@ -141,13 +141,18 @@ class StateCache:
         return out_NI
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the states of the source slots to the target slots, in all layers."""
+        """Copy recurrent states between slots in all layers, for samples that share a prompt.
+
+        Args:
+            sources: int64 slots to copy from.
+            targets: int64 slots to copy to.
+        """
         for each in self._all:
             each.index_copy_(1, targets, each.index_select(1, sources))
 
 
 def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
-    """Return x with zeros in the rows that are not chosen, whatever these rows contain."""
+    """Return x with zeros in the rows that are not chosen, even if these rows contain NaN."""
     return torch.where(chosen_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
@@ -209,7 +214,12 @@ class RouteCache:
         return blocks_B * self._block_size + positions_B % self._block_size
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the experts in the source blocks to the target blocks."""
+        """Copy the experts of the tokens in KV blocks to other blocks.
+
+        Args:
+            sources: int64 indices of blocks to copy from.
+            targets: int64 indices of blocks to copy to.
+        """
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
     def read(self, blocks: Any, n_tokens: int) -> PendingRoutes:

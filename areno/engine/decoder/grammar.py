@@ -154,7 +154,7 @@ def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> 
 
 
 class _Words:
-    """A tokenizer whose tokens are plain texts, in the form that llguidance takes."""
+    """Wraps a tokenizer that is not byte-level in the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_id: int):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs: one for each batch size of a list. Smaller batches are padded."""
+"""The decode step as CUDA graphs, one for each batch size of a list. A batch is padded to the next size."""
 
 from __future__ import annotations
 

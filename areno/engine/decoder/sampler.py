@@ -195,7 +195,7 @@ class SlotSampler:
 
         Args:
             logits_BV: Logits of the whole vocabulary. Their values may be overwritten.
-            slots_B: int64, slot of each row.
+            slots_B: int64, slot of each row, its index in the settings.
             index_B: int64, index of the sampled token in its completion.
             flags: Features of sampling that the batch needs.
 
@@ -224,7 +224,7 @@ class SlotSampler:
         Args:
             tp: The ranks that share the columns.
             columns_BV: This rank's columns of the logits.
-            slots_B: int64, slot of each row.
+            slots_B: int64, slot of each row, its index in the settings.
             index_B: int64, index of the sampled token in its completion.
             flags: Features of sampling that the batch needs. Must not need all columns, see `can_sample_columns`.
 
@@ -244,7 +244,7 @@ class SlotSampler:
         Args:
             local_BV: float32, this rank's columns of the logits.
             tokens_B: int64, sampled tokens.
-            slots_B: int64, slot of each row.
+            slots_B: int64, slot of each row, its index in the settings.
             tp: The ranks that share the columns.
             first: Token id of this rank's first column.
         """
@@ -256,7 +256,7 @@ class SlotSampler:
 
         Args:
             tokens_B: int64, drawn token of each row.
-            slots_B: int64, slot of each row.
+            slots_B: int64, slot of each row, its index in the settings.
             drawn_here: The rows that this rank has drawn. Their penalty counts already include the token.
             flags: Features of sampling that the batch needs.
         """
@@ -322,7 +322,7 @@ class LogitEdits:
 
         Args:
             logits_RV: Logits of the rows with edits.
-            slots_R: int64, slot of each row.
+            slots_R: int64, slot of each row, its index in the settings.
             positions_R: int64, index of the sampled token in its completion.
             sampler: Settings of the slots.
             flags: Features of sampling that the batch needs.
@@ -358,7 +358,7 @@ def sample_edited(
 
     Args:
         logits_BV: Logits of the whole vocabulary.
-        slots_B: int64, slot of each row.
+        slots_B: int64, slot of each row, its index in the settings.
         positions_B: int64, index of the sampled token in its completion.
         sampler: Settings of the slots.
         flags: Features of sampling that the batch needs.

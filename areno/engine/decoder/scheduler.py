@@ -40,7 +40,7 @@ class Prefill:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The leader and the followers."""
+        """All samples whose prompt is computed here: the leader and the followers."""
         return [self.leader, *self.followers]
 
     def slot_pairs(self) -> list[tuple[int, int]]:
@@ -258,7 +258,7 @@ class Scheduler:
         self._prefilled = []
 
     def _next_chunks(self) -> list[Chunk]:
-        """Return the chunks of this step: first of unfinished prompts, then of newly admitted prompts."""
+        """Return the chunks of prompts to compute in this step: of unfinished prompts, then of newly admitted ones."""
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
         for prefill in self.prefilling:  # at most one: no prompt is admitted before it is complete
@@ -351,7 +351,7 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
-        """Return whether the next waiting sequence can share the prefill of `leader`."""
+        """Return whether the next waiting sequence is an unstarted sample of the same request as `leader`."""
         return bool(self.waiting) and self.waiting[0].request is leader.request and self.waiting[0].is_fresh
 
     def _preempt_youngest(self) -> None:

@@ -258,7 +258,7 @@ class FlatParameters:
                 yield part, _shifted(part, bucket.local.start - bucket.own.start)
 
     def gather(self, bucket: Bucket) -> Any:
-        """Start filling a bucket of `params` with the parts that all ranks own.
+        """Start an all-gather that fills a bucket, a range of `params`, with the parts that the ranks of `dp` own.
 
         Args:
             bucket: The bucket.
@@ -343,5 +343,5 @@ def length(place: slice) -> int:
 
 
 def _shifted(place: slice, by: int) -> slice:
-    """Return a slice moved by a number of elements."""
+    """Return a slice moved by `by` elements."""
     return slice(place.start + by, place.stop + by)

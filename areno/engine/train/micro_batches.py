@@ -183,7 +183,7 @@ def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]]
 
 
 def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1) -> list[list[int]]:
-    """Return the unit indices of each optimizer step.
+    """Divide units (rows that stay together) into optimizer steps, and return the unit indices of each step.
 
     Args:
         lengths: Number of tokens in each unit.
@@ -203,7 +203,7 @@ def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1
 
 
 def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1) -> list[list[int]]:
-    """Return the unit indices of each micro-batch.
+    """Divide units (rows that stay together) into micro-batches, and return the unit indices of each micro-batch.
 
     With `max_tokens_per_mb`, units are packed first-fit decreasing. Otherwise each micro-batch has `mini_bs` units.
     Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so training follows the
@@ -232,7 +232,7 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
 
 
 def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
-    """Divide units into `n` shares of nearly equal cost, and return the unit indices of each share.
+    """Divide rows or units of rows into `n` shares of nearly equal cost, and return the indices in each share.
 
     The most expensive remaining unit goes to the cheapest share. No share is empty if there are at least `n` units.
     Indices ascend within a share.

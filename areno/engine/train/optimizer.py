@@ -118,8 +118,8 @@ class Optimizer:
         totals_3 = torch.zeros(3, dtype=torch.float64, device=flat.grads.device)  # squares, non-zeros, entries
         for chunk in flat.chunks():
             found_2 = squares_and_nonzeros(flat.grads[chunk.grads])
-            # Equal copies on every rank count once. They are divided before the sum, rather than left out on some ranks,
-            # so that the result, and with it the clipping, is the same number on every rank.
+            # Equal copies on every rank count once. They are divided before the sum, not left out on some ranks, so
+            # that the result, and with it the clipping, is the same number on every rank.
             totals_3[:2] += found_2 if chunk.segment.sharded else found_2 / self.tp.size
         for segment in flat.segments:
             n_params = segment.n_params / flat.dp.size

@@ -47,7 +47,7 @@ class Row:
 
     @property
     def n_trained(self) -> int:
-        """Number of trained tokens."""
+        """Number of tokens that the loss trains on."""
         return int(np.count_nonzero(self.trained))
 
 
@@ -210,7 +210,10 @@ def _read_arrays(
 def _read_row(
     row: TrainSequence, called: str, first: str, given: list[str], vocab_size: int, context_len: int | None
 ) -> Row:
-    """Check one row and convert it to arrays."""
+    """Check one row and convert it to arrays. `called` and `first` name this row and the first row in messages.
+
+    `given` lists the optional fields that every row must have.
+    """
     tokens = read_tokens(row.tokens, f"{called}: tokens", vocab_size, context_len)
     _check_row(row, called, first, given, len(tokens))
     trained = ~_read_mask(row.prompt_mask, called)
