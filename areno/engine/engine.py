@@ -441,7 +441,7 @@ class Engine(AbstractContextManager["Engine"]):
             folder: The folder.
             role: Name of the role.
             background: Whether to return after the weights are copied to host memory, and write the files in the
-                background. `saved` tells when they are complete.
+                background. `saved` returns whether they are complete.
             merge: Whether to save the whole model with the adapters merged into its weights.
         """
         self._role(role)

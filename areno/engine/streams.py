@@ -299,8 +299,8 @@ class Gathering:
 class _Burst:
     """Requests of one event loop that wait to be submitted together.
 
-    `done` is called once: when no request has arrived for 3 ms and `expects_more()` is false, or 50 ms after the
-    first.
+    `done` is called once: when no request has arrived for 3 ms and `expects_more()` is false, at the latest 50 ms
+    after the first request.
     """
 
     def __init__(

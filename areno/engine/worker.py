@@ -256,7 +256,10 @@ class Worker:
                 self.decoder.abort(request_id)
 
     def give_back(self, n_samples: int) -> None:
-        """Return about `n_samples` samples of requests that have not started, see Decoder.give_back."""
+        """Drop unstarted requests with about `n_samples` samples, for another copy of the model to serve.
+
+        The next step reports them, see Decoder.give_back.
+        """
         if self.decoder is not None:
             self.decoder.give_back(n_samples)
 
@@ -349,8 +352,8 @@ class Worker:
         Args:
             folder: The folder.
             role: Name of the role.
-            background: Whether to only copy the weights to host memory, and write the files in a thread. `saved` tells
-                when they are complete.
+            background: Whether to only copy the weights to host memory, and write the files in a thread. `saved`
+                returns whether they are complete.
             merge: Whether to merge adapters into the weights. False saves the adapters alone, as a folder of peft.
                 No effect for a role without adapters.
         """

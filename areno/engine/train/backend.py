@@ -288,7 +288,7 @@ class TrainBackend:
     def _step(
         self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
-        """Take one optimizer step. `is_first` tells whether the weights are still those at the start of the call."""
+        """Take one optimizer step. `is_first` is whether no update of this call has come before."""
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         if self._routing is not None:

@@ -219,7 +219,7 @@ class FlatParameters:
         return self.slot(bucket)[_shifted(place, -bucket.place.start)]
 
     def chunks(self, bucket: Bucket | None = None) -> Iterator[Chunk]:
-        """Yield the owned elements in chunks of at most CHUNK elements.
+        """Yield the elements owned by this rank, in chunks of at most CHUNK elements.
 
         Args:
             bucket: Bucket to divide. None is all buckets.
@@ -229,7 +229,7 @@ class FlatParameters:
                 yield from _chunks(each, segment, segment.start, segment.stop)
 
     def copies(self, bucket: Bucket | None = None) -> Iterator[tuple[Chunk, int]]:
-        """Yield the owned elements whose gradient is split over tensor-parallel ranks.
+        """Yield the elements owned by this rank whose gradient is split over tensor-parallel ranks.
 
         Args:
             bucket: Bucket to search. None is all buckets.
@@ -244,7 +244,7 @@ class FlatParameters:
                     yield from ((chunk, n) for chunk in _chunks(each, segment, low, high))
 
     def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield the owned parts of a range of `params`, as pairs of ranges.
+        """Yield the parts of a range of `params` that this rank owns, as pairs of ranges.
 
         Args:
             place: The range in `params`.
