@@ -1,8 +1,8 @@
-"""Makes a worker compute the same bits whenever the same run is made again: what `engine.deterministic` asks of torch.
+"""Settings of torch, cuBLAS and NCCL that make a worker compute the same bits in every run: `engine.deterministic`.
 
-Kernels of areno add in a fixed order anyway, and random numbers are counted, not drawn in turn. What is left are
-libraries: some of torch's operations on CUDA add in the order in which threads come by, cuBLAS may divide a product by
-the workspace that a stream happens to have, and NCCL may let the switch add.
+areno's own kernels always add in a fixed order, and its random numbers depend on counters, not on earlier draws.
+Libraries need settings. Some CUDA operations of torch add in the order in which threads arrive. cuBLAS may split a
+product according to the workspace of the stream. NCCL may reduce inside the network switch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from areno.errors import EngineError, Key
 
 _KEY = Key("engine.deterministic")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_WORKSPACES = (":4096:8", ":16:8")  # one size for all streams; these are what torch accepts
-_memory: Any = torch.utils.deterministic  # whose settings type checkers do not see
+_WORKSPACES = (":4096:8", ":16:8")  # a fixed size for all streams; torch accepts only these values
+_memory: Any = torch.utils.deterministic  # Any, because type checkers do not know its settings
 _SAYS = " does not have a deterministic implementation"
 
 
 @dataclass
 class _Flags:
-    """Those of torch, which are of the whole process, and how many workers in it want them set."""
+    """The settings of torch that are global to the process, and the number of workers that need them.
+
+    Attributes:
+        n_workers: Workers of this process that have called `begin_deterministic` and not yet `end_deterministic`.
+        before: torch's debug mode and fill_uninitialized_memory before the first of these workers.
+    """
 
     n_workers: int = 0
     before: tuple[int, bool] = (0, True)
@@ -51,9 +56,18 @@ _flags = _Flags()
 
 
 def begin_deterministic(device: str, world_size: int) -> None:
-    """For this process from now on, until `end_deterministic`. To be called before it uses CUDA or NCCL.
+    """Make this process compute the same bits in every run, until `end_deterministic`.
 
-    EngineError where the environment, or what the process has done so far, does not allow it.
+    Call this before the process uses CUDA or NCCL. On every device it switches torch's deterministic mode on. On a GPU
+    it also sets CUBLAS_WORKSPACE_CONFIG and, for several ranks, NCCL_ALGO=Ring, unless the environment has values.
+
+    Args:
+        device: Device of the worker: "cpu" or "cuda:<i>".
+        world_size: Number of ranks of the engine.
+
+    Raises:
+        EngineError: CUBLAS_WORKSPACE_CONFIG has a value that torch does not accept, triton is missing on CUDA, or
+            the process has used CUDA before CUBLAS_WORKSPACE_CONFIG was set.
     """
     if device.startswith("cuda"):
         given = os.environ.get(_WORKSPACE)
@@ -64,7 +78,7 @@ def begin_deterministic(device: str, world_size: int) -> None:
                 _KEY,
                 _KEY,
             )
-        if find_spec("triton") is None:  # torch's own forms of sampling have sums without a fixed order
+        if find_spec("triton") is None:  # without triton, sampling uses sums of torch that have no fixed order
             raise EngineError("{} needs triton on CUDA; pip install triton, or set {} to false", _KEY, _KEY)
         if given is None and torch.cuda.is_initialized():
             raise EngineError(
@@ -80,16 +94,17 @@ def begin_deterministic(device: str, world_size: int) -> None:
 
 
 def end_deterministic() -> None:
-    """Once for each `begin_deterministic`: torch is set as before the first of them."""
+    """Undo one call of `begin_deterministic`. After the last one, torch has the settings from before the first."""
     _flags.restore()
 
 
 @contextmanager
 def places_of_their_own() -> Iterator[None]:
-    """For the decoder, whose operations have a fixed order as they are: what they write by index are different places.
+    """Switch torch's deterministic mode off inside a `with` block, for the decoder, which is deterministic without it.
 
-    torch does not know that. It would sort all indices first, which takes time, and in some releases waits for the
-    device, as no CUDA graph may.
+    The indexed writes of the decoder have distinct indices or add integers, but torch cannot know this. Its
+    deterministic mode would sort all indices first. Sorting takes time, and in some releases of torch it waits for
+    the device, which a CUDA graph does not allow.
     """
     mode = torch.get_deterministic_debug_mode()
     if mode:
@@ -103,7 +118,11 @@ def places_of_their_own() -> Iterator[None]:
 
 @contextmanager
 def operations_named() -> Iterator[None]:
-    """Turn torch's refusal of a nondeterministic operation into an EngineError that names the operation."""
+    """Inside a `with` block, turn torch's error about a nondeterministic operation into an EngineError.
+
+    Raises:
+        EngineError: An operation in the block has no deterministic form. The message names the operation.
+    """
     try:
         yield
     except RuntimeError as error:

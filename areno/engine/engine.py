@@ -1,4 +1,4 @@
-"""What a Trainer drives: it starts the workers and gives them requests to sample and rows to train on or to score."""
+"""The driver's side of the engine: it starts workers, and sends them requests to sample and rows to train or score."""
 
 from __future__ import annotations
 
@@ -24,22 +24,30 @@ from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_o
 from areno.errors import CheckpointError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
-_TURN_S = 0.05  # of a thread that polls the workers while others want to
+_TURN_S = 0.05  # longest poll of one thread while another thread waits to poll
 
 TokenRows = Sequence[Sequence[int] | np.ndarray]
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """The actor and the roles beside it, on some devices. Use it as a context manager, or call close().
+    """The actor and the other roles on some devices. Use it as a context manager, or call `close`.
+
+    Args:
+        spec: Description of the models and devices.
+        workers: "inline" runs the worker in this process (one device), "spawn" starts worker processes, "ray" uses the
+            nodes of a Ray cluster. "auto" is "inline" for a single CPU device, else "spawn".
 
     Attributes:
-        spec: The specification, as the workers have completed it.
-        info: Facts about the devices.
-        workers: The processes of the ranks, or the one worker in this process.
-        dispatcher: The requests that have not finished, by data-parallel rank.
-        streams: The requests that consumers read piece by piece.
-        batcher: Collects requests of streams that come shortly after each other, to submit them together.
-        limits: Which requests a rollout accepts; None outside of a rollout.
+        spec: The spec, with the hosts of the workers. After `restart` it may have fewer ranks than the argument.
+        info: Facts about the actor.
+        workers: The worker processes, or the worker in this process.
+        dispatcher: The unfinished requests of each data-parallel rank.
+        streams: The requests of `generate_stream`.
+        limits: Limits of the requests that a rollout accepts. None outside of a rollout.
+        batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
+
+    Raises:
+        EngineError: A worker cannot start or load the actor.
     """
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
@@ -57,15 +65,19 @@ class Engine(AbstractContextManager["Engine"]):
         self.limits: RequestLimits | None = None
         self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
         self._writes_state = False
-        self._lost_state = False  # it was being written when the workers were started again
+        self._lost_state = False  # whether a state was being written when the workers were restarted
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
-        """Load the models of these roles beside the actor. A role that is loaded already stays, with what it learned.
+        """Load the models of roles beside the actor. A role that is already loaded with the same spec stays.
 
-        EngineError where one is loaded with another spec, before anything is loaded. A role that cannot be loaded is
-        absent afterwards; those before it are there.
+        Args:
+            roles: Spec of each role, by role name. They are loaded in order.
+
+        Raises:
+            EngineError: A role is already loaded with another spec (nothing is loaded then), or a rollout phase is
+                open. Also if a model cannot be loaded. Roles before it stay loaded.
         """
         for name, spec in roles.items():
             if name in self._roles and self._roles[name] != spec:
@@ -78,10 +90,14 @@ class Engine(AbstractContextManager["Engine"]):
                         "call ensure_roles before it"
                     )
                 self._call("load_role", name, spec)
-                self._roles[name] = copy.deepcopy(spec)  # the caller may change theirs later
+                self._roles[name] = copy.deepcopy(spec)  # a copy, because the caller may change the spec later
 
     def release_role(self, role: str) -> None:
-        """Free the memory of a role. What it has learned is lost unless it was saved."""
+        """Free the memory of a role other than the actor. Its trained weights are lost unless they were saved.
+
+        Raises:
+            EngineError: The role is not loaded, or is the actor.
+        """
         self._role(role)
         if role == "actor":
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
@@ -90,7 +106,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def weights_version(self) -> int:
-        """How many optimizer updates were applied to the actor: 0 for the weights it was loaded with."""
+        """Number of optimizer updates applied to the actor. 0 after loading its folder; `load_state` restores it."""
         return self._call("weights_version")[0]
 
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
@@ -115,13 +131,24 @@ class Engine(AbstractContextManager["Engine"]):
     # -- rollout ---------------------------------------------------------------------------------------------------
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Enter the rollout phase: requests may be submitted from now on. Returns what there is room for."""
+        """Enter the rollout phase, in which requests can be submitted.
+
+        Args:
+            spec: Settings of the phase.
+
+        Returns:
+            The limits of requests, from the rank with the smallest KV cache.
+        """
         self.limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
         self.dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase. Requests under way are dropped; `drop` frees the KV cache and CUDA graphs, too."""
+        """Leave the rollout phase. Unfinished requests are dropped.
+
+        Args:
+            drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
+        """
         self.limits = None
         self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
         self._call("end_rollout", drop)
@@ -135,9 +162,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._failure = None
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue requests. They join the running batch of a copy of the model that has room for them; see Dispatcher.
+        """Queue requests. Each joins the running batch of a copy of the model as soon as there is room.
 
-        EngineError where one of them cannot be served; then none is queued.
+        Raises:
+            EngineError: A request cannot be served, or no rollout phase is open. No request is queued then.
         """
         if self.limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
@@ -156,17 +184,26 @@ class Engine(AbstractContextManager["Engine"]):
             self.workers.cast(rank, "submit", batch)
 
     def abort(self, request_id: int) -> None:
-        """End a request early; its samples come back with finish_reason "abort". Unknown ids are ignored."""
+        """End a request early. Its unfinished samples get finish_reason "abort". Unknown ids are ignored."""
         with self._records_lock:
             for rank, number in self.dispatcher.sent(request_id):
                 self.workers.cast(rank, "abort", [number])
             self._deliver(self.dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return outputs of requests as soon as there are some, or an empty list after at most `timeout` seconds.
+        """Return the outputs that have arrived, and wait for the first one if there are none.
 
-        A request with `stream` or `pieces` has partial outputs, whose finish_reason is None, before each finished
-        sample.
+        Requests with `stream` or `pieces` also have partial outputs, whose finish_reason is None. Outputs of
+        `generate_stream` are not returned here.
+
+        Args:
+            timeout: Longest wait, in seconds.
+
+        Returns:
+            The outputs. Empty if none has arrived in time.
+
+        Raises:
+            EngineError: A worker has failed.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -183,7 +220,7 @@ class Engine(AbstractContextManager["Engine"]):
                 return ready
 
     def _receive(self, timeout: float) -> None:
-        """Poll the workers, give out what came, and send what there is room for now. Called with `_poll_lock` held."""
+        """Poll the workers, deliver the outputs, and send requests for which there is room now. Needs `_poll_lock`."""
         try:
             outputs = self.workers.poll(timeout)
             with self._records_lock:
@@ -197,7 +234,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise
 
     def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Give each output to its stream or put it into `_ready`. Called with `_records_lock` held."""
+        """Pass each output to its stream, or append the output to `_ready`. Needs `_records_lock`."""
         for output in outputs:
             if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
                 self._ready.append(output)
@@ -207,7 +244,7 @@ class Engine(AbstractContextManager["Engine"]):
         with self._poll_lock:
             try:
                 self._receive(_TURN_S)
-            except Exception as error:  # the streams have it; who polls must get it, too
+            except Exception as error:  # the streams have raised it; the next poll must raise it, too
                 self._failure = error
 
     def _submit_streams(self, requests: Sequence[tuple[GenerationRequest, Consumer]]) -> None:
@@ -218,18 +255,18 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether a caller reads the outputs of a generate_stream."""
+        """Whether any `generate_stream` is still being read."""
         return self.streams.are_read
 
     async def generate_stream(
         self, request: GenerationRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """Yield the outputs of one request as they come, without blocking the event loop. Ends after the last sample.
+        """Yield the outputs of one request as they arrive, without blocking the event loop.
 
-        Without `request.stream` and `request.pieces` there are no partial outputs. With one of them, a slow reader gets
-        longer partial outputs. Any number of streams may run beside each other, and beside generate() in another
-        thread. The requests of generate() are numbered from 0, so a stream needs another request_id. To stop reading
-        (cancelled, aclose) aborts the request.
+        Ends after the last sample. Without `request.stream` and `request.pieces` there are no partial outputs. If the
+        reader is slow, partial outputs of a sample are joined into longer ones. Any number of streams may run at the
+        same time, also beside generate() in another thread. Requests of generate() use the ids from 0 on, so a stream
+        needs another request_id. If the reader stops (cancellation, aclose), the request is aborted.
 
         Args:
             request: The request.
@@ -267,16 +304,25 @@ class Engine(AbstractContextManager["Engine"]):
         on_progress: OnProgress | None = None,
         at_once: int | None = None,
     ) -> dict[int, list[GenerationOutput]]:
-        """Submit requests and wait for all of them: request id -> finished samples in order.
+        """Submit requests, and wait until all of them are finished.
 
-        at_once: requests under way at the same time; when one is done, the next one is submitted. None: all. With
-        `deterministic` it has no effect: when one is done depends on the clock.
+        Args:
+            requests: The requests.
+            on_progress: Called after each poll with the samples that have finished and the counters of each rank.
+            at_once: Most unfinished requests at the same time. None submits all at once. Ignored with `deterministic`,
+                because the next submission would depend on the clock.
+
+        Returns:
+            The finished samples of each request in order, by request id.
+
+        Raises:
+            EngineError: A request cannot be served, a worker failed, or the model computes no finite numbers.
         """
         if self.spec.engine.deterministic:
             at_once = None
-        elif (
-            self.spec.layout.dp_size > 1
-        ):  # then the end is short; with one copy, a run that goes on must keep the order
+        elif self.spec.layout.dp_size > 1:
+            # Longest first, so that all copies finish at about the same time. With one copy, a resumed run must keep
+            # the order.
             requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
         return wait_for_all(self, requests, on_progress, at_once)
 
@@ -290,11 +336,22 @@ class Engine(AbstractContextManager["Engine"]):
         role: str = "actor",
         row_name: str = "row {}",
     ) -> dict[str, float]:
-        """Take optimizer steps of a role on `rows`, and set their `old_logprobs`. Returns TrainBackend.train's stats.
+        """Take optimizer steps of a role on rows, and set `old_logprobs` of the rows.
 
-        loss_fn: see areno.loss_fns; for a role with head "value" it is given values in the place of log-probabilities.
-        update: None makes one step with the micro-batches of EngineSpec.mb_spec.
-        DataError names the row that is wrong, by its index in `row_name`; nothing has been trained then.
+        Args:
+            rows: The rows. Per-token fields must cover prompt and response.
+            loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns. For a role with a value head, the second
+                argument holds values.
+            update: Division of the rows into steps. None makes one step with the micro-batches of EngineSpec.mb_spec.
+            role: Role to train.
+            row_name: Name of a row in messages, with {} for its index.
+
+        Returns:
+            Statistics by name, see TrainBackend.train.
+
+        Raises:
+            DataError: A row is invalid. Nothing has been trained then.
+            EngineError: The role cannot be trained, a rollout phase is open, or memory ran out.
         """
         spec = self._role(role)
         if spec.optimizer is None:
@@ -326,13 +383,14 @@ class Engine(AbstractContextManager["Engine"]):
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
-        """Return the log-probability of every token given the tokens before it, under the model of a role.
+        """Return the log-probability of each token given the tokens before it, under the model of a role.
 
         Args:
             role: Role with a language-model head.
             token_rows: Token ids of each row.
-            sampling: Settings that the rows were sampled with. None is SamplingConfig().
-            mb_spec: Rows of one forward pass. None is EngineSpec.mb_spec.
+            sampling: Settings that the rows were sampled with; the temperature divides the logits. None is
+                SamplingConfig().
+            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
             routes: Experts of each row's tokens (TrainSequence.routes), for the actor. None lets the router choose.
 
         Returns:
@@ -342,17 +400,32 @@ class Engine(AbstractContextManager["Engine"]):
         return self._scored("logprobs", role, token_rows, mb_spec, sampling or SamplingConfig(), routes=read)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Values of every row, float32: entry t is that of the state before token t, so the first token has 0."""
+        """Return the values of all rows by the value head of a role.
+
+        Args:
+            role: Role with a value head.
+            token_rows: Token ids of each row.
+            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
+
+        Returns:
+            One float32 array for each row. Entry t is the value of the state before token t. The first entry is 0.
+        """
         return self._scored("values", role, token_rows, mb_spec)
 
     def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
-        """One score for each row: what the value head gives at its last token."""
+        """Return the score of each row by a reward model: the output of its value head at the last token.
+
+        Args:
+            role: Role with a value head.
+            token_rows: Token ids of each row.
+            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
+        """
         return self._scored("rewards", role, token_rows, mb_spec)
 
     def _scored(
         self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any, routes: Any = None
     ) -> list[Any]:
-        """Worker.score, each model copy doing its part; results in the order of the rows."""
+        """Call Worker.score on each copy with its share of the rows. Return results in the order of the rows."""
         self._role(role, "lm" if what == "logprobs" else "value")
         shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info)
         n_together = self.spec.layout.cp_size
@@ -363,25 +436,42 @@ class Engine(AbstractContextManager["Engine"]):
         return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
     def save(self, folder: str, role: str = "actor", background: bool = False, merge: bool = False) -> None:
-        """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
+        """Save the model of a role as a Hugging Face folder.
 
-        Adapters are written alone, as a folder of peft; with `merge`, merged into the weights of the whole model.
-        background: return as soon as a copy of the weights is in host memory; `saved` says when the files are there.
+        A model with a value head is saved as a ...ForSequenceClassification. Adapters are saved without the base model,
+        as a folder of peft.
+
+        Args:
+            folder: The folder.
+            role: Name of the role.
+            background: Whether to return after the weights are copied to host memory, and write the files in the
+                background. `saved` returns whether they are complete.
+            merge: Whether to save the whole model with the adapters merged into its weights.
         """
         self._role(role)
         self._call("save", folder, role, background, merge)
 
     def saved(self) -> bool:
-        """Whether all that `save` began in the background is on the disk. CheckpointError, once, where it cannot be."""
+        """Return whether all files that `save` writes in the background are complete.
+
+        Raises:
+            CheckpointError: Writing failed. Raised once.
+        """
         return all(self._call("saved"))
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Begin to write the training state of every role with an optimizer. Later updates are not in it.
+        """Start writing the training state of every role with an optimizer. Later updates are not part of it.
 
-        A state holds fp32 masters, moments (if `with_moments`) and update counters; weights are the rounded masters.
-        Each rank writes its own part. `state_written` says when all is written. Raises EngineError before that.
+        A state holds float32 master weights, moments and the number of updates. Each rank writes its own part.
+
+        Args:
+            folder: The new folder of the state.
+            with_moments: Whether to write the moments of the optimizers.
+
+        Raises:
+            EngineError: An earlier state is not completely written; see `state_written`.
         """
         if not self.state_written():
             raise EngineError("a state is being written already; wait for it with state_written(wait=True)")
@@ -389,9 +479,13 @@ class Engine(AbstractContextManager["Engine"]):
         self._writes_state = True
 
     def state_written(self, wait: bool = False) -> bool:
-        """Whether all files that `save_state` began are whole and on the disk; True as well if it was never called.
+        """Return whether the files of the last `save_state` are complete. True if there was none.
 
-        wait: return when they are. CheckpointError, once, where they could not be written; the engine goes on.
+        Args:
+            wait: Whether to wait until they are complete.
+
+        Raises:
+            CheckpointError: The files could not be written. Raised once; the engine stays usable.
         """
         if self._lost_state:
             self._lost_state = False
@@ -409,38 +503,50 @@ class Engine(AbstractContextManager["Engine"]):
         return True
 
     def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Take over a state that `save_state` wrote, on any number of ranks, and its `weights_version`.
+        """Load a state that `save_state` wrote, together with its `weights_version`.
 
-        The trained roles must be loaded. On as many ranks, training goes on exactly as it would have; on others up to
-        the order of sums, and 8-bit moments are quantised anew where the shards differ.
+        The trained roles must be loaded. The number of ranks may differ from that of the run which wrote the state. On
+        the same number of ranks, training continues exactly. On another number, sums may have another order, and 8-bit
+        moments are quantised anew.
 
-        Without `with_moments`, or if the state has none, moments begin at zero. The learning-rate schedule goes on.
+        Args:
+            folder: The folder of the state.
+            with_moments: Whether to load the moments. Without them, here or in the state, they start at zero, while the
+                learning-rate schedule continues.
 
-        Raises CheckpointError if the folder is incomplete or damaged, EngineError if the state is of other roles, other
-        models or another type of optimizer. Nothing has been taken over then.
+        Raises:
+            CheckpointError: The folder is incomplete or damaged. Nothing is loaded.
+            EngineError: The state has other roles, models or optimizers, or a rollout phase is open. Nothing is
+                loaded.
         """
         if self.limits is not None:
             raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
         self._call("load_state", str(folder), with_moments)
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the computed memory of all models on each device: as one line, and as a table."""
+        """Return the computed memory of all models on each device: one line, and a table of several lines."""
         return self._call("memory_table")[0]
 
     def peak_memory_gib(self) -> float:
-        """Peak memory of the worker that took most, in GiB, since this or `train` was last called."""
+        """Return the largest peak memory of a worker in GiB, since the last call of this method or of `train`.
+
+        On a CPU it is the peak since the process started.
+        """
         return max(self._call("memory_gib"))
 
     def wait(self) -> None:
-        """Return when the devices have finished all their work, for who measures time: `train` returns before that."""
+        """Wait until the devices have finished all work, for exact timing. `train` may return earlier."""
         self._call("wait")
 
     def restart(self) -> None:
-        """End what is left of the workers and start them again, with the same roles, as loaded from their folders.
+        """Restart the workers after a WorkerLost, with the same roles, loaded from their folders.
 
-        For after a WorkerLost. What was learned is lost, and so are requests under way; the rollout phase has ended.
-        On a cluster that has lost nodes there may be fewer copies of the model than before.
-        Raises as the constructor and ensure_roles do; after that the engine can only be restarted again or closed.
+        Trained weights and unfinished requests are lost, and the rollout phase ends. On a cluster that has lost nodes
+        there may be fewer copies of the model than before.
+
+        Raises:
+            EngineError: A worker cannot start or load its models. The engine can then only be restarted again or
+                closed.
         """
         self.limits = None
         self.streams.end(EngineError("the workers were started again, and every request under way is lost"))
@@ -458,7 +564,7 @@ class Engine(AbstractContextManager["Engine"]):
                     self.workers.call("load_role", name, spec)
 
     def close(self) -> None:
-        """Free the devices. Requests under way are lost."""
+        """Stop the workers and free the devices. Unfinished requests are lost."""
         self.streams.end(EngineError("the engine is closed"))
         self.workers.close()
 

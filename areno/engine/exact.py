@@ -1,8 +1,9 @@
-"""Make a model compute each token by itself, bit for bit: what `engine.exact` asks of matrix products.
+"""Matrix products whose result for a row has the same bits for any number of rows: required by `engine.exact`.
 
-Attention runs in a fixed order (its backend "fixed_order"). Elementwise operations and norms are computed row by row
-anyway. Matrix products are not: a library chooses its kernel by the number of rows, and some kernels split the sum over
-the inputs. This module tests once, when a model is loaded, how the installed library computes them.
+Attention uses the backend "fixed_order". Elementwise operations and norms compute each row separately anyway. In a
+matrix product, the library chooses its kernel by the number of rows, and some kernels split the sum over the inputs.
+When a model is loaded, this module tests how the installed library computes products, and chooses the kernels for
+the model.
 """
 
 from __future__ import annotations
@@ -25,19 +26,28 @@ from areno.layers.mlp import ExpertMLP
 from areno.layers.norm import ShardedRMSNorm
 from areno.models.transformer import Transformer
 
-_CPU_SIZES = (1, 2, 3, 4, 7, 16)  # multiples of `row_multiple` that are tried
+_CPU_SIZES = (1, 2, 3, 4, 7, 16)  # numbers of rows to test, in units of `row_multiple`
 _CUDA_ROWS = 8192
 _TIMED, _REPEATS = (8, 16, 32, 64, 128, 256), 10
-_UNTIMED = 64  # rows up to which Triton is taken for the faster one, where nothing may follow from the clock
+_UNTIMED = 64  # rows up to which Triton is assumed to be faster, if the choice may not depend on timings
 _CUDA_SIZES = (*range(1, 17), 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 777, 1024, 2048, 4096)
 
 
 @torch.no_grad()
 def make_exact(model: Transformer, timed: bool = True) -> str:
-    """Set how the model's products are computed, after trying them. Returns what was found, for the log.
+    """Test the matrix products of a model, and set it up so that each row has the same bits for any number of rows.
 
-    timed: of two ways with the same bits, choose the faster one by its time.
-    EngineError where no way gives the same bits for any number of rows.
+    Args:
+        model: The model with its weights, changed in place.
+        timed: Whether to measure which kernel is faster if several give the same bits. False uses a fixed rule, so the
+            choice is the same in every run.
+
+    Returns:
+        The chosen kernels in words, for the log.
+
+    Raises:
+        EngineError: No available kernel gives the same bits for any number of rows, or the kind of model is not
+            supported.
     """
     if model.config.delta is not None:
         raise EngineError(
@@ -91,7 +101,12 @@ def _try_adapters(adapters: list[Adapter], multiple: int) -> None:
 
 
 def _try_adapter(adapter: Adapter, multiple: int) -> None:
-    """As `_try_on_cpu`, of both products of an adapter. multiple: 1 where each row is computed by itself."""
+    """Raise EngineError if an adapter's result for a row depends on the number of rows.
+
+    Args:
+        adapter: The adapter.
+        multiple: All tested numbers of rows are multiples of this. 1 if each row is computed separately.
+    """
     x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.places)
 
@@ -130,7 +145,12 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
 
 
 def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderMatmul:
-    """How products with these weights are computed in one order: by the library where it can, or where it is faster."""
+    """Choose the kernels for products with the weights of a module on CUDA, so that all sums have one order.
+
+    The library alone is used if it never splits a sum. Otherwise smaller products run in the library without split-K
+    or in Triton, depending on which has the right bits and, with `timed`, which is faster. Raises EngineError if
+    Triton is needed and missing.
+    """
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype
     as_ever = FixedOrderMatmul()
@@ -166,7 +186,7 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of one run, on CUDA: the least of several, since a busy device can only make one longer."""
+    """Return the seconds that one run takes on CUDA: the shortest of several runs, since other work only adds time."""
     run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
     for begin, end in events:

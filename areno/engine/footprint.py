@@ -1,8 +1,7 @@
-"""What the models of a layout take on each device, computed from their configs before a weight is read.
+"""Memory that models take on each device, computed from their configurations before any weight is read.
 
-This module imports no torch.
-
-Which layouts fit: models that cannot are refused, with the changes of settings that would let them.
+Models that do not fit are refused with an error, which names changes of settings that make them fit. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from areno.models.cost import (
     token_bytes,
 )
 
-RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
+RESERVE = 0.06  # share of the device for memory that is not counted: workspaces, fragments, graphs
 GIB = 2**30
 _TYPICAL_TOKENS = 1024  # of a micro-batch
 _MIN_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
@@ -39,7 +38,18 @@ _MIN_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
 
 @dataclass(frozen=True)
 class Model:
-    """One role of an engine, as far as memory goes. key: the section of its settings."""
+    """One role of an engine, with the facts that decide its memory.
+
+    Attributes:
+        name: Name of the role, such as "actor".
+        config: Shape of the model.
+        optimizer: Type of the optimizer. None for a frozen model.
+        key: Configuration section of the role.
+        offload: Whether the model rests in host memory while it is not used.
+        recompute: Whether layers recompute activations in the backward pass.
+        adapters: The adapters, if they are trained in place of the weights. None otherwise.
+        path: Folder of the model.
+    """
 
     name: str
     config: TransformerConfig
@@ -47,12 +57,19 @@ class Model:
     key: str
     offload: bool = False
     recompute: bool = True
-    adapters: AdapterSpec | None = None  # all that is trained, where there are any
+    adapters: AdapterSpec | None = None
     path: str = ""
 
     @staticmethod
     def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
-        """can_offload: whether the device has memory of its own."""
+        """Return the memory facts of a role.
+
+        Args:
+            name: Name of the role.
+            config: Shape of its model.
+            role: Spec of the role.
+            can_offload: Whether the device has memory of its own. If not, `offload` has no effect.
+        """
         kind = role.optimizer.type if role.optimizer else None
         section = role.key.removesuffix(".path")
         adapters = role.lora.adapters if role.lora else None
@@ -62,12 +79,18 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Models on a layout.
+    """The memory of some models on each device of a layout.
 
-    itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
-    budget: tokens of a micro-batch for each copy that shares it; None where rows are counted.
-    copies_a: whether the weights of adapted layers have copies of A below them (`Adapter.stack`).
-    on_cuda: whether devices have memory of their own. may_adapt: whether the actor could be trained by adapters alone.
+    Attributes:
+        models: The models, the actor first.
+        itemsize: Bytes of a weight.
+        layout: Division of the models over the devices.
+        split: Whether sequence parallelism divides the residual stream over tensor-parallel ranks.
+        zero_stage: See engine.zero_stage.
+        budget: Tokens of a micro-batch on one device. None if micro-batches are sized in rows.
+        copies_a: Whether the weights of layers with adapters have room for a copy of A (`Adapter.group block`).
+        on_cuda: Whether the devices have memory of their own.
+        may_adapt: Whether messages may suggest LoRA for the actor.
     """
 
     models: tuple[Model, ...]
@@ -82,7 +105,14 @@ class Footprint:
 
     @staticmethod
     def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
-        """Of these models on the layout of an engine. uses_triton: whether its kernels run on the devices."""
+        """Return the footprint of models on the layout of an engine.
+
+        Args:
+            spec: The engine.
+            itemsize: Bytes of a weight.
+            models: The models, the actor first.
+            uses_triton: Whether Triton kernels run on the devices.
+        """
         engine, within = spec.engine, models[0].config.within if models else ""
         return Footprint(
             models=tuple(models),
@@ -98,11 +128,11 @@ class Footprint:
 
     @property
     def batch_tokens(self) -> int:
-        """Of a micro-batch; where rows are counted, an example."""
+        """Tokens of a micro-batch over all context-parallel ranks. 1,024 if micro-batches are sized in rows."""
         return self.budget * self.layout.cp_size if self.budget else _TYPICAL_TOKENS
 
     def of_model(self, model: Model) -> ModelBytes:
-        """While it is on the device."""
+        """Return the memory of a model on each device, without activations, as if it were not offloaded."""
         return model_bytes(
             model.config,
             self.itemsize,
@@ -115,12 +145,16 @@ class Footprint:
 
     @property
     def resident(self) -> int:
-        """Bytes of what stays on the device all the time."""
+        """Bytes on each device that are always in use: those of the models that are not offloaded."""
         return sum(self.of_model(model).total for model in self.models if not model.offload)
 
     @property
     def least(self) -> int:
-        """Bytes below which not the smallest piece of work is possible."""
+        """Bytes on each device below which nothing can run.
+
+        They are the models that stay on the device, plus the larger of two needs. The first is a micro-batch of up
+        to 256 tokens, with its model if that is offloaded. The second is a KV cache of 256 tokens.
+        """
         work = [0]
         for model in self.models:
             visit = self.of_model(model).total if model.offload else 0
@@ -132,7 +166,12 @@ class Footprint:
         return self.resident + max(*work, kv)
 
     def training_bytes(self, model: Model, n_tokens: int) -> int:
-        """Activations of a micro-batch of n_tokens, with all layers recomputed where any may be."""
+        """Return the bytes of activations and logits that a micro-batch needs on each device.
+
+        Args:
+            model: The model. If it recomputes activations, all of its layers count as recomputed.
+            n_tokens: Tokens of the micro-batch over all context-parallel ranks.
+        """
         config, itemsize = model.config, self.itemsize
         n_tokens = -(-n_tokens // self.layout.cp_size)  # of this device
         of_token = token_bytes(config, itemsize, self.layout, recompute=model.recompute, split=self.split)
@@ -141,10 +180,14 @@ class Footprint:
             found += logits_bytes(config, min(n_tokens, 2048), itemsize, self.layout)
         return found
 
-    # -- what is told ----------------------------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------------------------
 
     def table(self, device_bytes: int) -> str:
-        """Several lines, in GiB. device_bytes: what a device has for this engine."""
+        """Return a table of the memory on each device in GiB, as several lines of text.
+
+        Args:
+            device_bytes: Bytes that a device has for this engine.
+        """
         rows: list[tuple[str, ...]] = [("", "weights", "gradients", "masters", "moments", "sum")]
         for model in self.models:
             found = self.of_model(model)
@@ -181,20 +224,27 @@ class Footprint:
         )
 
     def short(self, device_bytes: int) -> str:
-        """One line of it."""
+        """Return one line about the memory on each device.
+
+        Args:
+            device_bytes: Bytes that a device has for this engine.
+        """
         names = ", ".join(model.name for model in self.models)
         taken = gib(self.resident) if self.resident >= 0.01 * 2**30 else "less than 0.01"
         return f"memory of each device: {taken} of {gib(device_bytes)} GiB for {names}"
 
     def layout_in_words(self) -> str:
-        """Return the layout as a part of a message."""
+        """Return the layout as words of a message, such as "tp_size=2, 4 copies, zero_stage=1"."""
         layout = self.layout
         copies = f"{layout.dp_size} copies, zero_stage={self.zero_stage}" if layout.dp_size > 1 else "one copy"
         together = f", {layout.cp_size} of them to a row" if layout.cp_size > 1 else ""
         return f"tp_size={layout.tp_size}, {copies}{together}"
 
     def fits(self, device_bytes: int) -> bool:
-        """Whether it may; what rows and requests need beyond the least of work depends on them."""
+        """Return whether the models fit a device with this many bytes, with 6 % left free.
+
+        Only the smallest possible work counts, see `least`. Long rows and many requests may need more memory.
+        """
         return self.least <= (1 - RESERVE) * device_bytes
 
 
@@ -205,23 +255,39 @@ def footprint_of(
     itemsize: int,
     uses_triton: bool,
 ) -> Footprint:
-    """Return the footprint of these roles, whose configs are given by name."""
+    """Return the footprint of roles.
+
+    Args:
+        spec: The engine.
+        configs: Shape of each role's model, by role name.
+        roles: Spec of each role, by role name, the actor first.
+        itemsize: Bytes of a weight.
+        uses_triton: Whether Triton kernels run on the devices.
+    """
     on_cuda = spec.devices[0].startswith("cuda")
     models = [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()]
     return Footprint.of(spec, itemsize, models, uses_triton)
 
 
 def gib(n_bytes: float) -> str:
-    """As a number of GiB."""
+    """Return a number of bytes in GiB, as text without the unit."""
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
 
 
 Way = dict[str, Any]
-"""Settings, and the values that they are to have."""
+"""Changed settings: name -> new value."""
 
 
 def check_fits(footprint: Footprint, device_bytes: int) -> None:
-    """EngineError where it cannot fit on devices that have so much for it. It names the layouts that can."""
+    """Raise an error if models cannot fit their devices.
+
+    Args:
+        footprint: The memory of the models.
+        device_bytes: Bytes that each device has for this engine.
+
+    Raises:
+        EngineError: The models do not fit. The message names changes of settings that make them fit.
+    """
     if footprint.fits(device_bytes):
         return
     names = " and ".join(model.name for model in footprint.models)
@@ -250,20 +316,28 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
 
 
 def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[tuple[Way, Footprint]]:
-    """Return up to `most` sets of changes that make a layout fit, with their footprints. The smallest sets win."""
+    """Return sets of changed settings that make models fit, each with the resulting footprint.
+
+    Only the sets with the fewest kinds of changes are returned.
+
+    Args:
+        footprint: The memory of models that do not fit.
+        device_bytes: Bytes that each device has for this engine.
+        most: Largest number of sets to return.
+    """
     fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
     fewest = min((n for n, _, _ in fitting), default=0)
     chosen: dict[tuple[str, ...], tuple[Way, Footprint]] = {}
     for n, way, found in fitting:
         if n == fewest:
-            chosen.setdefault(tuple(way), (way, found))  # of one setting the value that is nearest
+            chosen.setdefault(tuple(way), (way, found))  # for the same settings, the first values are the nearest ones
     return list(chosen.values())[:most]
 
 
 def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
-    """Return the sets of changes that train adapters of the default rank in place of the actor's weights.
+    """Return sets of changed settings that make models fit by LoRA of the default rank for the actor, or [].
 
-    A reference from the actor's own folder takes no memory then: it is the actor without its adapters.
+    With LoRA, a reference from the actor's own folder takes no memory, because it is the actor without its adapters.
     """
     if not footprint.may_adapt:
         return []
@@ -279,9 +353,10 @@ def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, F
 
 
 def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
-    """All that differ in settings which lower memory: (kinds of changes, settings, what they lead to).
+    """Yield footprints with other settings that lower memory: (number of kinds of changes, settings, footprint).
 
-    The least intrusive come first. What more copies could divide is left as it is where there is one copy.
+    The least intrusive settings come first. With a single copy of the models, zero_stage stays, as it divides over
+    copies.
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
     sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
@@ -320,9 +395,13 @@ def _divides(footprint: Footprint, tp_size: int) -> bool:
 
 
 def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
-    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, with no other change."""
+    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most`. None if none fits.
+
+    tp_size and zero_stage may differ, too. The optimizers and the offloading of the models stay. None on a CPU,
+    where more ranks share the same memory.
+    """
     size = footprint.layout.world_size
-    if not footprint.on_cuda:  # they would share the memory of the machine
+    if not footprint.on_cuda:  # more ranks would share the same memory of the machine
         return None
     while (size := 2 * size) <= most:
         larger = replace(footprint, layout=replace(footprint.layout, world_size=size))

@@ -1,8 +1,7 @@
-"""How device memory is taken, and what to say when it runs out: which settings lower what was needed.
+"""Device memory: how much a worker may use, and which settings lower the need after an allocation has failed.
 
-Which changes of settings help when memory has run out: the best first, and none that has been made already.
-
-Each function yields options for `out_of_memory_hint`. This module imports no torch.
+The functions that advise yield options for `out_of_memory_hint`, the most useful first, and leave out settings that
+are already in effect. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,24 +17,32 @@ from areno.config.run import DecoderConfig
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
 
-# Not every allocation is torch's own: CUDA graphs, cuBLAS and the CPU's allocator have their own words.
+# CUDA graphs, cuBLAS and the CPU's allocator fail with other messages than torch's CUDA allocator.
 _WORDS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 
 
 def use_expandable_segments() -> None:
-    """Let CUDA memory that was freed serve tensors of any size, also where it lies between others in use.
+    """Let torch's CUDA allocator use expandable segments, so that freed memory serves tensors of any size.
 
-    Otherwise what training leaves in pieces is lost to the KV cache, and the other way round. A choice of the user in
-    PYTORCH_CUDA_ALLOC_CONF stands.
+    Otherwise the KV cache could not use fragments that training leaves, nor training the fragments of the KV cache.
+    If PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set in the environment, nothing changes.
     """
-    import torch  # here, since processes that never use it know this module
+    import torch  # here, because processes without torch import this module, too
 
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def device_bytes(device: Any, n_sharing: int) -> int:
-    """Memory that a worker may take: free on its CUDA device, or its share of all there is for a number on one CPU."""
+    """Return the bytes of memory that a worker may use.
+
+    Args:
+        device: The torch.device of the worker.
+        n_sharing: Number of workers that share the memory of the machine. Only read for a CPU.
+
+    Returns:
+        The free memory of a CUDA device. For a CPU, an equal share of the machine's whole memory.
+    """
     import torch
 
     if device.type == "cuda":
@@ -44,7 +51,7 @@ def device_bytes(device: Any, n_sharing: int) -> int:
 
 
 def host_bytes_free() -> int:
-    """Memory of this machine that is available."""
+    """Return the bytes of available memory of this machine. Without /proc/meminfo, half of the whole memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -53,7 +60,7 @@ def host_bytes_free() -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that an allocation failed."""
+    """Return whether an error means that an allocation failed, on a GPU or in host memory."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error).partition("\n")[0] for word in _WORDS)
@@ -61,10 +68,15 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]], *args: Any) -> Iterator[None]:
-    """Turn an out-of-memory error of the body into an EngineError that names the settings to change.
+    """Inside a `with` block, turn an out-of-memory error into an EngineError that names the settings to change.
 
-    when: what the memory was for, a text with a {} for each of `args`: Keys, values, and functions that give a value
-    once the memory has run out. advice: gives the changes that would help then; see `areno/engine/memory.py`.
+    Args:
+        when: The purpose of the memory, such as "in training, with {}={}", with a {} for each of `args`.
+        advice: Returns the changes that would help. It is called only after memory has run out.
+        *args: For each {} in `when`, a Key, a value, or a function that returns a value after memory has run out.
+
+    Raises:
+        EngineError: The block ran out of memory.
     """
     try:
         yield
@@ -72,7 +84,7 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
         if isinstance(error, EngineError) or not is_out_of_memory(error):
             raise
         said = str(error).partition("\n")[0]
-        said = ". ".join(said.split(". ")[:2])  # how much was asked for; the rest helps few
+        said = ". ".join(said.split(". ")[:2])  # keeps the requested size; the rest is rarely useful
         said = said.replace("{", "{{").replace("}", "}}")
         options = list(advice())
         values = [arg() if callable(arg) else arg for arg in args] + [arg for _, *args in options for arg in args]
@@ -82,25 +94,30 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
 
 
 def _either(texts: Sequence[str]) -> str:
-    """Join texts as `a, b or c`."""
+    """Join texts as "a, b or c"."""
     return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
 
 
 Option = tuple[Any, ...]
-"""A change that lowers the memory needed: a text with a {} for each Key or value that follows it."""
+"""A change that lowers the need of memory: (text with a {} for each value, *values). Values are Keys or others."""
 
 MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.tp_size"))
 
 RESTING = ("ref", "reward", "critic")
-"""Sections of models that may rest in host memory while they are not used."""
+"""Configuration sections whose models may rest in host memory while they are not used."""
 
 
 def in_loading(
     spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
 ) -> Iterator[Option]:
-    """Yield what helps to load the model of a role beside others.
+    """Yield changes of settings that lower the memory of the models while another model is loaded.
 
-    has_bf16: the device computes in bfloat16. can_offload: it has memory of its own, beside that of the host.
+    Args:
+        spec: The engine.
+        role: The role to load.
+        others: The roles that are already loaded.
+        has_bf16: Whether the device computes in bfloat16.
+        can_offload: Whether models can rest in host memory, which is true for devices with memory of their own.
     """
     if spec.layout.dp_size > 1:
         yield ("raise {} to divide the model over more devices", Key("engine.tp_size"))
@@ -128,10 +145,16 @@ def training_hint(
     recomputes: bool,
     in_adam: bool,
 ) -> AbstractContextManager[None]:
-    """Return the `out_of_memory_hint` of forward and backward passes.
+    """Return the `out_of_memory_hint` for forward and backward passes of micro-batches.
 
-    fitting: says which micro-batches would fit. beside: gives what lowers the memory of the KV cache; see `in_training`
-    for the rest.
+    Args:
+        section: Configuration section of the model, such as "actor".
+        mb_spec: Size of the micro-batches.
+        fitting: Returns the end of the message, which names the largest micro-batch that would fit. "" for no such
+            text.
+        beside: Returns changes that make the KV cache smaller.
+        recomputes: Whether the backward pass recomputes activations. False adds the advice to do so.
+        in_adam: Whether the optimizer is Adam with float32 moments. True adds the advice to use 8-bit moments.
     """
     return out_of_memory_hint(
         "in training, with {}={} and mini_bs={}{}",
@@ -146,10 +169,14 @@ def training_hint(
 def in_training(
     section: str, mb_spec: MicroBatchSpec, *, recomputes: bool, beside: Iterable[Option], in_adam: bool
 ) -> Iterator[Option]:
-    """Yield what helps forward and backward passes of micro-batches.
+    """Yield changes of settings that lower the memory of forward and backward passes.
 
-    section: of the settings of the model. recomputes: activations are computed again in the backward pass. beside: what
-    lowers the memory of the KV cache. in_adam: the moments are in float32.
+    Args:
+        section: Configuration section of the model, such as "actor".
+        mb_spec: Size of the micro-batches.
+        recomputes: Whether the backward pass recomputes activations. False adds the advice to do so.
+        beside: Changes that make the KV cache smaller.
+        in_adam: Whether the optimizer is Adam with float32 moments. True adds the advice to use 8-bit moments.
     """
     if mb_spec.max_tokens_per_mb is not None:
         yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
@@ -164,7 +191,12 @@ def in_training(
 
 
 def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
-    """Yield what leaves more memory beside the KV cache."""
+    """Yield changes of settings that lower the memory of a rollout.
+
+    Args:
+        decoder: Settings of the decoder.
+        on_cuda: Whether the device is a GPU, where CUDA graphs take memory.
+    """
     yield from smaller_cache(decoder)
     yield ("lower {}", Key("rollout.max_prefill_tokens"))
     yield FEWER_AT_ONCE
@@ -173,13 +205,13 @@ def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
 
 
 def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield what leaves more memory to training than the KV cache does."""
+    """Yield changes of settings that make the KV cache leave more memory to training."""
     yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
     yield from smaller_cache(decoder)
 
 
 def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield what makes the KV cache smaller. A given number of tokens overrides the fraction of the memory."""
+    """Yield changes of settings that make the KV cache smaller. `max_kv_tokens`, if set, overrides `mem_fraction`."""
     if decoder.max_kv_tokens is None:
         yield ("lower {}", Key("rollout.mem_fraction"))
         yield ("set {}", Key("rollout.max_kv_tokens"))
@@ -191,9 +223,13 @@ FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
 
 
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether the actor is trained as a whole and could have adapters. Random weights cannot.
+    """Return whether messages may suggest LoRA for the actor.
 
-    within: the kind of model that the actor is a part of, which cannot either; "" is none.
+    False if the actor is frozen, has adapters already, starts from random weights, or is a part of a larger model.
+
+    Args:
+        spec: The engine.
+        within: Kind of the larger model, such as an image-text model, that the actor is a part of. "" for none.
     """
     actor = spec.actor
     return actor.optimizer is not None and actor.lora is None and not actor.random_init and not within

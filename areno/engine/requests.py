@@ -1,12 +1,13 @@
-"""Which requests a decoder has room for. Checked before a request is queued, so that its caller gets the error.
+"""Requests on their way to the decoders: checks, distribution over the copies of a model, and waiting for all outputs.
 
-Which copy of the model draws which samples: the longest first, and none runs dry while another has some waiting.
+RequestLimits rejects requests that a decoder cannot serve, before they are queued.
 
-A copy is sent what it has room for. The rest waits here for the copy that gets done first. A copy may still have
-requests that it cannot begin, since its KV cache is full: it is asked to give these back when another one is idle.
-Where samples are drawn changes when they are there, and nothing else. Plain numbers: nothing is sent from here.
+The Dispatcher decides which copy of the model draws which samples, the longest first. A copy gets the samples that it
+has room for, and the rest waits for the copy that finishes first. If a copy is idle, another copy is asked to return
+requests that it has not started. The choice changes when samples are finished, not their tokens. The Dispatcher sends
+nothing itself.
 
-Many requests at once, for a caller who waits until the last sample is there.
+`wait_for_all` serves callers that submit many requests and wait for the last sample.
 """
 
 from __future__ import annotations
@@ -30,31 +31,32 @@ from areno.types import RETURNED, GenerationOutput, GenerationRequest, SamplingP
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """The requests that a decoder can serve.
+    """Limits of the requests that a decoder can serve.
 
     Attributes:
         vocab_size: Vocabulary of the model.
         context_len: Context of the model, in tokens.
         kv_tokens: Longest sequence that fits the KV cache alone, in tokens.
-        cache_tokens: Tokens that fill the memory of the KV cache with keys and values of all layers.
-        stop_strings: Whether there is a tokenizer, which stop strings need.
-        grammars: Whether grammars can be compiled, which needs the tokenizer, too.
+        cache_tokens: Memory of the KV cache, as a number of tokens with keys and values in all layers.
+        stop_strings: Whether stop strings are possible, which need a tokenizer.
+        grammars: Whether grammars are possible, which need a tokenizer.
     """
 
     vocab_size: int
     context_len: int
     kv_tokens: int
     cache_tokens: int = 0
-    stop_strings: bool  # whether there is a tokenizer, without which stop strings cannot be found
-    grammars: bool = False  # whether grammars can be compiled, which needs the tokenizer, too
+    stop_strings: bool
+    grammars: bool = False
 
     def max_new(self, request: GenerationRequest) -> int:
-        """Return the most tokens that each sample of a request may get.
+        """Return the largest number of completion tokens for each sample of a request.
 
-        The values of `request.params` must be valid; check_params checks them.
+        Args:
+            request: The request. `check_params` must have accepted its params.
 
         Raises:
-            RequestRefused: The decoder has no room for the request.
+            RequestRefused: The request exceeds a limit, or holds an invalid value.
         """
         params, n_prompt = request.params, len(request.prompt)
         context = min(self.context_len, params.max_context_len or self.context_len)
@@ -114,18 +116,18 @@ class RequestLimits:
 
 
 class RequestRefused(EngineError):
-    """A request that a decoder cannot serve.
+    """Raised for a request that a decoder cannot serve.
 
     Attributes:
-        field: The field of the request or of its sampling parameters that is wrong.
-        why: What is wrong, without the number of the request and without settings, for a client of a server.
+        field: The invalid field of the request or of its sampling parameters.
+        why: The reason without the request id and without settings, for the client of a server.
     """
 
     field = why = ""
 
 
 def _refused(request: GenerationRequest, field: str, why: str, advice: str = "", *keys: str) -> RequestRefused:
-    """Return the error of a request. advice: a text with {} for each of the settings `keys`."""
+    """Return the error for a request. `advice` is a text with a {} for each of the settings `keys`."""
     advice = advice and f"; {advice}"
     error = RequestRefused("request {} cannot be served: {}" + advice, request.request_id, why, *map(Key, keys))
     error.field, error.why = field, why
@@ -137,7 +139,11 @@ _known_good: set[str] = set()  # parameters that were checked: requests with the
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise ConfigError with every value that is out of the bounds that SamplingConfig declares."""
+    """Check that sampling parameters are within the bounds that SamplingConfig declares.
+
+    Raises:
+        ConfigError: Some values are out of bounds. The message names all of them.
+    """
     if (text := repr(params)) in _known_good:
         return
     problems, known = [], {}
@@ -145,7 +151,7 @@ def check_params(params: SamplingParams) -> None:
         field, value = settings(SamplingParams)[name], _plain(value)
         try:
             known[name] = field.convert(value)
-            # A file may have numbers as text and the other way round; in a script this is a mistake.
+            # `convert` also accepts a number written as text, for files. In a script this is a mistake.
             if known[name] != value:
                 raise InvalidValue(f"is {show(value)}; expected {field.type_text}")
         except InvalidValue as error:
@@ -160,22 +166,26 @@ def check_params(params: SamplingParams) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's own, a tuple as a list."""
+    """Convert numpy numbers to Python numbers and tuples to lists."""
     if isinstance(value, (list, tuple)):
         return [_plain(element) for element in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-_AHEAD = 16  # a copy is sent a 16th more samples than it can run, so that none of its places is ever empty
-_ASK_EVERY_S = 0.1  # a copy for what it has not begun: its answer takes a step of its decoder
+_AHEAD = 16  # a copy gets 1/16 more samples than it can run at once, so that its batch stays full
+_ASK_EVERY_S = 0.1  # least time between questions to a copy, which answers after a step
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Samples of one request that one copy draws together, so that their prompt is computed once.
+    """Samples of one request that one copy of the model draws together, so that their prompt is computed once.
 
-    request: as the copy gets it, under a number of its own. request_id: that of the caller. length: expected tokens of
-    each sample. missing: samples still to come. rank: of the copy; None while it waits here.
+    Attributes:
+        request: The request that the copy receives, with a request_id of its own.
+        request_id: Id of the caller's request.
+        length: Expected tokens of each sample.
+        missing: Number of samples that are not finished.
+        rank: Index of the copy. None while the part is queued in the Dispatcher.
     """
 
     request: GenerationRequest
@@ -186,9 +196,14 @@ class Part:
 
 
 class Dispatcher:
-    """The requests under way, for `n_copies` of the model. The engine sends what `due` and `to_ask` return.
+    """Distributes requests over the copies of a model. The engine sends the requests and questions that it returns.
 
-    fixed: what a copy draws follows from the requests alone, not from which copy is done first.
+    Args:
+        n_copies: Number of copies of the model.
+        fixed: Whether the distribution depends on the requests alone, not on which copy finishes first.
+
+    Attributes:
+        n_samples: For each copy, number of samples that were sent and are not finished.
     """
 
     def __init__(self, n_copies: int, fixed: bool = False):
@@ -198,18 +213,22 @@ class Dispatcher:
         self.clear()
 
     def begin(self, slots: int) -> None:
-        """Start a rollout phase, in which each copy runs at most `slots` samples at once."""
-        # With one copy, there is nothing to decide. Without a limit, all is sent at once.
+        """Start a rollout phase.
+
+        Args:
+            slots: Most samples that a copy runs at the same time.
+        """
+        # With one copy there is nothing to decide, so all requests are sent at once.
         self._slots = slots if self.n_copies > 1 and not self._fixed else math.inf
 
     def clear(self) -> None:
         """Forget all requests."""
         self._queue: deque[Part] = deque()
-        self._parts: dict[int, Part] = {}  # by the number that the copies know
+        self._parts: dict[int, Part] = {}  # by the id that the copies know
         self._of_request: dict[int, list[Part]] = {}
-        self.n_samples = [0] * self.n_copies  # sent to each copy and not done
-        self._tokens = [0.0] * self.n_copies  # of these
-        self._waiting = [0] * self.n_copies  # of these, those not begun, when it was last heard
+        self.n_samples = [0] * self.n_copies  # sent to each copy and not finished
+        self._tokens = [0.0] * self.n_copies  # expected tokens of these samples
+        self._waiting = [0] * self.n_copies  # unstarted samples of each copy, by its last counters
         self._asked_at = [-math.inf] * self.n_copies
 
     def __contains__(self, request_id: int) -> bool:
@@ -217,24 +236,25 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether all requests are finished."""
         return not self._of_request
 
     @property
     def missing(self) -> dict[int, int]:
-        """Request id -> samples still to come."""
+        """Number of unfinished samples, by request id."""
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}
 
     def add(self, requests: Sequence[GenerationRequest], max_new_by_request: Mapping[int, int]) -> None:
-        """Queue requests after the earlier ones, the longest first.
+        """Queue requests after earlier ones. With several copies, the longest samples come first.
 
         Args:
             requests: The requests.
-            max_new_by_request: Request id -> most new tokens of a sample.
+            max_new_by_request: Largest number of completion tokens of a sample, by request id.
         """
         n_samples = sum(request.n_samples for request in requests)
         share = -(-n_samples // self.n_copies)
-        # A run that goes on knows no lengths. Where all can run at once, it divides them as it would have.
+        # A resumed run has no expected lengths. If all samples can run at once, lengths are ignored, so that it divides
+        # the requests like the original run.
         has_room = n_samples + sum(self.n_samples) <= self._slots * self.n_copies
         parts: list[Part] = []
         for request in requests:
@@ -250,7 +270,7 @@ class Dispatcher:
         self._queue.extend(parts)
 
     def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
-        """Return a request in one piece, or in several if some copies would be idle otherwise."""
+        """Divide a request into parts of at most `share` samples, so that no copy stays idle."""
         n_parts = -(-request.n_samples // max(share, 1))
         bounds = [request.n_samples * place // n_parts for place in range(n_parts + 1)]
         return [
@@ -259,13 +279,13 @@ class Dispatcher:
         ]
 
     def due(self) -> list[tuple[int, list[GenerationRequest]]]:
-        """Return the requests to send now, by copy."""
+        """Return the queued requests that can be sent now, as (copy, requests) pairs, and count them as sent."""
         found: dict[int, list[GenerationRequest]] = {}
         while self._queue:
             free = [rank for rank in range(self.n_copies) if self.n_samples[rank] < self._slots * (1 + 1 / _AHEAD)]
             if not free:
                 break
-            # One that cannot begin what it has comes last.
+            # A copy with unstarted samples comes last.
             rank = min(free, key=lambda rank: (self._waiting[rank] > 0, self._tokens[rank], self.n_samples[rank]))
             part = self._queue.popleft()
             self._place(part, rank)
@@ -273,7 +293,7 @@ class Dispatcher:
         return list(found.items())
 
     def _place(self, part: Part, rank: int | None) -> None:
-        """Count the missing samples of a part for another copy than before, or for none."""
+        """Move the missing samples of a part to another copy in all counts. None is the queue."""
         for where, sign in ((part.rank, -1), (rank, 1)):
             if where is not None:
                 self.n_samples[where] += sign * part.missing
@@ -281,9 +301,12 @@ class Dispatcher:
         part.rank = rank
 
     def received(self, outputs: Iterable[GenerationOutput]) -> Iterator[GenerationOutput]:
-        """Yield the outputs with the request ids of the caller, and count each of them.
+        """Yield outputs with the caller's request ids, and count finished samples.
 
-        A part that a copy has returned without starting it goes back to the queue.
+        A part that a copy has returned unstarted (RETURNED) goes back to the queue and yields nothing.
+
+        Args:
+            outputs: Outputs of the copies, with the ids that the Dispatcher gave.
         """
         for output in outputs:
             part = self._parts[output.request_id]
@@ -297,7 +320,7 @@ class Dispatcher:
             yield output
 
     def _finish(self, part: Part) -> None:
-        """Count one more finished sample of a part."""
+        """Count a finished sample of a part. Forget the part, and the request, when nothing of it is missing."""
         rank = part.rank
         self._place(part, None)
         part.missing -= 1
@@ -310,7 +333,14 @@ class Dispatcher:
                 del self._of_request[part.request_id]
 
     def to_ask(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
-        """Return a copy that shall return unstarted requests, and how many samples. None if no copy is idle."""
+        """Choose a busy copy that shall return unstarted requests, because another copy is idle.
+
+        Args:
+            stats: Latest counters of each copy.
+
+        Returns:
+            The copy, and the number of samples that it shall return. None if there is nothing to ask now.
+        """
         if self.n_copies == 1 or self._fixed:
             return None
         self._waiting = [of_copy.waiting for of_copy in stats]
@@ -324,12 +354,12 @@ class Dispatcher:
         return rank, -(-self._waiting[rank] * len(idle) // (len(idle) + 1))
 
     def sent(self, request_id: int) -> list[tuple[int, int]]:
-        """(copy, number there) of what copies have of a request."""
+        """Return the parts of a request that copies have, as pairs of the copy and the id that the copy knows."""
         parts = self._of_request.get(request_id, ())
         return [(part.rank, part.request.request_id) for part in parts if part.rank is not None]
 
     def dropped(self, request_id: int) -> Iterator[GenerationOutput]:
-        """Drop what was not sent of a request; the outputs of its samples, each counted as it is taken."""
+        """Remove the parts of a request that were not sent, and yield an output with "abort" for each sample."""
         for part in [part for part in self._of_request.get(request_id, ()) if part.rank is None]:
             self._queue.remove(part)
             first = part.request.first_sample
@@ -344,7 +374,7 @@ OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
 
 
 class RolloutEngine(Protocol):
-    """The part of an Engine that `wait_for_all` uses."""
+    """The methods of an Engine that `wait_for_all` uses."""
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests."""
@@ -362,19 +392,20 @@ class RolloutEngine(Protocol):
 def wait_for_all(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], on_progress: OnProgress | None, at_once: int | None
 ) -> dict[int, list[GenerationOutput]]:
-    """Sample all requests, which start in this order.
+    """Submit requests in order, and wait until all of them are finished.
 
     Args:
         engine: The engine.
         requests: The requests.
-        on_progress: Receives finished samples and the counters of each rank.
-        at_once: Most requests in progress at the same time. None for all.
+        on_progress: Called after each poll with the samples that have finished and the counters of each rank. None for
+            no calls.
+        at_once: Most unfinished requests at the same time. None submits all at once.
 
     Returns:
-        The finished samples of each request by its id, in order.
+        The finished samples of each request in order, by request id.
 
     Raises:
-        EngineError: The model gives a sample no finite numbers.
+        EngineError: The model computes no finite numbers, a request cannot be served, or a worker failed.
     """
     waiting = iter(requests)
     engine.submit(itertools.islice(waiting, at_once))
@@ -384,7 +415,7 @@ def wait_for_all(
     while left:
         outputs = [output for output in engine.poll(0.5) if output.finish_reason is not None]
         for output in outputs:
-            if output.finish_reason == "error":  # with valid settings it can only be the model
+            if output.finish_reason == "error":  # with valid settings only the model can be the cause
                 raise non_finite_logits()
             done[output.request_id].append(output)
         left -= len(outputs)

@@ -1,11 +1,10 @@
-"""The buffers of a model that rests in host memory while it is not used.
+"""The models of one worker by role: the actor, and a reference, critic or reward model.
 
-A buffer leaves the device by its storage, which is freed and later allocated again under the same tensors: parameters
-and gradients, which are views of it, never notice.
+A role with `offload` rests in host memory while it is not used. Its buffers leave the device by their storage, which is
+freed, and later allocated again under the same tensors. So parameters and gradients, which are views of the buffers,
+stay valid.
 
-The models of one worker by role: the actor, and a reference, critic or reward model beside it.
-
-Engine checks that a role can do what it is asked for, so nothing here does.
+The driver's Engine checks that a role supports a command, so this module does not check again.
 """
 
 from __future__ import annotations
@@ -40,10 +39,12 @@ CHUNK_BYTES = 2**28
 
 
 class Offload:
-    """Moves a model's flat buffers to the device while they are used. Construction moves them off it.
+    """Moves the flat buffers of a model between host memory and the device. Construction moves them to host memory.
 
-    params: what every use needs. state: what training needs beside it (fp32 masters, Adam moments) and changes.
-    scratch: what training needs and nobody reads afterwards (gradients); it comes back with any content.
+    Args:
+        params: Buffers that scoring and training need.
+        state: Buffers that only training needs, and changes (float32 masters, moments).
+        scratch: Buffers that only training needs, and that keep no content between uses (gradients).
     """
 
     def __init__(self, params: Sequence[Tensor], state: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
@@ -57,30 +58,35 @@ class Offload:
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[None]:
-        """Within it the buffers hold what they held; without `training` only `params` do, and must not be changed."""
+        """Hold the buffers on the device inside a `with` block.
+
+        Args:
+            training: Whether to bring `state` and `scratch`, too, and to keep changes. Without it only `params` are
+                on the device, and they must not be changed.
+        """
         arrived: list[_Buffer] = []
         try:
             for buffer in (*self._params, *(self._state if training else ())):
                 buffer.arrive()
                 arrived.append(buffer)
             yield
-        finally:  # also where memory ran out: what had come must leave again
+        finally:  # also after running out of memory: buffers that have arrived must leave again
             for buffer in arrived:
                 buffer.leave(changed=training)
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parts of a buffer that lies in host memory, in order.
+        """Return the copies of a buffer in host memory, as consecutive parts.
 
-        Empty for a buffer that never left the device. On CUDA the copies to host memory may still be in progress.
+        Empty if the buffer is never offloaded. On CUDA the copies may still be in progress.
         """
         found = (each for each in (*self._params, *self._state) if each.holds(buffer))
         return [copy for each in found for copy in each.copies]
 
 
 class _Buffer:
-    """One buffer and its place in host memory, pinned where the device is CUDA; scratch has no such place.
+    """One buffer and its copy in host memory (pinned on CUDA). A scratch buffer has no copy.
 
-    All copies run on the current stream, as what reads and writes the buffer does, so nothing here needs to wait.
+    All copies run on the current stream, like the work on the buffer, so no explicit wait is needed.
     """
 
     def __init__(self, buffer: Tensor, scratch: bool = False):
@@ -98,13 +104,13 @@ class _Buffer:
         return buffer.untyped_storage()._cdata == self._storage._cdata
 
     def arrive(self) -> None:
-        """Back to the device."""
+        """Allocate the buffer on the device, and copy its content from host memory."""
         self._storage.resize_(self._n_bytes)
         for part, copy in self._copies:
             part.copy_(copy, non_blocking=True)
 
     def leave(self, changed: bool) -> None:
-        """Off the device; what did not change is in host memory already."""
+        """Free the buffer on the device. If `changed`, first copy its content to host memory."""
         if changed:
             for part, copy in self._copies:
                 copy.copy_(part, non_blocking=True)
@@ -116,9 +122,13 @@ logger = logging.getLogger("areno")
 
 @dataclass
 class Role:
-    """One model of this worker. offload: of its buffers; of none where it stays on the device.
+    """One model of this worker.
 
-    is_base: it is the actor with its adapters off, and has nothing of its own.
+    Attributes:
+        spec: Spec of the role.
+        backend: The model and, if it is trained, its optimizer.
+        offload: Moves the buffers of the model. Has no buffers if the model stays on the device.
+        is_base: Whether the role is the actor with its adapters switched off, and holds no weights of its own.
     """
 
     spec: RoleSpec
@@ -128,16 +138,23 @@ class Role:
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
-        """Its backend, with everything that scoring (or training) needs on the device."""
+        """Yield the backend with the buffers for scoring on the device. With `training`, also those for training."""
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
             yield self.backend
 
 
 class Roles:
-    """Role name -> model of this worker. Construction loads the actor.
+    """The models of this worker by role name. Construction loads the actor.
 
-    beside: see TrainBackend.
+    Args:
+        spec: The engine.
+        context: Parallel groups and device of this rank.
+        attn_backend: Attention kernel of training, as `choose_backend` returns it.
+        beside: Returns advice about the KV cache for out-of-memory errors, see TrainBackend.
+
+    Raises:
+        EngineError: The models of the engine do not fit the device.
     """
 
     def __init__(
@@ -162,7 +179,15 @@ class Roles:
         return self._roles["actor"].backend.model
 
     def load(self, name: str, spec: RoleSpec) -> None:
-        """Load one more role. A collective call over all ranks: if one of them fails, none keeps the role."""
+        """Load one more role. All ranks must call this. If it fails on one of them, no rank keeps the role.
+
+        Args:
+            name: Name of the role.
+            spec: Spec of the role.
+
+        Raises:
+            EngineError: The model does not fit the device, or does not match the actor. Only failing ranks raise.
+        """
         role, failure = None, None
         try:
             together = {**{name: role.spec for name, role in self._roles.items()}, name: spec}
@@ -170,7 +195,7 @@ class Roles:
             if any(known.get(name) != role for name, role in together.items()):
                 self.footprint = self._fitting(together)
             role = self._load(spec)
-        except Exception as error:  # the other ranks must hear of any failure before this one answers
+        except Exception as error:  # the other ranks must learn of a failure before this rank raises it
             failure = error
         failed = torch.tensor(float(failure is not None), device=self.context.device)
         if self.context.dp.all_reduce(self.context.tp.all_reduce(failed)).item():
@@ -182,11 +207,11 @@ class Roles:
             self._roles[name] = role
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the memory of the models on a device: as one line, and as a table."""
+        """Return the computed memory of the models on a device: one line, and a table of several lines."""
         return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
-        """Return the footprint of these roles together. EngineError if they do not fit."""
+        """Return the memory footprint of roles together. EngineError if they do not fit the device."""
         roles = {name: role for name, role in roles.items() if not self._is_base(role)}
         configs = {}
         for name, role in roles.items():
@@ -198,20 +223,20 @@ class Roles:
         return footprint
 
     def trained(self) -> dict[str, Role]:
-        """Return the roles that have an optimizer."""
+        """Return the roles that have an optimizer, by name."""
         return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
-        """Forget a role and give its memory back."""
+        """Remove a role and free its memory."""
         del self._roles[name]
         torch.cuda.empty_cache()
 
     def largest(self) -> int:
-        """Parameters on this rank of the largest model."""
+        """Return the number of parameters on this rank of the largest model."""
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
     def _is_base(self, spec: RoleSpec) -> bool:
-        """Whether it is the model that the actor's adapters are on."""
+        """Return whether a role is the actor's base model, so that the actor with its adapters off can serve it."""
         frozen = spec.optimizer is None and spec.lora is None and spec.head == "lm"
         return self.spec.actor.lora is not None and frozen and self._is_of_the_actor(spec)
 
@@ -241,7 +266,9 @@ class Roles:
                 )
             if not is_actor and (problems := layout_problems(config, self.spec.layout, f"the model of {key}")):
                 raise ConfigError(problems)
-            stays = spec.lora is not None  # what is frozen, where it is; else all weights move to one buffer
+            stays = (
+                spec.lora is not None
+            )  # frozen weights stay in place; without adapters all weights move to one buffer
             model = build_model(
                 config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp, placed=stays
             )
@@ -265,12 +292,15 @@ class Roles:
                 stays=stays,
                 beside=self._beside,
             )
-            # A CPU has no other memory to move to.
+            # A CPU has no second memory to offload to.
             leaves = spec.offload and context.device.type == "cuda"
             return Role(spec, backend, _offload(backend) if leaves else Offload([]))
 
     def _complete(self, model: Transformer, spec: RoleSpec) -> None:
-        """Finish a model whose parameters lie in their final buffer."""
+        """Set the weights of a model whose parameters have their final memory, and apply `engine.exact`.
+
+        A model with adapters already has its weights.
+        """
         if spec.lora is None:
             self._fill(model, spec)
         if self.spec.engine.exact:
@@ -278,7 +308,7 @@ class Roles:
 
     @torch.no_grad()
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
-        """Set the weights. A role of the actor's folder copies the actor as long as these have not been trained."""
+        """Set the weights of a model. With the actor's folder, copy them from the actor if it is still untrained."""
         own, actor = self._is_of_the_actor(spec), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
         if spec.random_init:
@@ -288,16 +318,16 @@ class Roles:
             for name, parameter in model.named_parameters():
                 if name in theirs:
                     parameter.copy_(theirs[name])
-                else:  # the value head of what was a language model
+                else:  # the value head, which the actor's language model does not have
                     parameter.zero_()
         elif self.spec.engine.dummy_load or (own and self.spec.actor.random_init):
-            model.init_weights(self.spec.seed)  # the very weights that the actor had at its start
+            model.init_weights(self.spec.seed)  # the same weights that the actor started with
         else:
             load_weights(model, spec.path)
 
     def _adapt(self, model: Transformer, lora: LoraSpec) -> None:
         add_adapters(model, lora.adapters)
-        if not self.spec.engine.exact:  # which computes each product by itself
+        if not self.spec.engine.exact:  # exact mode computes each product separately
             stack_adapters(model)
         if not lora.init_from:
             init_adapters(model, self.spec.seed)

@@ -1,4 +1,4 @@
-"""Everything a worker needs to come up, in one picklable record, and what it reports back. No torch in here."""
+"""The description of an engine that each worker receives, and the records that workers report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from areno.schema.values import flat
 LOOPBACK = "127.0.0.1"
 
 OldLogprobs = Literal["recompute", "loglinear", "rollout"]
-"""Where the log-probabilities that an importance ratio divides by come from; see UpdateSpec.old_logprobs."""
+"""Source of the log-probabilities that importance ratios divide by; see UpdateSpec.old_logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """The adapters that are trained in the place of the actor's weights.
+    """The LoRA adapters that are trained in place of the actor's weights.
 
-    init_from: folder of peft that they start from; "" draws them from the seed. base: what is recorded in the folders
-    that they are saved to as the model which they belong to. trained_on: what is recorded so in the folder init_from.
+    Attributes:
+        adapters: Rank, scaling and target layers.
+        init_from: Folder of peft with the first weights of the adapters. "" draws them from the seed.
+        base: Name of the base model, written into the folders in which adapters are saved.
+        trained_on: Name of the base model that the folder `init_from` states.
     """
 
     adapters: AdapterSpec
@@ -40,14 +43,15 @@ class RoleSpec:
 
     Attributes:
         path: Folder of the model.
-        head: "lm" gives log-probabilities. "value" gives one number for each token (critic, reward model).
-        key: Setting of the path, for messages. It does not count in comparisons.
-        optimizer: None freezes the model.
-        gradient_checkpointing: Recompute the activations of layers in the backward pass.
-        offload: Keep the model in host memory while it is not in use.
-        needs_head: The folder must hold a trained value head (reward model). A critic may train a new one.
-        random_init: Draw the weights from the engine's seed, and ignore those of the folder.
-        router_aux_loss_coef: Factor of the loss that balances a model's experts.
+        head: "lm" computes log-probabilities. "value" computes one number for each token (critic, reward model).
+        key: Name of the setting that holds the path, for messages. Equality ignores it.
+        optimizer: Settings of the optimizer. None freezes the model.
+        gradient_checkpointing: Whether layers recompute activations in the backward pass.
+        offload: Whether the model rests in host memory while it is not in use.
+        needs_head: Whether the folder must hold a trained value head, as for a reward model. A critic may train a new
+            head.
+        random_init: Whether to draw the weights from the engine's seed instead of reading them from the folder.
+        router_aux_loss_coef: Coefficient of the loss that balances the load of experts.
         lora: The adapters that are trained in place of the weights. None trains all weights.
     """
 
@@ -64,11 +68,16 @@ class RoleSpec:
 
     @property
     def section(self) -> str:
-        """The configuration section of its micro-batches: its own where it is trained, else the actor's."""
+        """Configuration section with the role's micro-batches: its own section if it is trained, else "actor"."""
         return self.key.removesuffix(".path") if self.optimizer else "actor"
 
     def difference(self, name: str, wanted: RoleSpec) -> str:
-        """Return the message about a role that is loaded in another form than requested."""
+        """Return the error message for a role that is already loaded, with this spec, and requested with another one.
+
+        Args:
+            name: Name of the role.
+            wanted: The requested spec.
+        """
         was, now = flat(dataclasses.asdict(self)), flat(dataclasses.asdict(wanted))
         fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]
         changed = ", ".join(f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})" for field in fields)
@@ -78,7 +87,12 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where a worker process runs: a device ("cpu" or "cuda:<i>") of a host."""
+    """The address of a worker process.
+
+    Attributes:
+        device: "cpu" or "cuda:<i>".
+        host: Address of the machine. The default is the driver's machine.
+    """
 
     device: str
     host: str = LOOPBACK
@@ -92,23 +106,25 @@ class EngineSpec:
     """One engine: its models, the devices they are on, and the settings of the section `engine`.
 
     Attributes:
-        actor: The model of the engine itself. Without an optimizer the engine cannot train it. A role of the same
-            folder starts from the actor's weights, random ones included.
+        actor: The model that generates and is trained. Without an optimizer the engine cannot train it. A role with the
+            same folder starts from the actor's weights, even if they are random.
         devices: "cpu" or "cuda:<i>" of each worker process, in the order of the ranks.
-        engine: The section `engine` of the configuration. Its world_size is not read: there is one rank for each of
+        engine: The section `engine` of the configuration. Its world_size is ignored: there is one rank for each of
             `devices`.
         dtype: Type of the weights of all models, as the name of a torch dtype.
-        seed: Seed of random weights and of rollouts that are given none.
-        routing_replay: The decoder returns the experts of each token.
-        mb_spec: Micro-batches of scoring, and of training if UpdateSpec does not set them.
-        tokenizer_path: Tokenizer for stop strings, copied into checkpoints. "" is the actor's own.
-        eos_token_ids: Tokens that end a completion, in addition to those that the actor's files name.
+        seed: Seed of random weights, and of rollouts without a seed of their own.
+        routing_replay: Whether the decoder returns the experts of each token, so that training can use the same
+            experts.
+        mb_spec: Micro-batches of scoring, and of training if `Engine.train` gets no UpdateSpec.
+        tokenizer_path: Tokenizer for stop strings and grammars, also copied into checkpoints. "" takes the actor's own.
+        eos_token_ids: Tokens that end a completion, in addition to those in the actor's files.
         context_len: Context of the actor in tokens, as its config.json states. Only the driver reads it.
-        planned: The roles that ensure_roles will be asked for. Models that cannot fit together are refused before the
-            first one is loaded.
-        n_nodes: Machines that share the ranks evenly, in the order of the ranks.
-        hosts: Addresses of the machines by rank, once they are known. () is the machine of the driver.
-        shared: Settings with folders that all machines must see, as (key, path).
+        planned: Roles that `Engine.ensure_roles` will load later. If the models cannot fit together, an error is raised
+            before the first one is loaded.
+        n_nodes: Number of machines. Each has the same number of consecutive ranks.
+        hosts: Address of the machine of each rank. () until the addresses are known, and if all ranks run on the
+            driver's machine.
+        shared: Settings that hold folders which all machines must see, as (key, path) pairs.
         setup_timeout: Seconds to wait for missing machines.
     """
 
@@ -129,54 +145,58 @@ class EngineSpec:
     setup_timeout: float = 0.0
 
     def frozen(self) -> EngineSpec:
-        """Return the spec of the same engine that cannot train its actor."""
+        """Return a copy of the spec without the actor's optimizer, for an engine that cannot train the actor."""
         return replace(self, actor=replace(self.actor, optimizer=None))
 
     @property
     def addresses(self) -> list[WorkerAddress]:
-        """Return the addresses of the worker processes by rank."""
+        """The addresses of the worker processes, by rank."""
         hosts = self.hosts or [LOOPBACK] * self.world_size
         return [WorkerAddress(device, host) for device, host in zip(self.devices, hosts, strict=True)]
 
     def n_ranks_on_machine(self, rank: int) -> int:
-        """Return the number of ranks on the machine of `rank`, itself included."""
+        """Return the number of ranks on the machine of a rank, including the rank itself."""
         hosts = [address.host for address in self.addresses]
         return hosts.count(hosts[rank])
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
+        """The number of ranks."""
         return len(self.devices)
 
     @property
     def layout(self) -> Layout:
-        """Return how the ranks hold the models."""
+        """The division of the ranks into copies of the models."""
         return self.engine.layout(self.world_size)
 
     @property
     def splits_tokens(self) -> bool:
-        """Return whether sequence parallel is on. Exact mode turns it off, as it changes the order of sums."""
+        """Whether sequence parallelism is on. It needs tp_size > 1.
+
+        Without a setting, `engine.exact` turns it off, because it changes the order of sums.
+        """
         wanted = self.engine.sequence_parallel
         return (not self.engine.exact if wanted is None else wanted) and self.layout.is_sharded
 
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """How one call of `Engine.train` cuts its rows into optimizer steps and micro-batches.
+    """How one call of `Engine.train` divides its rows into optimizer steps and micro-batches.
 
     Attributes:
-        mb_spec: Rows of one forward pass. The result does not depend on it.
-        n_minibatches: Number of optimizer steps, each of equally many rows (within one row), after a shuffle by `seed`.
-        gradient_accumulation_steps: Micro-batches of one optimizer step, in the order of the rows. None and
-            n_minibatches=1 make one step of all rows. Set at most one of the two.
-        sampling: Settings that the rows were sampled with. Models with values do not read them.
+        mb_spec: Size of a micro-batch, the rows of one forward pass. It does not change the result.
+        n_minibatches: Number of optimizer steps. If greater than 1, the rows are shuffled by `seed` and divided into
+            parts of equal size (within one unit).
+        gradient_accumulation_steps: Number of micro-batches in one optimizer step, in the order of the rows. None with
+            n_minibatches=1 makes one step of all rows. Set at most one of the two.
+        sampling: Settings that the rows were sampled with. Ignored for models with a value head.
         seed: Seed of the shuffle.
-        rows_per_unit: Number of adjacent rows that are never separated (2 for preference pairs).
-        old_logprobs: What importance ratios divide by. "recompute": the old_logprobs of the rows. For rows that have
-            none, the training pass before the first update computes them: the first update uses its own forward pass,
-            so its ratios are exactly 1, and a scoring pass over the same micro-batches precedes the later updates.
-            "loglinear": as "recompute" in the first update, and the loss interpolates in the later ones. "rollout": the
-            log-probabilities of the rollout.
+        rows_per_unit: Number of adjacent rows that stay together in one micro-batch: 2 for preference pairs.
+        old_logprobs: Source of the log-probabilities that importance ratios divide by. "recompute": the old_logprobs
+            of the rows, or, for rows without them, the log-probabilities of the training pass before the first
+            update. For the first update these come from its own forward pass, so its ratios are exactly 1. For later
+            updates they come from a scoring pass over the same micro-batches. "loglinear": like "recompute" in the
+            first update; in later updates the loss interpolates. "rollout": the log-probabilities of the rollout.
     """
 
     mb_spec: MicroBatchSpec
@@ -190,7 +210,13 @@ class UpdateSpec:
 
 @dataclass(kw_only=True, frozen=True)
 class RolloutSpec:
-    """max_running: most samples decoded at once, over all ranks. max_len: longest prompt plus completion, in tokens."""
+    """Settings of a rollout phase.
+
+    Attributes:
+        max_running: Most samples that are decoded at the same time, over all ranks.
+        max_len: Longest prompt plus completion, in tokens.
+        decoder: Settings of the decoder.
+    """
 
     max_running: int
     max_len: int
@@ -199,7 +225,21 @@ class RolloutSpec:
 
 @dataclass(kw_only=True)
 class EngineInfo:
-    """What the first worker says about itself once the model is loaded."""
+    """Facts about the actor and its device, reported by the first worker after the model is loaded.
+
+    Attributes:
+        n_params: Number of parameters without adapters.
+        context_len: Context of the model, in tokens.
+        vocab_size: Vocabulary of the model.
+        device: Device of the first worker.
+        dtype: Type of the weights, as the name of a torch dtype.
+        attn_backend: Attention kernel of training and prefill.
+        memory_gib: Peak memory of the first worker so far, in GiB.
+        cost: Arithmetic and memory of one token.
+        routes: Shape of a token's experts. None for a model without experts.
+        n_adapter_params: Number of parameters of the adapters.
+        tp_sums: How tensor-parallel ranks sum while they decode. "" for tp_size=1.
+    """
 
     n_params: int
     context_len: int
@@ -208,19 +248,28 @@ class EngineInfo:
     dtype: str
     attn_backend: str
     memory_gib: float
-    cost: Cost  # of a token in the actor
-    routes: RouteShape | None = None  # of its tokens; None where it has no experts
-    n_adapter_params: int = 0  # of its adapters, beside n_params
-    tp_sums: str = ""  # how tensor-parallel ranks add up while they decode; "" where there is one
+    cost: Cost
+    routes: RouteShape | None = None
+    n_adapter_params: int = 0
+    tp_sums: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStats:
-    """What the decoder of one data-parallel rank does now (running, waiting: samples) and has done so far."""
+    """Counters of the decoder of one data-parallel rank. All but `running` and `waiting` count since the phase began.
+
+    Attributes:
+        running: Samples in the batch now.
+        waiting: Samples that wait for a place in the batch now.
+        generated_tokens: Sampled tokens.
+        preemptions: Times that a sample left the batch because KV blocks ran out.
+        cached_prompt_tokens: Prompt tokens found in the prefix cache, which need no prefill.
+        graph_replays: Decode steps that ran as a CUDA graph.
+    """
 
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    cached_prompt_tokens: int = 0  # needed no prefill, since their blocks were found
+    cached_prompt_tokens: int = 0
     graph_replays: int = 0

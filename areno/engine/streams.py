@@ -1,12 +1,11 @@
-"""Outputs of requests for asyncio: who awaits them never blocks the event loop.
+"""Outputs of requests for asyncio, and the gathering of requests that arrive at nearly the same time.
 
-A thread polls the workers as long as there is a consumer, beside whoever else polls the engine.
+Streams deliver outputs to event loops. A thread polls the workers as long as any request is awaited, so no event loop
+is blocked. Other threads may poll the engine at the same time.
 
-Requests that follow each other closely, gathered so that one prefill computes all of their prompts.
-
-Agents and clients that are served at the same time ask at the same time, but their requests arrive one by one. A
-prefill of one prompt takes a GPU's host as long as one of many. So if the first request began alone, the others would
-wait for a second prefill, and all later steps would have batches of other sizes.
+Gathering joins requests of concurrent agents or clients, so that one prefill computes all their prompts. On a GPU a
+prefill of one prompt takes the host as long as a prefill of many. If the first request started alone, the others
+would wait for a second prefill, and all later steps would have other batch sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from areno.types import GenerationOutput, GenerationRequest
 
 
 class FairLock:
-    """A lock that is given in the order of arrival. threading.Lock may serve the same busy thread again and again."""
+    """A lock that threads get in the order of arrival. threading.Lock may prefer the same busy thread each time."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -40,7 +39,7 @@ class FairLock:
                 self._arrivals.append(turn)
                 self._arrivals[0].set()
             turn.wait()
-        except BaseException:  # Ctrl-C amid the wait, or just before
+        except BaseException:  # Ctrl-C during the wait, or just before
             self._give_up(turn)
             raise
 
@@ -57,14 +56,23 @@ class FairLock:
 
 @dataclass(eq=False)
 class Consumer:
-    """One request that is awaited in an event loop."""
+    """The reader of one request in an event loop.
+
+    Attributes:
+        loop: The event loop of the reader.
+        queue: Outputs for the reader, or an exception to raise.
+        abandoned: Whether nobody reads the queue any more, although the workers may not have finished the request.
+    """
 
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     queue: asyncio.Queue[GenerationOutput | Exception] = field(default_factory=asyncio.Queue)
-    abandoned: bool = False  # nobody reads the queue any more, but the workers still have to end the request
+    abandoned: bool = False
 
     async def next(self) -> list[GenerationOutput]:
-        """Return the outputs since the last call, at least one. Raise an exception that has arrived."""
+        """Return the outputs since the last call, and wait until there is at least one.
+
+        Partial outputs of the same sample are joined. An exception in the queue is raised.
+        """
         items = [await self.queue.get()]
         while not self.queue.empty():
             items.append(self.queue.get_nowait())
@@ -75,13 +83,13 @@ class Consumer:
 
 
 def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
-    """Join partial outputs of the same sample, so that a slow reader gets longer ones."""
+    """Join partial outputs of the same sample, so that a slow reader gets fewer and longer ones."""
     if len(outputs) == 1:
         return outputs
     found: dict[int, GenerationOutput] = {}
     for output in outputs:
         before = found.get(output.sample)
-        if before is not None and output.finish_reason is None:  # a finished one has the whole completion
+        if before is not None and output.finish_reason is None:  # a finished output has the whole completion
             output = replace(
                 before,
                 tokens=before.tokens + output.tokens,
@@ -94,16 +102,18 @@ def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
 
 
 def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None:
-    """Give each consumer its item. Called in their event loop."""
+    """Put each item into the queue of its consumer. Runs in the event loop of the consumers."""
     for consumer, item in items:
         if not consumer.abandoned:
             consumer.queue.put_nowait(item)
 
 
 class Streams:
-    """The consumers of one engine, guarded by its `lock`.
+    """The consumers of one engine, and the thread that polls for them.
 
-    `poll_once` makes the engine poll its workers, which calls `take` and `fail`.
+    Args:
+        poll_once: Polls the workers once. Outputs come back through `take`, errors through `fail`.
+        lock: Guards the consumers.
     """
 
     def __init__(self, poll_once: Callable[[], Any], lock: threading.RLock):
@@ -114,17 +124,17 @@ class Streams:
 
     @property
     def are_open(self) -> bool:
-        """Whether there is a request that somebody awaits, or awaited when it was aborted."""
+        """Whether there is a consumer, including abandoned ones whose requests are not finished."""
         return bool(self._consumers)
 
     @property
     def are_read(self) -> bool:
-        """Whether a request has a reader."""
+        """Whether there is a consumer that is not abandoned."""
         with self._lock:
             return any(not consumer.abandoned for consumer in self._consumers.values())
 
     def open(self, request_id: int, consumer: Consumer) -> None:
-        """Send the outputs of a request to the queue of a consumer. An exception ends them."""
+        """Send the outputs of a request to a consumer from now on, and start the polling thread if none runs."""
         with self._lock:
             self._consumers[request_id] = consumer
             if self._thread is None:
@@ -134,13 +144,25 @@ class Streams:
                 self._thread.start()
 
     def abandon(self, consumer: Consumer) -> bool:
-        """Nobody reads its queue any more. Whether the workers still work on its request."""
+        """Mark a consumer as no longer read.
+
+        Returns:
+            Whether the workers have not finished its request.
+        """
         with self._lock:
             consumer.abandoned = True
-            return consumer in self._consumers.values()  # a later request may have taken the id over
+            return consumer in self._consumers.values()  # not by id: a later request may have the same id
 
     def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Keep an output for the consumer of its request; False where it has none. Called with the lock held."""
+        """Keep an output for the consumer of its request, until `deliver_taken`. Needs the lock.
+
+        Args:
+            output: The output.
+            is_last: Whether the request has no further outputs.
+
+        Returns:
+            Whether the request has a consumer.
+        """
         consumer = self._consumers.get(output.request_id)
         if consumer is None:
             return False
@@ -150,14 +172,14 @@ class Streams:
         return True
 
     def deliver_taken(self) -> None:
-        """Give out what was taken, waking each event loop once. Called with the lock held."""
+        """Deliver the outputs of `take` to the consumers, waking each event loop once. Needs the lock."""
         taken, self._taken = self._taken, {}
         for loop, items in taken.items():
-            with contextlib.suppress(RuntimeError):  # the loop was closed, and its consumers with it
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so its consumers are gone
                 loop.call_soon_threadsafe(_put, items)
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in every consumer and forget them."""
+        """Raise an error in every consumer, and forget the consumers."""
         with self._lock:
             for consumer in self._consumers.values():
                 self._taken.setdefault(consumer.loop, []).append((consumer, error))
@@ -165,7 +187,7 @@ class Streams:
             self.deliver_taken()
 
     def end(self, error: Exception) -> None:
-        """Raise an error in every consumer, and return when no thread polls any more."""
+        """Raise an error in every consumer, and wait for the end of the polling thread."""
         self.fail(error)
         if (thread := self._thread) is not None:
             thread.join()
@@ -187,23 +209,28 @@ _Stream = tuple[GenerationRequest, Consumer]
 
 
 class RequestBatcher:
-    """Submits requests that arrive together as one batch. While the workers are busy, requests are submitted at once.
+    """Holds requests back for some milliseconds while the workers are idle, so that they are submitted together.
 
-    submit: submits requests with their consumers, or raises and has submitted none. is_idle: whether the workers have
-    no request. waits: false where a prefill takes as long as its tokens do, as on a CPU: then a request begins at once.
-    Any event loop may use it; each gathers its own.
+    A group of requests from one event loop is called a burst. While the workers are busy, requests are submitted at
+    once. Any event loop may use this object, and each has its own bursts.
+
+    Args:
+        submit: Submits requests with their consumers. If it raises, it has submitted none.
+        is_idle: Returns whether the workers have no request.
+        waits: Whether to hold requests back. False on a CPU, where the time of a prefill depends on its tokens
+            alone.
     """
 
     def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], waits: bool = True):
         self._submit, self._is_idle, self.waits = submit, is_idle, waits
         self._pending: dict[asyncio.AbstractEventLoop, _PendingBatch] = {}
         self._expected: Counter[asyncio.AbstractEventLoop] = Counter()
-        # Where nothing is held back, or nobody asks, the number stays: not so the loop.
+        # Weak keys, because an announced number stays if no burst follows, and would keep the loop alive.
         self._announced = WeakKeyDictionary[asyncio.AbstractEventLoop, int]()
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Around what comes before a request of this event loop. The others of its burst wait for it."""
+        """Inside a `with` block, let held-back requests of this event loop wait for one that is being prepared."""
         loop = asyncio.get_running_loop()
         self._expected[loop] += 1
         try:
@@ -214,13 +241,23 @@ class RequestBatcher:
                 del self._expected[loop]
 
     def announce(self, n_requests: int) -> None:
-        """So many requests of this event loop are about to come. When a burst has them all, it waits for no other."""
+        """Announce the number of requests that this event loop will submit.
+
+        Held-back requests are submitted as soon as this many have arrived.
+        """
         self._announced[asyncio.get_running_loop()] = n_requests
 
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:
-        """Submit a request, perhaps some milliseconds later. Raises what the engine raises for it.
+        """Submit a request, perhaps some milliseconds later together with others.
 
-        Where the caller is cancelled meanwhile, the request may have been submitted or not.
+        If the caller is cancelled during the wait, the request may or may not have been submitted.
+
+        Args:
+            request: The request.
+            consumer: Receives the outputs.
+
+        Raises:
+            EngineError: The request cannot be served.
         """
         loop = asyncio.get_running_loop()
         burst = self._pending.get(loop)
@@ -236,7 +273,7 @@ class RequestBatcher:
     def _submit_all(self, burst: _PendingBatch) -> None:
         del self._pending[burst.loop]
         self._announced.pop(burst.loop, None)
-        waiting = [(stream, future) for stream, future in burst.waiting if not future.done()]  # others were cancelled
+        waiting = [(stream, future) for stream, future in burst.waiting if not future.done()]  # not cancelled
         if not waiting:
             return None
         try:
@@ -244,7 +281,7 @@ class RequestBatcher:
         except EngineError as error:
             if isinstance(error, WorkerLost) or len(waiting) == 1:
                 return _answer(waiting, error)
-            for stream, future in waiting:  # one of them was refused, and with it all
+            for stream, future in waiting:  # one request was refused, so none was submitted
                 _answer([(stream, future)], self._error_of(stream))
         except Exception as error:
             _answer(waiting, error)
@@ -260,7 +297,11 @@ class RequestBatcher:
 
 
 class _PendingBatch:
-    """Requests of one event loop. done: called once, when no other has followed for a moment and none is expected."""
+    """Requests of one event loop that wait to be submitted together.
+
+    `done` is called once: when no request has arrived for 3 ms and `expects_more()` is false, at the latest 50 ms
+    after the first request.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, done: Callable[[_PendingBatch], None], expects_more: Callable[[], bool]
@@ -272,14 +313,14 @@ class _PendingBatch:
         self._wait()
 
     def add(self, stream: _Stream) -> asyncio.Future[None]:
-        """Done when the request was submitted."""
+        """Add a request. Return a future that completes when the request is submitted."""
         self._last_at = self.loop.time()
         future: asyncio.Future[None] = self.loop.create_future()
         self.waiting.append((stream, future))
         return future
 
     def end(self) -> None:
-        """Nobody else is waited for."""
+        """Submit the requests now, without waiting for others."""
         self._timer.cancel()
         self._has_ended = True
         self._done(self)
@@ -288,8 +329,8 @@ class _PendingBatch:
         self._timer = self.loop.call_at(self._last_at + PAUSE_S, self._read_first)
 
     def _read_first(self) -> None:
-        # When the time is over, a busy loop may have requests that nobody has looked at. They come first: one round
-        # reads them, and the next one runs their handlers.
+        # A busy loop may hold requests that it has not read yet. They come first: one round of the loop reads them, and
+        # the next round runs their handlers.
         self.loop.call_soon(lambda: self.loop.call_soon(self._look))
 
     def _look(self) -> None:

@@ -1,4 +1,4 @@
-"""One device: its models, its decoder, its train backend. The public methods are the commands a driver can send."""
+"""A worker: the models, the decoder and the training of one device. Its public methods are the driver's commands."""
 
 from __future__ import annotations
 
@@ -36,17 +36,21 @@ from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
 ONE_THREAD_BELOW = 5_000_000  # parameters
-_STREAM_EVERY_S = 0.02  # a small model samples faster than anybody reads, and each output costs the host time
+_STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
-FIXED_ORDER_KV_BLOCK = 64  # positions; the tile of fixed-order attention
+FIXED_ORDER_KV_BLOCK = 64  # tokens in a KV block: the tile of fixed-order attention
 
 
 class Worker:
-    """Holds the roles of one rank. Construction loads the weights and is the slow part.
+    """The roles and the decoder of one rank. Construction loads the actor, which takes longest.
+
+    Args:
+        spec: The engine.
+        context: Parallel groups and device of this rank.
 
     Attributes:
         roles: The models of this rank.
-        decoder: The decoder of the rollout; None outside of a rollout.
+        decoder: The decoder of the rollout. None outside of a rollout.
         states: Writes and reads the run states of this rank.
     """
 
@@ -69,12 +73,12 @@ class Worker:
         self._saving: list[Future[None]] = []
 
     def _set_threads(self) -> None:
-        """Set the threads of a CPU rank. Threads of a tiny model would wait for each other longer than they work."""
+        """Set the number of threads of a CPU rank. For a tiny model one thread is faster than several."""
         if self.context.device.type == "cpu":
             torch.set_num_threads(1 if self.roles.largest() < ONE_THREAD_BELOW else self._most_threads)
 
     def info(self) -> EngineInfo:
-        """Return facts about the loaded model."""
+        """Return facts about the actor and the device."""
         config = self.actor.config
         return EngineInfo(
             n_params=_size(checkpoint_table(self.actor)),
@@ -98,11 +102,24 @@ class Worker:
         return RouteShape(routing.n_layers, routing.experts.top_k, routing.experts.n_experts)
 
     def memory_table(self) -> tuple[str, str]:
-        """See Roles."""
+        """Return the computed memory of the models on a device: one line, and a table of several lines."""
         return self.roles.memory_table()
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Make ready to decode. With an equal spec the decoder stays, with its graphs but without its cached blocks."""
+        """Prepare for decoding.
+
+        If `spec` equals that of the previous phase, the decoder and its CUDA graphs stay, but cached blocks are
+        dropped. Otherwise a new decoder is made.
+
+        Args:
+            spec: Settings of the rollout phase.
+
+        Returns:
+            The limits of requests.
+
+        Raises:
+            EngineError: There is too little memory for the KV cache.
+        """
         if self.decoder is not None and self._decoder_spec == spec:
             self.decoder.reset_cache()
             self.decoder.reset_stats()
@@ -135,9 +152,10 @@ class Worker:
             )
 
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
-        """Return the number of KV blocks of all layers.
+        """Return the memory of the KV cache as a number of blocks with all layers.
 
-        The cache holds `max_running` sequences of full length, or fewer if memory is short.
+        The cache holds `max_running` sequences of full length, or fewer if memory is short. EngineError if not even
+        one fits.
         """
         tp, keeps_routes = self.context.tp, self.spec.routing_replay
         layout = KVLayout.of(self.actor.config, self._block_size, spec.max_len, by_window=not keeps_routes)
@@ -194,7 +212,7 @@ class Worker:
         return min(blocks, affordable)
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device in bytes; on a CPU, this worker's share of the available memory."""
+        """Return the free memory of the device. On a CPU, this worker's share of the machine's available memory."""
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
@@ -223,95 +241,126 @@ class Worker:
         return GrammarCompiler(self._tokenizer, self.actor.config.vocab_size, self._eos_token_ids)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; they join the running batch at the next step."""
+        """Queue requests, which join the running batch at the next step.
+
+        Raises:
+            EngineError: No rollout phase is open, a request cannot be served, or its tokenizer cannot be loaded.
+            GrammarError: A grammar cannot be compiled.
+        """
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         if any(request.params.stop or request.grammar for request in requests):
-            _ = self._tokenizer  # an error belongs to the request
+            _ = self._tokenizer  # load it now, so that an error is raised for the request
         for request in requests:
             self.decoder.submit(request)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """End requests early; their outputs say so."""
+        """End requests early. Their samples are returned with finish_reason "abort"."""
         if self.decoder is not None:
             for request_id in request_ids:
                 self.decoder.abort(request_id)
 
     def return_waiting(self, n_samples: int) -> None:
-        """Return requests that have not begun; see Decoder.return_waiting."""
+        """Drop unstarted requests with about `n_samples` samples, for another copy of the model to serve.
+
+        The next step reports them, see Decoder.return_waiting.
+        """
         if self.decoder is not None:
             self.decoder.return_waiting(n_samples)
 
     @property
     def has_work(self) -> bool:
-        """Whether the decoder has requests."""
+        """Whether the decoder has unfinished requests or outputs."""
         return self.decoder is not None and self.decoder.has_work
 
     def step(self) -> list[GenerationOutput]:
-        """Run one step of the decoder, and return its outputs."""
+        """Run one step of the decoder, and return the finished samples and partial outputs."""
         assert self.decoder is not None
         with out_of_memory_hint("in rollout", self._rollout_advice), places_of_their_own():
             return self.decoder.step()
 
     def _rollout_advice(self) -> Iterator[memory.Option]:
-        """Return the changes that leave more memory beside the KV cache."""
+        """Return advice for an out-of-memory error in rollout."""
         assert self._decoder_spec is not None
         return memory.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
 
     def _kv_cache_advice(self) -> list[memory.Option]:
-        """Return the changes that leave more memory to training. None where it has no KV cache beside it."""
+        """Return advice that gives training more memory by a smaller KV cache. Empty if there is no KV cache."""
         return [] if self._decoder_spec is None else [*memory.beside_training(self._decoder_spec.decoder)]
 
     def rollout_stats(self) -> RolloutStats:
-        """Counters of this rollout phase."""
+        """Return the counters of the decoder. All are 0 if there is no decoder."""
         return RolloutStats() if self.decoder is None else self.decoder.stats
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase; requests under way are dropped. `drop` gives KV cache and graphs back."""
+        """Leave the rollout phase. Unfinished requests are dropped.
+
+        Args:
+            drop: Whether to free the KV cache and the CUDA graphs.
+        """
         if self.decoder is None:
             return
         self.decoder.clear()
         if drop:
             self.decoder = self._decoder_spec = None
-            gc.collect()  # runner and graphs refer to each other, and to what a kernel's first compilation left
+            gc.collect()  # runner and graphs refer to each other, so only the collector frees them
             torch.cuda.empty_cache()  # nothing without CUDA
 
     def weights_version(self) -> int:
-        """Optimizer updates that were applied to the actor."""
+        """Return the number of optimizer updates applied to the actor."""
         optimizer = self.roles["actor"].backend.optimizer
         return 0 if optimizer is None else optimizer.steps
 
     def load_role(self, name: str, spec: RoleSpec) -> None:
-        """Load one more model. The KV cache is freed first, because its size depends on what the models leave."""
+        """Load one more model, see Roles.load. Frees the KV cache, since it is sized by the remaining memory."""
         self.end_rollout(drop=True)
         self.states.forget()
         self.roles.load(name, spec)
         self._set_threads()
 
     def release_role(self, name: str) -> None:
-        """Free a role's memory."""
+        """Free the memory of a role."""
         self.states.forget()
         self.roles.release(name)
         self._set_threads()
 
     def train(self, role: str, steps: list[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
-        """Call TrainBackend.train on this rank's shares of the steps, and add memory_gib to the statistics."""
+        """Train a role on this rank's shares of the optimizer steps, see TrainBackend.train.
+
+        Returns:
+            The result of TrainBackend.train, with the peak memory as `memory_gib` in the statistics.
+        """
         with self.roles[role].on_device(training=True) as backend, operations_named():
             result = backend.train(steps, loss_fn, update)
         result.stats["memory_gib"] = self.memory_gib()
         return result
 
     def score(self, role: str, what: str, token_rows: list[np.ndarray], *settings: Any) -> list[Any]:
-        """TrainBackend.logprobs, values or rewards, which `what` names, of some rows."""
+        """Score rows with a role.
+
+        Args:
+            role: Name of the role.
+            what: Method of TrainBackend to call: "logprobs", "values" or "rewards".
+            token_rows: Token ids of each row.
+            *settings: Remaining arguments of the method.
+
+        Returns:
+            The result of the method for each row.
+        """
         with self.roles[role].on_device() as backend, operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, *settings)
 
     def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
-        """Write this rank's share of a role as a Hugging Face folder. A collective call over all ranks.
+        """Write this rank's part of a role's model as a Hugging Face folder. All ranks must call this.
 
-        A role with adapters: only these, as a folder of peft, or with `merge` the model with the adapters merged in.
-        background: only copy the weights to host memory; see `saved`.
+        Args:
+            folder: The folder.
+            role: Name of the role.
+            background: Whether to only copy the weights to host memory, and write the files in a thread. `saved`
+                returns whether they are complete.
+            merge: Whether to merge adapters into the weights. False saves the adapters alone, as a folder of peft.
+                No effect for a role without adapters.
         """
         lora = self.roles[role].spec.lora
         paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.actor.path)
@@ -331,9 +380,13 @@ class Worker:
                 write_all(folder, writes)
 
     def saved(self) -> bool:
-        """Whether every rank has written what `save` left to the background. A collective call over all ranks.
+        """Return whether every rank has written the files that `save` left to the background.
 
-        CheckpointError where this rank could not. It is raised once, when nothing is being written any more.
+        All ranks must call this.
+
+        Raises:
+            CheckpointError: This rank could not write its files. Raised once, when all ranks have ended their
+                writing.
         """
         unfinished = any(not future.done() for future in self._saving)
         n_unfinished = torch.tensor(float(unfinished), device=self.context.device)
@@ -345,24 +398,28 @@ class Worker:
         return True
 
     def save_state(self, folder: str, with_moments: bool = True) -> None:
-        """Begin to write the state of all trained roles into a folder; see StateKeeper."""
+        """Start writing the state of all trained roles into a folder, see StateKeeper.save."""
         self.states.save(Path(folder), with_moments)
 
     def state_written(self) -> bool:
-        """Whether that is done. CheckpointError where it failed."""
+        """Return whether the last `save_state` is complete.
+
+        Raises:
+            CheckpointError: Writing failed. Raised once.
+        """
         return self.states.written()
 
     def load_state(self, folder: str, with_moments: bool = True) -> None:
-        """Take over the state of all trained roles; see StateKeeper."""
+        """Load the state of all trained roles from a folder, see StateKeeper.load."""
         self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:
-        """End what this worker does in the background. A model whose files are being written is finished."""
+        """End the background work. A model that `save` is writing is completed, later ones are dropped."""
         self.states.close()
         self._writer.shutdown(cancel_futures=True)
 
     def memory_gib(self) -> float:
-        """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""
+        """Return the peak device memory in GiB since the last call. On a CPU, the peak of the process."""
         if self.context.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
@@ -372,11 +429,11 @@ class Worker:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
     def wait(self) -> None:
-        """Return when the device has nothing left to do."""
+        """Wait until the device has finished all work."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def _size(table: Sequence[Entry]) -> int:
-    """Elements of some checkpoint tensors."""
+    """Return the number of elements of checkpoint tensors."""
     return sum(math.prod(entry.part.full_shape) for entry in table)

@@ -1,8 +1,8 @@
-"""The split of a decode step's attention into splits that run in parallel. Contains no tensors.
+"""The division of a decode step's attention into pieces that run in parallel. Contains no tensors.
 
-Two things are split. Rows whose prompts lie in the same KV blocks form shared-prefix groups, and the kernel reads these
-blocks once for the group. The shared positions of a group and the own positions of each row are then cut into splits
-of a length that keeps all multiprocessors busy.
+Rows whose prompts lie in the same KV blocks form a shared-prefix group, and the kernel reads these blocks once for
+the whole group. Then the shared positions of a group, and the remaining positions of each row, are cut into spans.
+The length of a span is chosen so that all multiprocessors are busy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ _SHORT_SHARED_SPLIT_LEN = 256
 
 @dataclass(slots=True)
 class AttentionSplit:
-    """The split of one decode step, as numpy arrays. Fields as in `areno.kernels.paged.PagedBatch`.
+    """The division of one decode step's attention, as numpy arrays for a `kernels.paged.PagedBatch`.
 
-    A captured graph belongs to one `splits` and one shape of prefix_groups_GR, so `splits` are powers of two.
+    Attributes:
+        shared_lens_B: int64, number of first positions that each row shares with its group. 0 for a row without a
+            group.
+        prefix_groups_GR: int64, row indices of each group, filled up with -1. None if there are no groups.
+        split_lens: (2,) int64, length of a span of a row's own positions, and of a group's shared positions.
+        splits: Largest number of spans of a row, and of a group. A CUDA graph is captured for fixed `splits` and a
+            fixed shape of prefix_groups_GR, so both numbers are rounded up to powers of two.
     """
 
     shared_lens_B: np.ndarray
@@ -50,18 +56,18 @@ def split_attention(
     fixed_order: bool = False,
     has_windows: bool = False,
 ) -> AttentionSplit:
-    """Split the attention of one new token of each sequence.
+    """Divide the attention of a decode step into pieces.
 
     Args:
-        sequences: The rows of the batch.
+        sequences: The sequences, one for each row of the batch.
         block_size: Tokens in a KV block.
-        group_size: Most rows of a shared-prefix group.
-        max_groups: Most groups. 0 for none.
-        n_heads: Key heads; each has its own splits.
-        n_multiprocessors: Multiprocessors of the device.
-        fixed_order: Use the spans of fixed-order attention instead of chosen ones. The first spans of a group may
-            be one split.
-        has_windows: Sequences may have freed blocks of some layers.
+        group_size: Most rows in a shared-prefix group.
+        max_groups: Most groups. 0 for no groups.
+        n_heads: Number of key heads on this rank. Each head has its own pieces.
+        n_multiprocessors: Number of multiprocessors of the device.
+        fixed_order: Whether to use the spans of fixed-order attention (`kernels.fixed_order`). The first spans of a
+            group may then be computed as one piece.
+        has_windows: Whether some layers have sliding windows, so that sequences may have freed blocks.
     """
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
@@ -69,7 +75,7 @@ def split_attention(
     shared_lens: list[int] = []
     n_saved = 0
     for rows in _rows_by_prompt(sequences, shareable, block_size):
-        if has_windows:  # the first one's blocks are read for all of a group, and the shortest has what the others see
+        if has_windows:  # the first row's blocks serve the group; the shortest row has all blocks that others see
             rows.sort(key=lambda row: sequences[row].n_kv)
         n_shared = shareable(sequences[rows[0]].n_prompt)
         for start in range(0, len(rows), group_size):
@@ -113,7 +119,10 @@ def split_attention(
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
-    """Yield the rows whose prompts lie in the same KV blocks. `shareable` maps a prompt length to shared positions."""
+    """Return the groups of row indices whose prompts lie in the same KV blocks. A group may have one row.
+
+    `shareable` maps the length of a prompt to the number of positions that can be shared.
+    """
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         block_tables, n_blocks = sequence.block_tables, shareable(sequence.n_prompt) // block_size
@@ -124,9 +133,10 @@ def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], 
 
 
 def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tuple[int, int]:
-    """Return a power of two near the wanted split length, and how many splits cover `longest`, as a power of two.
+    """Return the length of a span, near `wanted`, and the number of spans that cover `longest`.
 
-    The length exceeds `max_split_len` only if `_MAX_SPLITS` splits would not cover `longest`.
+    Both are powers of two. The span exceeds `max_split_len` only if more than `_MAX_SPLITS` spans would be needed
+    otherwise.
     """
     split_len = _MIN_SPLIT_LEN
     while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
@@ -135,7 +145,7 @@ def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tup
 
 
 def _splits(longest: int, split_len: int) -> int:
-    """Return how many splits cover `longest`, rounded up to a power of two."""
+    """Return the number of spans that cover `longest` positions, rounded up to a power of two."""
     return _power_of_two(-(-longest // split_len))
 
 
@@ -150,6 +160,6 @@ def _whole_blocks(block_size: int, length: int) -> int:
 
 
 def _whole_spans(block_size: int, length: int) -> int:
-    """Return how many of the first `length` positions lie in full spans that end at a full block."""
+    """Return the last border between spans that is at most `length` and also a border between blocks."""
     last = n_spans(length + 1) - 1
     return next(start for span in range(last, -1, -1) if (start := border(span)) % block_size == 0)

@@ -30,29 +30,44 @@ _WORTH_IT = 0.9  # groups must need less than this share of the memory that one 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers with the same window.
+    """Attention layers with the same sliding window. The KV blocks of a group are allocated in group blocks.
+
+    A group block is the blocks that hold `block_size` tokens in all layers of the group.
 
     Attributes:
-        window: Tokens that a layer sees. None for full attention.
-        n_tables: Number of block tables, which is the number of blocks in a group block.
+        window: Number of tokens that a layer attends to. None for full attention.
+        n_tables: Number of block tables, which is also the number of blocks in a group block.
     """
 
     window: int | None
     n_tables: int = 1
 
     def first_visible(self, position: int, block_size: int) -> int:
-        """Return the index of the first group block that the token at `position` or a later one reads."""
+        """Return the index of the first KV blocks that the token at `position`, or any later token, reads.
+
+        Args:
+            position: Position of the token in its sequence.
+            block_size: Tokens in a block.
+
+        Returns:
+            The index in units of `block_size` tokens. 0 for full attention.
+        """
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def max_group_blocks_held(self, n_tokens: int, block_size: int) -> int:
-        """Return the most group blocks that a sequence of `n_tokens` tokens holds at once."""
+        """Return the largest number of group blocks (KV blocks for `block_size` tokens) that a sequence holds at once.
+
+        Args:
+            n_tokens: Number of tokens in the sequence.
+            block_size: Tokens in a block.
+        """
         n_group_blocks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
         return n_group_blocks if self.window is None else min(n_group_blocks, -(-(self.window - 1) // block_size) + 2)
 
 
 def tables_with_windows(groups: Iterable[KVGroup]) -> int:
-    """Return the number of block tables of all groups with a window."""
+    """Return the number of block tables of all groups of layers that have a sliding window."""
     return sum(group.n_tables for group in groups if group.window is not None)
 
 
@@ -61,8 +76,8 @@ class KVLayout:
     """The distribution of attention layers over block tables.
 
     Attributes:
-        groups: Groups of layers, the one with the longest window first.
-        places: For each attention layer, its block table and its position inside a block.
+        groups: Groups of layers, the group with the longest window first.
+        places: For each attention layer, the index of its block table and its index among the layers of a block.
         block_size: Tokens in a block.
     """
 
@@ -75,10 +90,11 @@ class KVLayout:
         """Return the layout with the least memory for a sequence of `max_len` tokens.
 
         Args:
-            config: The model.
+            config: Shape of the model.
             block_size: Tokens in a block.
             max_len: Expected length of sequences, in tokens.
-            by_window: Group layers by window. False makes one group, which frees no blocks.
+            by_window: Whether to group layers by window. False makes one group, in which a sequence keeps all its
+                blocks.
         """
         windows = [config.kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with([None] * len(windows), len(windows), block_size)
@@ -91,7 +107,7 @@ class KVLayout:
 
     @staticmethod
     def _with(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
-        """Return the layout for the windows of all layers and a number of layers in a block."""
+        """Return the layout for the window of each layer and a number of layers in a block."""
         groups: list[KVGroup] = []
         places: dict[int, tuple[int, int]] = {}
         for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):
@@ -109,35 +125,41 @@ class KVLayout:
 
     @property
     def n_tables(self) -> int:
-        """Number of block tables of all groups."""
+        """Number of block tables, over all groups of layers."""
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """Return the number of blocks that the memory of `n_blocks` blocks of all layers makes."""
+        """Convert memory, given as a number of blocks with all layers, to a number of pool blocks.
+
+        A pool block holds `layers_per_block` layers.
+        """
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Return the memory of `n_blocks` pool blocks in blocks of all layers, rounded up."""
+        """Convert a number of pool blocks to a number of blocks with all layers, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Return the most pool blocks that a sequence of `n_tokens` tokens holds at once."""
+        """Return the largest number of pool blocks that a sequence of `n_tokens` tokens holds at the same time."""
         return sum(group.n_tables * group.max_group_blocks_held(n_tokens, self.block_size) for group in self.groups)
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
-        """Return the pool blocks that a prefill chunk takes in layers with windows. The next step frees most."""
+        """Return the number of pool blocks that a prefill chunk takes in layers with windows.
+
+        The next step frees most of them.
+        """
         return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
     def bytes_of(self, n_tokens: int) -> int:
-        """Return the memory of a sequence, in units of `block_size` tokens of one layer."""
+        """Return the memory of a sequence of `n_tokens` tokens, in units of `block_size` tokens of one layer."""
         return self.blocks_for(n_tokens) * self.layers_per_block
 
     def max_sequence_tokens(self, n_blocks: int, context_len: int) -> int:
-        """Return the length of the longest sequence that fits `n_blocks` pool blocks alone.
+        """Return the length, in tokens, of the longest sequence that fits `n_blocks` pool blocks alone.
 
         Args:
-            n_blocks: Blocks of the pool.
-            context_len: Context of the model, which bounds the length if all layers have windows.
+            n_blocks: Number of pool blocks.
+            context_len: Context of the model in tokens. It bounds the result if all layers have windows.
         """
         if self.groups[0].window is None:
             context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)
@@ -151,12 +173,15 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix found in the prefix cache. Its group blocks are not acquired yet.
+    """A cached prefix of a prompt. The sequence must still acquire its group blocks.
+
+    A group block is the KV blocks of one group of layers for `block_size` tokens.
 
     Attributes:
         n_group_blocks: Length of the prefix, in group blocks.
         prefix_id: Id of the prefix.
-        group_blocks: For each group, `n_group_blocks` group blocks. The scratch block stands before the window.
+        group_blocks: For each group, `n_group_blocks` group blocks. The scratch block stands for group blocks that lie
+            before the window.
         n_skipped: For each group, the number of group blocks before the window.
     """
 
@@ -166,27 +191,31 @@ class PrefixMatch:
     n_skipped: list[int]
 
     def found(self) -> list[int]:
-        """Return all group blocks to acquire."""
+        """Return the group blocks of all groups that the sequence must acquire."""
         return [
             group_block for each, n in zip(self.group_blocks, self.n_skipped, strict=True) for group_block in each[n:]
         ]
 
 
 class BlockManager:
-    """Allocates, shares and finds group blocks of KV blocks.
+    """Allocates KV blocks, shares them between sequences, and finds cached prefixes.
+
+    Blocks are handled in group blocks. A group block is the blocks of one group of layers for `block_size` tokens, and
+    is identified by its first block.
 
     Args:
-        n_blocks: Blocks of the pool.
+        n_blocks: Number of blocks in the pool.
         block_size: Tokens in a block.
-        groups: Groups of layers, the one with the longest window first.
+        groups: Groups of layers, the group with the longest window first.
 
     Attributes:
-        scratch: Number of the scratch block, which stands for a missing group block.
-        blocks_over_all_groups: Blocks in one group block of every group.
-        blocks_over_window_groups: The same for groups with windows alone.
-        n_available: Blocks that are free or can be evicted.
-        free_blocks: Blocks that are free.
-        cached_group_blocks: Cached stacks, least recently used first.
+        scratch: Index of the scratch block, which stands for a missing group block.
+        blocks_over_all_groups: Number of blocks in one group block of every group together.
+        blocks_over_window_groups: Number of blocks in one group block of every group with a window together.
+        has_windows: Whether any group has a window.
+        n_available: Number of blocks that are free or can be evicted.
+        free_blocks: The free blocks.
+        cached_group_blocks: The group blocks that only the prefix cache keeps, least recently used first.
     """
 
     def __init__(self, n_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(None),)):
@@ -208,18 +237,25 @@ class BlockManager:
         self._last_prefix_id = EMPTY_PREFIX
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Return the number of consecutive blocks that `n_tokens` tokens take."""
+        """Return the number of blocks that `n_tokens` tokens take in one block table."""
         return -(-n_tokens // self.block_size)
 
     def physical_blocks(self, first: int) -> tuple[int, ...]:
-        """Return the blocks of a group block in use, one for each table of its group."""
+        """Return the blocks of a group block that is in use, one for each block table of its group of layers.
+
+        Args:
+            first: First block of the group block.
+        """
         return self._physical_blocks[first]
 
     def match(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
-        """Return the longest cached prefix whose next token finds every group block that it sees.
+        """Return the longest cached prefix of a prompt that can be used.
+
+        A prefix can be used if, in every group, all group blocks within the window of the token after the prefix are
+        cached.
 
         Args:
-            tokens: Token ids.
+            tokens: Token ids of the prompt.
             max_group_blocks: Longest prefix, in group blocks.
         """
         group_blocks: list[int] = []
@@ -243,7 +279,11 @@ class BlockManager:
         return PrefixMatch(n_group_blocks, prefix_ids[n_group_blocks], of_groups, n_skipped)
 
     def _longest(self, of_groups: list[list[int]]) -> int:
-        """Return the longest prefix after which a token finds all visible group blocks in every group."""
+        """Return the length of the longest prefix, in group blocks, whose next token finds all blocks of its window.
+
+        `of_groups` has, for each group, the cached group block at each index, or scratch if the group block is
+        missing.
+        """
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
         for n, group_blocks in enumerate(zip(*of_groups, strict=True), start=1):
             runs = [
@@ -256,14 +296,25 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether `reserve` blocks stay available after acquiring group blocks and allocating `n_new` blocks."""
+        """Return whether enough blocks are available to acquire cached group blocks and to allocate new blocks.
+
+        Args:
+            shared: First blocks of the group blocks to acquire. Those that no sequence uses are no longer available
+                then.
+            n_new: Number of blocks to allocate.
+            reserve: Number of blocks that must stay available.
+        """
         revived = sum(
             len(self._physical_blocks[group_block]) for group_block in shared if group_block in self.cached_group_blocks
         )
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, group_blocks: Iterable[int]) -> None:
-        """Add one reference to each group block. The group blocks are in use or cached."""
+        """Add one reference to each group block of KV blocks.
+
+        Args:
+            group_blocks: First blocks of the group blocks, which must be in use or cached.
+        """
         for group_block in group_blocks:
             if self._ref_counts[group_block] == 0:
                 del self.cached_group_blocks[group_block]
@@ -271,7 +322,16 @@ class BlockManager:
             self._ref_counts[group_block] += 1
 
     def allocate(self, group: int = 0) -> int:
-        """Return an empty group block of a group with one reference. The caller has checked `n_available`."""
+        """Allocate the KV blocks for `block_size` tokens in one group of layers (a group block), with one reference.
+
+        Evicts cached group blocks if necessary. The caller has checked that `n_available` suffices.
+
+        Args:
+            group: Index of the group.
+
+        Returns:
+            The first block of the group block.
+        """
         n_blocks = self.groups[group].n_tables
         while len(self.free_blocks) < n_blocks:
             evicted, _ = self.cached_group_blocks.popitem(last=False)
@@ -285,7 +345,11 @@ class BlockManager:
         return blocks[0]
 
     def release(self, group_blocks: list[int]) -> None:
-        """Drop one reference to each group block. The group blocks are given in the order of their positions."""
+        """Drop one reference to each group block of KV blocks. Unreferenced group blocks become cached or free.
+
+        Args:
+            group_blocks: First blocks of the group blocks, in the order of their positions.
+        """
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
         for group_block in reversed(group_blocks):
             self._ref_counts[group_block] -= 1
@@ -297,16 +361,16 @@ class BlockManager:
                     self.free_blocks.extend(self._physical_blocks[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add a full group block of the first group to the prefix cache.
+        """Add full KV blocks of the first group of layers to the prefix cache.
 
         Args:
-            group_block: The group block.
-            before: Id of the prefix before it.
-            tokens: Its token ids.
+            group_block: First block of the group block, which holds `block_size` tokens.
+            before: Id of the prefix that ends before the group block.
+            tokens: Token ids of the group block.
 
         Returns:
-            The id of the prefix that the group block completes. If a group block with this content is cached, it stays,
-            and its prefix id is returned.
+            The id of the prefix that ends with the group block. If another group block with the same content is cached
+            already, the cache keeps it, and the id of its prefix is returned.
         """
         key = (before, tokens)
         found = self._by_content.get(key)
@@ -318,7 +382,13 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
-        """Add a full group block of another group to the prefix cache as the end of a prefix, if there is none yet."""
+        """Add full KV blocks of another group of layers to the prefix cache, unless the prefix has such blocks.
+
+        Args:
+            group_block: First block of the group block, which holds `block_size` tokens.
+            group: Index of the group, at least 1. The first group uses `register`.
+            prefix_id: Id of the prefix that ends with the group block.
+        """
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = group_block
             self._content[group_block] = self._by_prefix[group], prefix_id
@@ -335,12 +405,14 @@ class BlockManager:
 class BlockTables:
     """The KV blocks of one sequence, from its admission until it leaves the cache.
 
+    A group block is the KV blocks of one group of layers for `block_size` positions.
+
     Attributes:
-        group_blocks: For each group, one group block for every `block_size` positions.
+        group_blocks: For each group, one group block for every `block_size` positions, by its first block.
         n_skipped: For each group, the number of first group blocks that are freed, because they lie before the window.
-        capacity: Positions that have group blocks in all groups.
-        n_uploaded: Group blocks of each group whose blocks are in the device's tables.
-        n_registered: Group blocks of each group that are in the prefix cache.
+        capacity: Number of positions that have group blocks in all groups.
+        n_uploaded: Number of group blocks in each group whose blocks are in the device's tables.
+        n_registered: Number of group blocks in each group that are in the prefix cache.
         prefix_id: Id of the prefix that ends with the last registered group block.
     """
 
@@ -357,7 +429,11 @@ class BlockTables:
         self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered group block
 
     def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Take the group blocks of a cached prefix. Groups without a window also allocate group blocks for all tokens.
+        """Acquire the KV blocks of a cached prefix. Layers without a window also get blocks for all tokens.
+
+        Args:
+            match: The cached prefix.
+            n_tokens: Number of tokens of the sequence.
 
         Returns:
             The number of newly allocated blocks.
@@ -375,12 +451,20 @@ class BlockTables:
         return n_taken
 
     def allocate_last_block(self) -> None:
-        """Allocate one group block in each group for the partial end of a prompt. `share_prefix` adds the rest."""
+        """Allocate the KV blocks for the partly filled end of a prompt that another sequence computes.
+
+        `share_prefix` adds the shared blocks before it.
+        """
         for group, group_blocks in enumerate(self.group_blocks):
             group_blocks.append(self._blocks.allocate(group))
 
     def share_prefix(self, leader: BlockTables, n_shared: int) -> None:
-        """Share the first `n_shared` group blocks of the sequence that has computed the prompt."""
+        """Share the full KV blocks of a prompt that another sequence has computed.
+
+        Args:
+            leader: Blocks of the other sequence.
+            n_shared: Number of full blocks in the prompt.
+        """
         for group, first in enumerate(leader.n_skipped):
             shared = leader.group_blocks[group][:n_shared]
             self._blocks.acquire(shared[first:])
@@ -389,7 +473,7 @@ class BlockTables:
         self.n_registered, self.prefix_id = leader.n_registered, leader.prefix_id
 
     def extend(self, end: int) -> None:
-        """Allocate the missing group blocks for positions up to `end` in all groups."""
+        """Allocate the missing KV blocks for the first `end` positions, in all layers."""
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             for _ in range(blocks.blocks_for(end) - len(group_blocks)):
@@ -397,13 +481,13 @@ class BlockTables:
         self._measure()
 
     def append_blocks(self) -> None:
-        """Allocate one more group block in each group."""
+        """Allocate the KV blocks for the next `block_size` positions, in all layers."""
         for group, group_blocks in enumerate(self.group_blocks):
             group_blocks.append(self._blocks.allocate(group))
         self.capacity += self._blocks.block_size
 
     def release_skipped(self, position: int) -> None:
-        """Free cached group blocks that neither the token at `position` nor a later one reads."""
+        """Free KV blocks that lie before the sliding window of the token at `position`, if they are registered."""
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             behind = min(blocks.groups[group].first_visible(position, blocks.block_size), self.n_registered)
@@ -412,7 +496,12 @@ class BlockTables:
                 self.n_skipped[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add the full group blocks among the first `n_tokens` tokens to the prefix cache."""
+        """Add full KV blocks of the sequence to the prefix cache.
+
+        Args:
+            tokens: Token ids of the sequence.
+            n_tokens: Number of first tokens whose keys and values are cached.
+        """
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
             content = tuple(tokens[i * size : (i + 1) * size])
@@ -422,7 +511,10 @@ class BlockTables:
             self.n_registered = i + 1
 
     def new_entries(self, slot: int) -> list[tuple[int, int, int, int]]:
-        """Return the entries that are missing in the device's block tables, and count them as present.
+        """Return the entries that the device's block tables lack, and count them as present.
+
+        Args:
+            slot: Row of the sequence in the tables.
 
         Returns:
             Tuples (table, slot, column, block).
@@ -438,10 +530,10 @@ class BlockTables:
         return entries
 
     def release(self) -> None:
-        """Free all group blocks."""
+        """Free all KV blocks of the sequence."""
         for group_blocks, behind in zip(self.group_blocks, self.n_skipped, strict=True):
             self._blocks.release(group_blocks[behind:])
 
     def _measure(self) -> None:
-        """Compute `capacity`."""
+        """Compute `capacity`, the number of positions that have blocks in all layers."""
         self.capacity = min(map(len, self.group_blocks)) * self._blocks.block_size

@@ -1,7 +1,7 @@
-"""Device memory of the decoder: keys and values with their block tables, recurrent states, and experts of tokens.
+"""Device memory of the decoder: keys and values with their block tables, recurrent states, and chosen experts.
 
-The experts of a token are stored in the same blocks as its keys and values. So shared prompts, cached prefixes, chunked
-prefill and recomputation need no code for them.
+The experts that tokens were routed to are stored in the same blocks as keys and values. So shared prompts, cached
+prefixes, chunked prefill and recomputation work for them without extra code.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class KVCache:
 
     Args:
         model: The model.
-        n_blocks: Blocks of the pool, see KVLayout.
+        n_blocks: Number of pool blocks, see KVLayout.
         layout: Distribution of layers over block tables.
         n_slots: One slot for each sequence of the batch, and one for padding rows.
 
     Attributes:
         kv_blocks: (Y layers of a block, 2, n_blocks + 1, block_size, K key heads, C head dim). The last block is
-            scratch, to which padding rows write.
-        tables: (T block tables, n_slots, W) int32: the blocks of each slot's sequence in each table. Entries before the
-            window of a table are outdated or the scratch block. The memory never moves, so a CUDA graph may read it.
+            scratch: padding rows write to it.
+        tables: (T block tables, n_slots, W) int32, the blocks of each slot's sequence in each table. Entries before
+            the window of a table are outdated or scratch. The memory never moves, so a CUDA graph may read it.
     """
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):
@@ -51,26 +51,33 @@ class KVCache:
         self.tables = torch.full((layout.n_tables, n_slots, width), n_blocks, dtype=torch.int32, device=weight.device)
 
     def table_of(self, layer: int) -> int:
-        """Return the block table of a layer."""
+        """Return the index of the block table that a layer uses."""
         return self._places[layer][0]
 
     def blocks_of(self, layer: int) -> Tensor:
-        """Return the blocks of a layer, (2, n_blocks + 1, block_size, K, C), some of which other layers use."""
+        """Return the keys and values of a layer as a view (2, n_blocks + 1, block_size, K, C).
+
+        Layers with other block tables may use some of these blocks.
+        """
         return self.kv_blocks[self._places[layer][1]]
 
     def flat_of(self, layer: int) -> Tensor:
-        """Return the blocks of a layer as (2, (n_blocks + 1) * block_size, K, C)."""
+        """Return the keys and values of a layer as a view (2, (n_blocks + 1) * block_size, K, C)."""
         return self._flat[self._places[layer][1]]
 
 
 class StateCache:
     """Recurrent states of all slots, after the last computed position of each sequence.
 
-    A state can neither be cut back to an earlier position nor be found by its content. So the samples of a prompt get
+    A state cannot be cut back to an earlier position, and cannot be found by its tokens. So the samples of a prompt get
     copies of the state after the prompt, and a preempted sequence is recomputed from its first token.
 
+    Args:
+        model: A model with recurrent states.
+        n_slots: One slot for each sequence of the batch, and a last one for padding rows.
+
     Attributes:
-        layers: The states of each layer with recurrent states. The last slot belongs to padding rows.
+        layers: The states of each layer with recurrent states.
     """
 
     def __init__(self, model: Transformer, n_slots: int):
@@ -87,7 +94,17 @@ class StateCache:
         self._all = (inputs, matrices)
 
     def step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
-        """Compute one token of the sequences in these slots, and update their states."""
+        """Compute one decoding step of a layer, and update the states of its rows.
+
+        Args:
+            layer: Index among the layers with recurrent states.
+            proj_BP: Projections of the new token of each row.
+            weights: Weights of the layer.
+            slots_B: int64, slot of each row.
+
+        Returns:
+            The output of the layer for each row, before the output projection.
+        """
         return delta_step(proj_BP, weights, self.layers[layer], slots_B)
 
     def rows(
@@ -99,15 +116,19 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Compute packed tokens of the sequences in these slots, and update their states.
+        """Compute packed tokens of several rows in a layer (prefill), and update the states of the rows.
 
         Args:
             layer: Index among the layers with recurrent states.
             proj_NP: Projections of the N packed tokens.
             weights: Weights of the layer.
-            chunks: Cut of the rows into chunks.
-            slots_R: Slot of each row.
-            continues_R: Rows that continue an earlier chunk. None if no row does.
+            chunks: Division of the rows into chunks.
+            slots_R: int64, slot of each row.
+            continues_R: bool, whether a row continues from the state in its slot. The other rows start with a zero
+                state. None if no row continues.
+
+        Returns:
+            The output of the layer for each token, before the output projection.
         """
         states, before = self.layers[layer], None
         if continues_R is not None:
@@ -120,32 +141,48 @@ class StateCache:
         return out_NI
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the states of the source slots to the target slots, in all layers."""
+        """Copy recurrent states between slots in all layers, for samples that share a prompt.
+
+        Args:
+            sources: int64 slots to copy from.
+            targets: int64 slots to copy to.
+        """
         for each in self._all:
             each.index_copy_(1, targets, each.index_select(1, sources))
 
 
 def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
-    """Return x with zeros in the rows that are not chosen, whatever these rows contain."""
+    """Return x with zeros in the rows that are not chosen, even if these rows contain NaN."""
     return torch.where(chosen_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
 @dataclass(slots=True)
 class PendingRoutes:
-    """Experts of a sample's tokens, on their way to the host."""
+    """The experts of a sample's tokens, while they are copied to the host.
+
+    Attributes:
+        routes: Destination on the host, (n tokens, L layers, k experts).
+        ready: Event after the copy. None if the copy is complete.
+    """
 
     routes: Tensor
     ready: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """Return the experts, (n tokens, L layers, k experts)."""
+        """Wait for the copy, and return the experts, (n tokens, L layers, k experts)."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.routes.numpy()
 
 
 class RouteCache:
-    """Experts of all cached tokens.
+    """The experts that all cached tokens were routed to.
+
+    Args:
+        routing: Routing of the model.
+        n_blocks: Number of KV blocks without scratch.
+        block_size: Tokens in a block.
+        device: Device of the model.
 
     Attributes:
         routes: (n_blocks + 1, block_size, L layers, k experts). The last block is scratch.
@@ -160,22 +197,38 @@ class RouteCache:
         """Store the experts that the last forward pass has chosen.
 
         Args:
-            places_N: block * block_size + offset of each token, int64.
+            places_N: int64, block * block_size + offset of each token.
         """
         recorded_NLk = self._routing.recorded()[: len(places_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, places_N, recorded_NLk)
 
     def places(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return block * block_size + offset of the tokens at these positions of the sequences in these slots."""
+        """Return block * block_size + offset of tokens, (B,) int64.
+
+        Args:
+            table_TW: Block table with a row for each slot.
+            slots_B: int64, slot of each token's sequence.
+            positions_B: int64, position of each token in its sequence.
+        """
         blocks_B = table_TW[slots_B, positions_B // self._block_size].long()
         return blocks_B * self._block_size + positions_B % self._block_size
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks."""
+        """Copy the experts of the tokens in KV blocks to other blocks.
+
+        Args:
+            sources: int64 indices of blocks to copy from.
+            targets: int64 indices of blocks to copy to.
+        """
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
     def read(self, blocks: Any, n_tokens: int) -> PendingRoutes:
-        """Start copying the experts of the first `n_tokens` tokens in these blocks to the host."""
+        """Start copying the experts of a sequence's first `n_tokens` tokens to the host.
+
+        Args:
+            blocks: The blocks of the sequence in order, as ints.
+            n_tokens: Number of tokens.
+        """
         n_blocks = -(-n_tokens // self._block_size)
         chosen = torch.tensor(blocks[:n_blocks], dtype=torch.int64)
         if self._device.type != "cuda":

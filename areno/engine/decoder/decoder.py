@@ -1,4 +1,4 @@
-"""The decoder: takes requests, returns sampled completions, one step at a time."""
+"""The decoder: takes requests and returns sampled completions, one decoding step at a time."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ class Decoder:
 
     The device is one step ahead of the host: a step is launched before the tokens of the previous step are read. So a
     sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same.
-    A completion depends on its request alone, not on other requests in the batch.
+    A completion depends only on its request, not on other requests in the batch.
 
     Args:
         model: The model.
-        n_blocks: Memory of the cache, in blocks of all layers.
+        n_blocks: Memory of the KV cache, as a number of blocks with all layers.
         block_size: Tokens in a block.
         max_running: Most sequences in the batch.
         max_prefill_tokens: Most prompt tokens in a step.
-        max_len: Expected length of sequences in tokens, which decides the KVLayout. None takes the context.
+        max_len: Expected length of sequences in tokens, for which the KVLayout is chosen. None takes the context.
         eos_token_ids: Tokens that end a completion, unless the request has `ignore_eos`.
-        use_graphs: Replay the decode step as a CUDA graph.
-        attn_backend: Attention of the prefill, as `choose_backend` returns it.
-        exact: Compute log-probabilities with the bits of training, see engine.exact.
-        detokenize: Turns completion tokens into text; needed for stop strings.
-        compile_grammar: Compiles the grammar of a request; needed for grammars.
+        use_graphs: Whether to run decode steps as CUDA graphs.
+        attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
+        exact: Whether log-probabilities have the same bits as in training, see engine.exact.
+        detokenize: Turns completion tokens into text. None refuses requests with stop strings.
+        compile_grammar: Compiles the grammar of a request. None refuses requests with grammars.
         stream_every_s: Least seconds between partial outputs, except for the first token of a sample.
-        keeps_routes: Return the experts of tokens with finished samples.
+        keeps_routes: Whether finished samples carry the experts of their tokens.
 
     Attributes:
-        limits: Which requests the decoder accepts.
-        blocks: Blocks of the KV cache, free and used.
-        runner: Runs the model, and holds the tensors of the cache and of sampling.
-        unfinished: Request id -> number of its samples that have not finished.
+        limits: Limits of the requests that the decoder accepts.
+        blocks: The blocks of the KV cache.
+        runner: Runs the model, and holds the tensors of the KV cache and of sampling.
+        unfinished: Request id -> number of the request's samples that have not finished.
         weights_version: Version of the weights, set by the caller between steps. A token carries the version at the
             launch of the step that sampled it.
     """
@@ -76,7 +76,7 @@ class Decoder:
         keeps_routes: bool = False,
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
         config = model.config
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
         context_len = config.max_position_embeddings
@@ -114,12 +114,12 @@ class Decoder:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything left to compute or to return."""
+        """Whether a further `step` has something to compute or to return."""
         return self._scheduler.has_work or bool(self._outputs) or bool(self._awaiting)
 
     @property
     def stats(self) -> RolloutStats:
-        """Counters since construction or the last `reset_stats`."""
+        """Counters since construction or the last `reset_stats`. `running` and `waiting` are the current numbers."""
         graphs = self.runner.graphs
         return RolloutStats(
             running=self._scheduler.n_running,
@@ -133,9 +133,12 @@ class Decoder:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. It joins the batch in one of the next steps.
 
+        Args:
+            request: The request.
+
         Raises:
             EngineError: The request cannot be served.
-            GrammarError: Its grammar cannot be compiled.
+            GrammarError: The grammar of the request cannot be compiled.
         """
         max_new = self.limits.max_new(request)
         if request.request_id in self.unfinished:
@@ -168,13 +171,16 @@ class Decoder:
             )
 
     def abort(self, request_id: int) -> None:
-        """End the unfinished samples of a request. The next step returns them with the finish reason "abort"."""
+        """End the unfinished samples of a request. The next step returns them with finish_reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
 
     def return_waiting(self, n_samples: int) -> None:
-        """Drop whole requests that have not started, the youngest first, until `n_samples` samples are dropped.
+        """Drop requests that have not started, the youngest first, so that another copy of the model can serve them.
 
-        The next step returns an output with the sample RETURNED for each of them.
+        The next step returns one output with the sample RETURNED for each dropped request.
+
+        Args:
+            n_samples: Stop when the dropped requests have at least this many samples.
         """
         for request in self._scheduler.return_waiting(n_samples):
             request_id = request.request_id
@@ -186,7 +192,7 @@ class Decoder:
             )
 
     def clear(self) -> None:
-        """Drop all requests without outputs."""
+        """Drop all requests. They get no outputs."""
         for request_id in list(self.unfinished):
             self.abort(request_id)
         self._outputs, self._awaiting = [], []
@@ -195,7 +201,7 @@ class Decoder:
         """Launch one step on the device, then read the tokens of the previous step.
 
         Returns:
-            Finished samples, whole, and partial outputs of requests that want them.
+            Finished samples with their whole completions, and partial outputs of requests with `stream` or `pieces`.
         """
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
@@ -206,13 +212,13 @@ class Decoder:
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
         outputs, self._outputs = self._outputs, []
-        for output, routes in awaiting:  # copied behind a step that has ended by now
+        for output, routes in awaiting:  # copied after a step that has ended by now
             output.routes = routes.wait()
             outputs.append(output)
         return outputs
 
     def reset_cache(self) -> None:
-        """Drop all keys and values, because the weights have changed. Unfinished sequences are recomputed."""
+        """Drop all keys and values, because the weights have changed. Unfinished sequences will be recomputed."""
         self._collect()
         self._scheduler.preempt_all()
         self.blocks.reset()
@@ -227,7 +233,7 @@ class Decoder:
             self.runner.graphs.n_replays = 0
 
     def _collect(self) -> None:
-        """Wait for the tokens in flight, and append them to their sequences."""
+        """Wait for the tokens in flight, append them to their sequences, and queue outputs."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -260,7 +266,7 @@ class Decoder:
             self._finish(finished, routes)
 
     def _fail(self, sequence: Sequence) -> None:
-        """End a sample whose log-probability is not finite. EngineError if the weights are not finite."""
+        """End a sample whose log-probability is not finite with "error". EngineError if the weights are not finite."""
         if self._finite_version != self.weights_version:
             parts = [part for part in self.runner.model.parameters() if part.numel()]
             if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
@@ -269,7 +275,7 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
-        """Queue the outputs of finished sequences."""
+        """Queue the outputs of finished sequences. `routes` has their experts. None if experts are not kept."""
         for index, sequence in enumerate(sequences):
             if routes is None:
                 self._outputs.append(sequence.output())

@@ -1,8 +1,8 @@
-"""Constrained decoding: masks of the tokens that a grammar allows next. llguidance does the parsing.
+"""Constrained decoding: masks of the tokens that a grammar allows next. llguidance parses the grammars.
 
-A grammar is a text in the form of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). Each worker
-receives the text, compiles it for its tokenizer and keeps the result. A completion ends with an end-of-sequence token;
-when nothing else can follow, no other token is allowed.
+A grammar is a text in the form of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). Each
+worker receives the text, compiles it for its tokenizer and keeps the result. A completion ends with an
+end-of-sequence token. If nothing else can follow, the mask allows no other token.
 """
 
 from __future__ import annotations
@@ -32,44 +32,52 @@ def _library() -> Any:
 class GrammarState:
     """The position of one completion in its grammar.
 
+    Args:
+        matcher: Matcher of llguidance for this completion alone.
+        vocab_size: Number of tokens in a mask.
+        eos_token_ids: Tokens that end the completion.
+
     Attributes:
-        finished: Whether an end-of-sequence token has ended the completion.
-        error: Why no further token can be judged. Empty if there is no problem.
+        finished: Whether the completion has ended with an end-of-sequence token.
+        error: Reason why the grammar cannot continue, such as too much complexity. "" if it can.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
         self.matcher, self.vocab_size, self._eos = matcher, vocab_size, eos_token_ids
-        self.finished = False  # an end-of-sequence token came where the grammar allows the end
-        self.error = ""  # why no more tokens can be judged
+        self.finished = False
+        self.error = ""
 
     def mask(self) -> np.ndarray:
-        """Return the mask of allowed tokens, int32 (ceil(vocab / 32),): token t is bit t % 32 of entry t // 32."""
+        """Return the mask of tokens that may come next, int32 (ceil(vocab / 32),).
+
+        Token t is allowed if bit t % 32 of entry t // 32 is set.
+        """
         return masks([self])[0]
 
     def accept(self, token: int) -> None:
-        """Advance by an allowed token. Sets `finished`, or `error` if the grammar is too complex."""
+        """Advance by one sampled token. Sets `finished` at the end, or `error` if the grammar cannot continue."""
         if not self.matcher.consume_token(token) or self.matcher.is_error():
             self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
         self.finished = not self.error and token in self._eos
 
 
 class Grammar:
-    """A compiled grammar, used by any number of completions.
+    """A compiled grammar, which any number of completions can use.
 
     Attributes:
-        text: The source.
+        text: The source of the grammar.
     """
 
     def __init__(self, text: str, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
         self.text, self._matcher, self._vocab_size, self._eos = text, matcher, vocab_size, eos_token_ids
 
     def start(self) -> GrammarState:
-        """Return the state before the first token."""
+        """Return a new state, before the first token of a completion."""
         return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos)
 
 
 def masks(states: Sequence[GrammarState]) -> np.ndarray:
-    """Return the masks of several states with one vocabulary, int32 (states, ceil(vocab / 32))."""
+    """Return the masks of several states with the same vocabulary, int32 (states, ceil(vocab / 32))."""
     out_KW = np.zeros((len(states), -(-states[0].vocab_size // 32)), dtype=np.int32)
     for row, state in zip(out_KW, states, strict=True):
         state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -77,12 +85,12 @@ def masks(states: Sequence[GrammarState]) -> np.ndarray:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Construction takes about a second for a vocabulary of 150,000.
+    """Compiles grammars for one tokenizer. Construction takes about a second for a vocabulary of 150,000 tokens.
 
     Args:
         tokenizer: A tokenizer of transformers.
-        vocab_size: Vocabulary of the model. Ids that the tokenizer lacks are never allowed.
-        eos_token_ids: Tokens that end a completion. Empty takes the tokenizer's own.
+        vocab_size: Vocabulary of the model. Token ids that the tokenizer lacks are never allowed.
+        eos_token_ids: Tokens that end a completion. If empty, the tokenizer's end-of-sequence token.
 
     Raises:
         GrammarError: llguidance is not installed, or cannot use the tokenizer.
@@ -98,10 +106,13 @@ class GrammarCompiler:
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
 
     def compile(self, text: str) -> Grammar:
-        """Compile a grammar, or return the kept result.
+        """Compile a grammar. The last 128 results are kept, and returned again for the same text.
+
+        Args:
+            text: The grammar, in Lark syntax or as a JSON object of llguidance.
 
         Raises:
-            GrammarError: The text is no grammar.
+            GrammarError: The text is not a valid grammar.
         """
         if text in self._grammars:
             self._grammars.move_to_end(text)
@@ -117,7 +128,7 @@ class GrammarCompiler:
         return grammar
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
-        """Return the added tokens that a grammar must name by id, because no text matches them."""
+        """Return the added tokens that a grammar must name by id, because they match no text: text -> token id."""
         added = tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
@@ -143,7 +154,7 @@ def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> 
 
 
 class _TokenizerAdapter:
-    """A tokenizer whose tokens are plain texts, in the form that llguidance takes."""
+    """Wraps a tokenizer that is not byte-level in the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_id: int):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs: one for each batch size of a list. Smaller batches are padded."""
+"""The decode step as CUDA graphs, one for each batch size of a list. A batch is padded to the next size."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], SamplingF
 """(rows (4, B), split_lens (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""
 
 GraphKey = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", SamplingFlags]
-"""What a graph is captured for: batch size, shape of the prefix groups, splits, flags of sampling."""
+"""Properties of a batch that a graph is captured for: batch size, shape of the prefix groups, splits, flags."""
 
 _POWERS_UP_TO = 32
 
 
 def bucket_sizes(max_running: int) -> list[int]:
-    """Return the batch sizes 1, 2, 4, .. 32, then every 32 up to max_running, which is the last one."""
+    """Return the batch sizes of the graphs: 1, 2, 4, ..., 32, then multiples of 32, and at the end `max_running`."""
     sizes = [1 << i for i in range(_POWERS_UP_TO.bit_length()) if 1 << i < max_running]
     sizes += range(2 * _POWERS_UP_TO, max_running, _POWERS_UP_TO)
     return [*sizes, max_running]
 
 
 class DecodeGraphs:
-    """Captures the decode step when a batch size first occurs, and replays the capture from then on.
+    """Captures the decode step as a CUDA graph for each batch size, and replays it.
 
-    The step may read only its arguments and tensors whose memory never moves. Weights qualify, because training updates
-    them in place. So a graph stays valid for the whole run.
+    A graph is captured when its batch size first occurs. The step may read only its arguments and tensors whose memory
+    never moves. Weights qualify, because training updates them in place. So a graph stays valid for the whole run.
 
     Args:
         body: The decode step.
         max_running: Largest batch size.
         device: The GPU.
+
+    Attributes:
+        n_replays: Number of replayed steps.
     """
 
     def __init__(self, body: DecodeBody, max_running: int, device: torch.device):
@@ -49,19 +52,20 @@ class DecodeGraphs:
         self.n_replays = 0
 
     def size_for(self, n_rows: int) -> int:
-        """Return the batch size of the graph for `n_rows` rows."""
+        """Return the smallest batch size of a graph that holds `n_rows` rows."""
         return next(size for size in self._sizes if size >= n_rows)
 
     def run(self, rows: np.ndarray, split: AttentionSplit, flags: SamplingFlags) -> Tensor:
-        """Run the step for these rows.
+        """Run the step for a batch, padded to the batch size of a graph.
 
         Args:
-            rows: (4, B) int64, see Runner._decode.
-            split: Split of the attention.
+            rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their
+                completions, lengths of the shared prefixes.
+            split: Division of the attention.
             flags: Features of sampling that the batch needs.
 
         Returns:
-            The result of the step, valid until the next call.
+            (2, B) float64: sampled tokens and their log-probabilities. The next call overwrites it.
         """
         n_rows = rows.shape[1]
         size = self.size_for(n_rows)
@@ -87,7 +91,7 @@ class DecodeGraphs:
     def _capture(
         self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Capture a graph."""
+        """Capture the step for one key. Return the graph, its input buffer and its output."""
         split_lens, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
         groups = np.full(group_shape or 0, -1, dtype=np.int64)
         inputs = torch.from_numpy(np.concatenate((split_lens, rows.ravel(), groups.ravel()))).to(self._device)

@@ -1,7 +1,7 @@
-"""Runs a scheduled step on the device: tensors from the schedule, the model, sampled tokens back to the host.
+"""Runs the plan of a decoding step on the device: input tensors, forward passes, and sampled tokens back to the host.
 
-On CUDA nothing here waits for the device. Inputs are copied from pinned memory, and results are copied to pinned memory
-and marked by an event. The token that the next step reads stays on the device.
+On CUDA nothing here waits for the device. Inputs are copied from pinned memory. Results are copied to pinned memory
+and marked by an event. The sampled token, which is the input of the next step, stays on the device.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ from areno.types import TokenScores
 class PrefillPlaces:
     """Positions in the KV cache of the tokens of a prefill, for one group of layers.
 
-    A position in a block table is block * block_size + offset. N: tokens of all chunks. M: tokens that the chunks see.
+    A position is block * block_size + offset. N is the number of computed tokens of all chunks, M the number of tokens
+    that the chunks attend to, T the number of block tables of the group.
 
     Attributes:
-        stored_TN: int64, positions of the computed tokens in each table of the group.
-        keys_TM: The same for all visible tokens. None if the chunks see only their own tokens.
-        cu_k: (chunks + 1,) int32, start of the visible tokens of each chunk.
-        max_k: Most visible tokens of a chunk.
+        stored_TN: int64, position of each computed token in each table.
+        keys_TM: int64, position in each table of each token that is attended to. None if the chunks only attend to the
+            tokens that they compute.
+        cu_k: (chunks + 1,) int32, where the tokens that each chunk attends to start among the M, and M at the end.
+        max_k: Largest number of tokens that a chunk attends to.
     """
 
     stored_TN: np.ndarray
@@ -58,7 +60,8 @@ def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first:
     Args:
         chunks: The chunks.
         blocks: The KV blocks.
-        from_the_first: Count all earlier tokens as visible. Those before the window point to the scratch block.
+        from_the_first: Whether a chunk attends to all earlier tokens even in layers with a window. The positions of
+            tokens before the window then lie in the scratch block.
     """
     return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
 
@@ -66,7 +69,7 @@ def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first:
 def _of_group(
     chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
 ) -> PrefillPlaces:
-    """Return the positions of a prefill for one group of layers."""
+    """Return the positions of a prefill for one group of layers, which has this index in `blocks.groups`."""
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
@@ -102,14 +105,21 @@ _SCORED_ROWS = 256  # prompt tokens whose logits exist at once
 
 @dataclass(slots=True)
 class PendingTokens:
-    """The sampled tokens of one forward pass on their way to the host."""
+    """The sampled tokens of one forward pass, while they are copied to the host.
+
+    Attributes:
+        sequences: The sequences that get a token.
+        sampled: (2 + 2K, len(sequences)) float64 on the host: token, log-probability, then the ids and the
+            log-probabilities of the K most likely tokens. Valid after `ready`.
+        ready: Event after the copy. None on a CPU.
+    """
 
     sequences: list[Sequence]
-    sampled: Tensor  # (2 + 2K, len(sequences)) float64 on the host, as of `Runner._sample`; valid once `ready` happened
+    sampled: Tensor
     ready: torch.cuda.Event | None
 
     def wait(self) -> tuple[list[int], list[float], list[TokenScores]]:
-        """Return tokens, log-probabilities and most likely tokens, in the order of `sequences`."""
+        """Wait for the copy. Return tokens, log-probabilities and most likely tokens, in the order of `sequences`."""
         if self.ready is not None:
             self.ready.synchronize()
         tokens, logprobs, *top = self.sampled.numpy()
@@ -117,10 +127,20 @@ class PendingTokens:
 
 
 class Runner:
-    """Owns the device side of the decoder.
+    """The device side of the decoder.
 
-    A sequence has a slot while it is in the batch. For each slot the device holds block tables (`cache`), sampling
-    settings and the last sampled token. The last slot belongs to padding rows.
+    A sequence has a slot while it is in the batch. For each slot the device holds block tables, sampling settings and
+    the last sampled token. The last slot belongs to padding rows.
+
+    Args:
+        model: The model.
+        blocks: The KV blocks.
+        layout: Distribution of layers over block tables.
+        max_running: Most sequences in the batch.
+        use_graphs: Whether to run decode steps as CUDA graphs. They need triton.
+        attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
+        exact: Whether log-probabilities have the same bits as in training.
+        keeps_routes: Whether to store the experts that tokens are routed to.
     """
 
     def __init__(
@@ -162,10 +182,10 @@ class Runner:
     def _sample(
         self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None
     ) -> Tensor:
-        """Sample a token for each row from whole logits.
+        """Sample a token for each row from the logits of the whole vocabulary, (B, V).
 
         Returns:
-            (2, B) float64 tokens and log-probabilities; with `edits` (2 + 2K, B), including the K most likely
+            (2, B) float64 tokens and log-probabilities. With `edits` (2 + 2K, B), including the K most likely
             tokens.
         """
         head, first = self.model.output, self.model.output.first
@@ -177,10 +197,13 @@ class Runner:
         return self._scored(out_2B, local_BV, slots_B)
 
     def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
-        """Sample when each tensor-parallel rank has its columns of the logits, (B, V / ranks).
+        """Sample a token for each row when each tensor-parallel rank has its columns of the logits, (B, V / ranks).
 
-        Without filters each rank draws from its columns. With filters, which need all columns, each rank draws a share
-        of the rows. Returns as `_sample`.
+        Without filters each rank draws from its columns. With filters, which need all columns, each rank draws the
+        tokens of some of the rows.
+
+        Returns:
+            (2, B) float64 tokens and log-probabilities of all rows, the same on every rank.
         """
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if can_sample_columns(local_BV, flags):
@@ -198,11 +221,11 @@ class Runner:
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """Return the logits for `_scored`, as a copy if the draw may overwrite them."""
+        """Return the logits that `_scored` needs after the draw: a copy if the draw may overwrite them."""
         return local_BV.clone() if self.is_exact and flags.edits else local_BV
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
-        """Replace the log-probabilities by those that training computes, if `engine.exact` is set."""
+        """With `engine.exact`, replace the log-probabilities in `out_2B` by those of the training kernel."""
         if self.is_exact:
             model = self.model
             out_2B[1] = self.sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
@@ -210,7 +233,14 @@ class Runner:
 
     @torch.no_grad()
     def launch(self, scheduled: SchedulerOutput) -> list[PendingTokens]:
-        """Launch the forward passes of a scheduled step, without waiting for them."""
+        """Launch the forward passes of a plan without waiting for them.
+
+        Args:
+            scheduled: The plan of the step.
+
+        Returns:
+            The sampled tokens of each pass. Empty for a step that only prefills prompts in part.
+        """
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         self._upload_slots(prefilled + scheduled.decode)
@@ -225,14 +255,14 @@ class Runner:
         return pending
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device."""
+        """Copy an array to the device without waiting."""
         host = torch.from_numpy(array)
         if self.device.type != "cuda":
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """Copy the columns of a list of tuples to the device, each as an int64 tensor."""
+        """Copy a list of equally long int tuples to the device. Return an int64 tensor for each tuple index."""
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
     def _download(self, sequences: list[Sequence], out: Tensor) -> PendingTokens:
@@ -246,7 +276,7 @@ class Runner:
         return PendingTokens(sequences, host, ready)
 
     def _upload_slots(self, sequences: list[Sequence]) -> None:
-        """Send new entries of block tables, and the settings of sequences with a new slot."""
+        """Send missing entries of block tables, and the sampling settings of sequences that have a new slot."""
         new = [sequence for sequence in sequences if sequence.block_tables.n_uploaded == 0]
         entries: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
@@ -261,7 +291,10 @@ class Runner:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
     def _prefill(self, chunks: list[Chunk], prefilled: list[Sequence]) -> Tensor:
-        """Run one forward pass over the chunks. Sample a token for each sequence whose prompt it completes."""
+        """Run one forward pass over the chunks, and sample a token for each sequence of `prefilled`.
+
+        `prefilled` are the sequences whose prompts the pass completes. If there are none, the result is of no use.
+        """
         tokens: list[int] = []
         for chunk in chunks:
             tokens += chunk.prefill.leader.tokens[chunk.start : chunk.end]
@@ -270,7 +303,7 @@ class Runner:
         cu_q_R1, max_q = self._upload(cu_q), max(lengths_q)
         # Spans of the exact attention are counted from the first token on.
         places = prefill_places(chunks, self.blocks, from_the_first=self.fixed_order)
-        stored: list[Tensor] = []  # by block table, as the two others
+        stored: list[Tensor] = []  # one entry for each block table, as in keys and borders
         keys: list[Tensor | None] = []
         borders: list[tuple[Tensor, Tensor, int, int]] = []
         for group in places:
@@ -285,7 +318,7 @@ class Runner:
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
             cached_k.index_copy_(0, stored[table], k_NKC)
             cached_v.index_copy_(0, stored[table], v_NKC)
-            if (keys_M := keys[table]) is not None:  # some rows attend to tokens of earlier steps, too
+            if (keys_M := keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
                 k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
             return varlen_attention(q_NHC, k_NKC, v_NKC, *borders[table], self.attn_backend, window)
 
@@ -315,7 +348,7 @@ class Runner:
         return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
-        """Return the attention of a prefill with the recurrent states of its rows, if the model has any."""
+        """Return the attention of a prefill, with the recurrent states of the chunks if the model has any."""
         states = self.states
         if states is None:
             return attend
@@ -330,13 +363,16 @@ class Runner:
         return CachedAttend(attend, recur)
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, places_N: Tensor | None) -> Tensor:
-        """Return hidden states.
+        """Run the layers of the model without its output head.
 
         Args:
-            tokens_N: Input tokens.
-            positions_N: Their positions.
+            tokens_N: int64, input tokens.
+            positions_N: int64, position of each token in its sequence.
             attend: The attention.
-            places_N: Positions in the cache, at which the experts of the tokens are stored.
+            places_N: int64, positions in the cache at which to store the experts of the tokens. None stores none.
+
+        Returns:
+            Hidden states after the final norm, (N, D).
         """
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
@@ -347,7 +383,7 @@ class Runner:
         return hidden_ND
 
     def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:
-        """Compute log-probabilities of the prompt tokens of this pass, for the requests that want them."""
+        """Compute log-probabilities of the prompt tokens of this pass, for requests with `prompt_logprobs`."""
         start = 0
         for chunk in chunks:
             leader, n_tokens = chunk.prefill.leader, chunk.end - chunk.start
@@ -363,7 +399,7 @@ class Runner:
             start += n_tokens
 
     def _launch_decode(self, sequences: list[Sequence]) -> Tensor:
-        """Launch the decode pass of these sequences."""
+        """Launch a decoding step of these sequences. Return the result of `_decode`."""
         n_rows = len(sequences)
         rows = np.zeros((4, n_rows), dtype=np.int64)
         rows[0] = [sequence.slot for sequence in sequences]
@@ -401,7 +437,7 @@ class Runner:
         max_len: int | None = None,
         edits: LogitEdits | None = None,
     ) -> Tensor:
-        """Sample one token for each row.
+        """Sample the next token of each row.
 
         Args:
             rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their
@@ -410,11 +446,12 @@ class Runner:
             prefix_groups_GR: See PagedBatch.
             splits: See PagedBatch.
             flags: Features of sampling that the batch needs.
-            max_len: Longest row in tokens. None in a captured graph.
-            edits: Edits of logits.
+            max_len: Length of the longest row in tokens. None in a captured graph.
+            edits: Edits of logits. None if no row needs any.
 
         Returns:
-            As `_sample`.
+            (2, B) float64 tokens and log-probabilities. With `edits` (2 + 2K, B), including the K most likely
+            tokens.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(

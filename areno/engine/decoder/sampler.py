@@ -1,9 +1,9 @@
 """Sampling with the settings of each sequence in the batch.
 
 SlotSampler keeps the settings on the device, one entry for each slot, and calls the kernels of `kernels/sampling`.
-LogitEdits applies the settings that few requests use (bias, presence penalty, min-p, top log-probabilities). They run
-in torch on the rows of these requests alone, outside of captured graphs. Tokens are drawn from the edited logits, while
-log-probabilities stay those of the policy.
+LogitEdits applies the settings that few requests use: bias, presence penalty, min-p and top log-probabilities. These
+run in torch, only on the rows of such requests, and outside of CUDA graphs. Tokens are drawn from the edited logits,
+while the returned log-probabilities are those of the unedited policy.
 
 Shape letters: B rows of the batch, R rows among them with edits, V vocabulary.
 """
@@ -29,13 +29,18 @@ from areno.types import TokenScores
 class SlotSampler:
     """Sampling settings on the device, one entry for each slot of the batch.
 
-    Settings are written when a sequence takes its slot, so a decode step sends only slot numbers. A temperature of 0 is
-    greedy, with log-probabilities at temperature 1.
+    Settings are written when a sequence gets its slot, so a decoding step sends only slot numbers. A temperature of 0
+    means greedy sampling, with log-probabilities at temperature 1.
+
+    Args:
+        n_slots: Number of slots, including one for padding rows.
+        vocab_size: Vocabulary of the model.
+        device: Device of the model.
 
     Attributes:
         tensors: The settings, and the last token of each slot.
-        masks_SW: (slots, W) int32 masks of slots with a grammar; all bits are set in the others. None until a
-            grammar is used.
+        masks_SW: (slots, W) int32, one bit for each token that a slot may sample. All bits are set for slots without
+            a grammar. None until a grammar is used.
     """
 
     def __init__(self, n_slots: int, vocab_size: int, device: torch.device):
@@ -52,8 +57,8 @@ class SlotSampler:
             last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
         )
         self._counts_shape = (n_slots, vocab_size)
-        self.masks_SW: Tensor | None = None  # int32, of slots with a grammar, else all bits set; None until one has it
-        self._masked_slots: set[int] = set()  # whose bits are not all set
+        self.masks_SW: Tensor | None = None
+        self._masked_slots: set[int] = set()  # slots whose masks have cleared bits
 
     def flags(self, sequences: list[Sequence]) -> SamplingFlags:
         """Return the features of sampling that a batch of these sequences needs."""
@@ -66,13 +71,16 @@ class SlotSampler:
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Pack slots and settings of new sequences into one array, to be sent in one copy.
+        """Pack slots and settings of new sequences into one array, so that one copy sends them to the device.
 
         Floats are stored by their float64 bits. The number of banned tokens is rounded up to a power of two, so that
         few kernels are compiled.
 
+        Args:
+            sequences: Sequences that have a new slot.
+
         Returns:
-            (8 + n_banned, n) int64.
+            (8 + n_banned, len(sequences)) int64, for `assign`.
         """
         n_banned = max((len(sequence.stop_ids) for sequence in sequences if sequence.min_new > 0), default=0)
         n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
@@ -94,7 +102,11 @@ class SlotSampler:
         return packed
 
     def assign(self, packed: Tensor) -> None:
-        """Write the result of `pack` into the tensors, once it is on the device."""
+        """Write settings into the tensors.
+
+        Args:
+            packed: Result of `pack`, on the device.
+        """
         slots, tensors, banned_KN = packed[0], self.tensors, packed[8:]
         tensors.key[slots] = packed[1]
         tensors.greedy[slots] = packed[2].bool()
@@ -110,10 +122,15 @@ class SlotSampler:
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Pack the completion tokens of new sequences with a penalty. A preempted sequence already has some.
+        """Pack the completion tokens of new sequences that have a penalty.
+
+        A preempted sequence has such tokens when it gets a new slot.
+
+        Args:
+            sequences: Sequences that have a new slot.
 
         Returns:
-            Slots, and (slot, token) pairs as (2, n). None if no sequence has a penalty.
+            int64 slots (n,), and (slot, token) pairs as (2, tokens). None if no sequence has a penalty.
         """
         penalized = [sequence for sequence in sequences if sequence.is_penalized]
         if not penalized:
@@ -123,7 +140,12 @@ class SlotSampler:
         return slots, np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
-        """Write the result of `pack_counts` into the tensors, once it is on the device."""
+        """Write counts of completion tokens into the tensors, for the penalties.
+
+        Args:
+            slots: Slots from `pack_counts`, on the device.
+            pairs_2N: Pairs from `pack_counts`, on the device.
+        """
         if self.tensors.counts is None:
             self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
         counts = self.tensors.counts
@@ -131,12 +153,15 @@ class SlotSampler:
         counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
 
     def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Pack the masks of sequences with a grammar, and full masks for slots that had one before.
+        """Pack the grammar masks of a batch, and full masks for slots that had a grammar before.
 
-        All tokens of sequences with a grammar must have arrived.
+        The host must have all tokens of the sequences with a grammar.
+
+        Args:
+            sequences: Sequences that sample in this step.
 
         Returns:
-            Slots and masks (n, W). None if no mask changes.
+            int64 slots (n,) and int32 masks (n, W). None if no mask changes.
         """
         with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
         freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
@@ -152,7 +177,12 @@ class SlotSampler:
         return slots, masks_KW
 
     def assign_masks(self, slots: Tensor, masks_KW: Tensor) -> None:
-        """Write the result of `pack_masks` into the tensors, once it is on the device."""
+        """Write masks into the tensors.
+
+        Args:
+            slots: Slots from `pack_masks`, on the device.
+            masks_KW: Masks from `pack_masks`, on the device.
+        """
         if self.masks_SW is None:
             shape = (self._counts_shape[0], masks_KW.shape[1])
             self.masks_SW = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
@@ -161,7 +191,13 @@ class SlotSampler:
     def sample(self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
         """Sample a token for each row.
 
-        A mask, like top-k and top-p, restricts the draw but not the log-probability.
+        Grammar masks, like top-k and top-p, restrict the draw but do not change the log-probability.
+
+        Args:
+            logits_BV: Logits of the whole vocabulary. Their values may be overwritten.
+            slots_B: int64, slot of each row, its index in the settings.
+            index_B: int64, index of the sampled token in its completion.
+            flags: Features of sampling that the batch needs.
 
         Returns:
             (2, B) float64: tokens and log-probabilities.
@@ -183,7 +219,18 @@ class SlotSampler:
         index_B: Tensor,
         flags: SamplingFlags,
     ) -> Tensor:
-        """Sample when each tensor-parallel rank has some columns of the logits. Returns as `sample`."""
+        """Sample a token for each row when each tensor-parallel rank has only some columns of the logits.
+
+        Args:
+            tp: The ranks that share the columns.
+            columns_BV: This rank's columns of the logits.
+            slots_B: int64, slot of each row, its index in the settings.
+            index_B: int64, index of the sampled token in its completion.
+            flags: Features of sampling that the batch needs. Must not need all columns, see `can_sample_columns`.
+
+        Returns:
+            (2, B) float64: tokens and log-probabilities, the same on every rank.
+        """
         vocab = self._counts_shape[1]
         out_2B = sample_columns(
             columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.all_gather_stacked
@@ -192,20 +239,27 @@ class SlotSampler:
         return out_2B
 
     def logprobs(self, local_BV: Tensor, tokens_B: Tensor, slots_B: Tensor, tp: ParallelGroup, first: int) -> Tensor:
-        """Return the log-probabilities (B,) of sampled tokens by the kernel of training.
+        """Return the log-probabilities (B,) of sampled tokens, computed by the kernel that training uses.
 
         Args:
-            local_BV: This rank's columns of the logits, float32.
-            tokens_B: Sampled tokens, int64.
-            slots_B: Slots of the rows, int64.
+            local_BV: float32, this rank's columns of the logits.
+            tokens_B: int64, sampled tokens.
+            slots_B: int64, slot of each row, its index in the settings.
             tp: The ranks that share the columns.
-            first: This rank's first column.
+            first: Token id of this rank's first column.
         """
         reduce = tp.all_reduce if tp.size > 1 else None
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
     def record_tokens(self, tokens_B: Tensor, slots_B: Tensor, drawn_on_this_rank: slice, flags: SamplingFlags) -> None:
-        """Record the drawn tokens of all rows, of which `drawn_on_this_rank` were already recorded by this sampler."""
+        """Record the last tokens of all rows, after each tensor-parallel rank has drawn a share of the rows.
+
+        Args:
+            tokens_B: int64, drawn token of each row.
+            slots_B: int64, slot of each row, its index in the settings.
+            drawn_on_this_rank: The rows that this rank has drawn. Their penalty counts already include the token.
+            flags: Features of sampling that the batch needs.
+        """
         self.tensors.last_token[slots_B] = tokens_B
         if flags.penalized:
             assert self.tensors.counts is not None
@@ -216,15 +270,16 @@ class SlotSampler:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """Edits of the logits for some rows of a batch, on the device.
+    """Edits of the logits of some rows in a batch, on the device.
 
     Attributes:
-        rows_R: int64, positions of the rows in the batch.
-        bias: Row within R, token id and value of each bias entry.
-        presence_R: Presence penalties, float32.
-        frequency_R: Frequency penalties, float32.
-        min_p_R: min-p, float32.
-        n_top: Most likely tokens to return, the largest number that a row requests.
+        rows_R: int64, indices of these rows in the batch.
+        bias: All bias entries: index among the R rows (int64), token id (int64), value (float32). None if no row has a
+            bias.
+        presence_R: float32, presence penalty of each row.
+        frequency_R: float32, frequency penalty of each row.
+        min_p_R: float32, min-p of each row. 0 for greedy rows.
+        n_top: Number of most likely tokens to return: the largest that a row requests.
     """
 
     rows_R: Tensor
@@ -236,7 +291,12 @@ class LogitEdits:
 
     @classmethod
     def of(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
-        """Return the edits of a batch. None if no sequence needs any, which is the rule."""
+        """Return the edits of a batch. None if no sequence needs edits, which is the usual case.
+
+        Args:
+            sequences: The sequences, one for each row.
+            upload: Copies an array to the device.
+        """
         rows = [row for row, sequence in enumerate(sequences) if sequence.needs_edits]
         if not rows:
             return None
@@ -255,10 +315,17 @@ class LogitEdits:
     def apply(
         self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor, sampler: SlotSampler, flags: SamplingFlags
     ) -> Tensor:
-        """Return the logits with bias, presence penalty and min-p.
+        """Return a copy of the logits with bias, presence penalty and min-p applied.
 
-        Frequency penalties, banned tokens and masks are applied later. Here they only decide which token min-p
-        compares with.
+        Frequency penalties, banned tokens and masks are applied by the sampler later. Here they only determine the most
+        likely token, which min-p is relative to.
+
+        Args:
+            logits_RV: Logits of the rows with edits.
+            slots_R: int64, slot of each row, its index in the settings.
+            positions_R: int64, index of the sampled token in its completion.
+            sampler: Settings of the slots.
+            flags: Features of sampling that the batch needs.
         """
         edited_RV, settings = logits_RV.clone(), sampler.tensors
         if self.bias is not None:
@@ -273,7 +340,7 @@ class LogitEdits:
             drawn_RV = without_banned(drawn_RV, slots_R, positions_R, settings)
         if sampler.masks_SW is not None:
             drawn_RV = apply_masks(drawn_RV, sampler.masks_SW, slots_R)
-        # Relative to the most likely token that can be drawn; log(0) keeps all.
+        # min-p is relative to the most likely token that can be drawn; log(0) keeps all tokens.
         drawn_RV = drawn_RV / settings.temperature[slots_R, None]
         least_R = drawn_RV.max(dim=-1).values + self.min_p_R.log()
         return edited_RV.masked_fill_(drawn_RV < least_R[:, None], -torch.inf)
@@ -287,12 +354,19 @@ def sample_edited(
     flags: SamplingFlags,
     edits: LogitEdits,
 ) -> Tensor:
-    """Sample a token for each row, with edited logits for some.
+    """Sample a token for each row, from edited logits for the rows in `edits`.
+
+    Args:
+        logits_BV: Logits of the whole vocabulary.
+        slots_B: int64, slot of each row, its index in the settings.
+        positions_B: int64, index of the sampled token in its completion.
+        sampler: Settings of the slots.
+        flags: Features of sampling that the batch needs.
+        edits: Edits of some rows.
 
     Returns:
-        (2 + 2 * n_top, B) float64: tokens, log-probabilities, then ids and log-probabilities of the most likely tokens.
-        The
-        latter are -1 for rows without edits.
+        (2 + 2 * n_top, B) float64: tokens, log-probabilities, then the ids and the log-probabilities of the n_top
+        most likely tokens. These are -1 for rows without edits.
     """
     rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
     policy_RV = logits_BV[rows_R]
@@ -311,11 +385,11 @@ def sample_edited(
 
 
 def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
-    """Return the log-probability of a token and the most likely tokens, for each of K positions.
+    """Return (log-probability of the given token, most likely tokens) for each of K positions.
 
     Args:
         scaled_KV: Logits divided by the temperature.
-        tokens: K token ids.
+        tokens: Token id at each position.
         n_top: Number of most likely tokens.
     """
     logprobs_KV = scaled_KV.double().log_softmax(-1)
@@ -327,7 +401,12 @@ def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[fl
 
 
 def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
-    """Convert (2T, n) ids and log-probabilities of the T most likely tokens at n positions to lists."""
+    """Convert the most likely tokens of n positions from an array to lists of (token id, log-probability).
+
+    Args:
+        top: (2T, n), T rows of token ids, then T rows of log-probabilities. T may be 0.
+        n: Number of positions.
+    """
     if not len(top):
         return [[] for _ in range(n)]
     ids, logprobs = np.split(top, 2)

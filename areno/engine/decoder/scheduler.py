@@ -1,16 +1,16 @@
-"""Continuous batching: which sequences run in the next step, and which KV blocks they use. Contains no tensors.
+"""Continuous batching: the sequences that run in the next step, and their KV blocks. Contains no tensors.
 
-A step advances every running sequence by one token and prefills up to `max_prefill_tokens` prompt tokens. So long
+A step advances every running sequence by one token, and prefills up to `max_prefill_tokens` prompt tokens. So long
 prompts do not delay running sequences, and running sequences do not delay prompts. Sequences are admitted first come,
-first served; running, prefilling and waiting are ordered by age, the oldest first. A sequence with a grammar takes part
-in a step only when its last token has arrived, which is every second step.
+first served; running, prefilling and waiting are ordered by age, the oldest first. A sequence with a grammar runs only
+in every second step, because its next mask needs its last token on the host.
 
 When blocks run out, the youngest sequence is preempted: its blocks are freed, and it waits to be recomputed. The oldest
 sequence always continues. So there is no deadlock, as long as each sequence fits into the cache alone, which
 RequestLimits checks.
 
 Layers with a sliding window need only the blocks of the window (KVLayout). During prefill these blocks are allocated
-chunk by chunk, and blocks that no later chunk sees are freed.
+chunk by chunk, and blocks before the window of the next chunk are freed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from areno.types import GenerationRequest
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A prompt in prefill, for one sample (the leader) and other samples of the same request (the followers).
+    """A prompt in prefill, for one sample and for other samples of the same request.
 
-    The followers share the full blocks of the leader. A partly filled last block is copied for each follower at the
-    end.
+    The followers share the full blocks of the leader. A partly filled last block is copied for each follower when the
+    prompt is complete.
+
+    Attributes:
+        leader: The sample whose blocks the prompt is computed into.
+        followers: The other samples.
     """
 
     leader: Sequence
@@ -36,15 +40,21 @@ class Prefill:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The leader and the followers."""
+        """All samples whose prompt is computed here: the leader and the followers."""
         return [self.leader, *self.followers]
 
     def slot_pairs(self) -> list[tuple[int, int]]:
-        """Return (source, destination) slots: recurrent states to copy from the leader when the prompt is done."""
+        """Return (leader's slot, follower's slot) pairs, for copying recurrent states when the prompt is complete."""
         return [(self.leader.slot, follower.slot) for follower in self.followers]
 
     def copies(self, blocks: BlockManager) -> list[tuple[int, int]]:
-        """Return (source, destination) blocks to copy when the prompt is in the cache."""
+        """Return (source, destination) pairs of blocks to copy when the prompt is complete.
+
+        They are the partly filled last blocks. Empty if the last block is full.
+
+        Args:
+            blocks: The KV blocks.
+        """
         if len(self.leader.tokens) % blocks.block_size == 0:
             return []
         return [
@@ -59,7 +69,15 @@ class Prefill:
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens [start, end) of a prefill. The last chunk samples the first token of each of its sequences."""
+    """The tokens [start, end) of a prompt, computed in one step.
+
+    In the step of the last chunk, each sequence of the prefill samples its first token.
+
+    Attributes:
+        prefill: The prompt.
+        start: Index of the first token.
+        end: Index after the last token.
+    """
 
     prefill: Prefill
     start: int
@@ -73,7 +91,12 @@ class Chunk:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: a forward pass over the chunks, then a pass that samples one token for each of `decode`."""
+    """The work of one step: a forward pass over the chunks, then a decode pass.
+
+    Attributes:
+        chunks: Chunks of prompts. May be empty.
+        decode: Sequences that sample one token each in the decode pass. May be empty.
+    """
 
     chunks: list[Chunk]
     decode: list[Sequence]
@@ -86,14 +109,15 @@ class Scheduler:
         blocks: The KV blocks.
         max_running: Most sequences in the batch.
         max_prefill_tokens: Most prompt tokens in a step.
-        reuses_prefixes: Use the prefix cache. False for models with recurrent states, which KV blocks do not contain.
+        reuses_prefixes: Whether to use the prefix cache. False for models with recurrent states, which KV blocks do not
+            contain.
 
     Attributes:
         waiting: Sequences without a slot, the oldest first.
         prefilling: Prompts that are partly computed.
         running: Sequences that decode.
-        n_preemptions: Preempted sequences so far.
-        n_cached_tokens: Prompt tokens found in the prefix cache so far.
+        n_preemptions: Number of preempted sequences so far.
+        n_cached_tokens: Number of prompt tokens found in the prefix cache so far.
     """
 
     def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int, reuses_prefixes: bool = True):
@@ -103,7 +127,7 @@ class Scheduler:
         self.prefilling: list[Prefill] = []
         self.running: list[Sequence] = []
         self._slots = list(range(max_running))[::-1]
-        self._prefilled: list[Sequence] = []  # in the step before, where layers have windows
+        self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
         self.n_preemptions = 0
         self.n_cached_tokens = 0
 
@@ -120,12 +144,15 @@ class Scheduler:
     def is_short_of_blocks(self) -> bool:
         """Return whether the next step would preempt sequences for lack of blocks.
 
-        The caller first reads the tokens in flight, since they may finish some sequences.
+        If so, the caller first reads the tokens in flight, because they may finish some sequences.
         """
         return sum(map(self._needs_block, self.running)) * self.blocks.blocks_over_all_groups > self.blocks.n_available
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. From now on its positions count as cached."""
+        """Plan the next step.
+
+        The sequences count the positions of the step as cached from now on, so the caller must launch the plan.
+        """
         self._release_skipped_of_prefilled()
         decode = self._grow_running()
         chunks = self._next_chunks()
@@ -139,13 +166,13 @@ class Scheduler:
 
         Args:
             sequence: The sequence.
-            n_tokens: The number of its tokens that are known and cached.
+            n_tokens: Number of its first tokens that the host knows and whose keys and values are cached.
         """
         if self.reuses_prefixes and n_tokens >= (sequence.block_tables.n_registered + 1) * self.blocks.block_size:
             sequence.block_tables.register(sequence.tokens, n_tokens)
 
     def remove_finished(self) -> None:
-        """Free slots and blocks of running sequences that have a finish reason."""
+        """Remove the running sequences that have a finish reason, and free their slots and blocks."""
         for sequence in self.running:
             if sequence.finish_reason is not None:
                 self._release(sequence)
@@ -154,8 +181,11 @@ class Scheduler:
     def abort(self, request_id: int) -> list[Sequence]:
         """Remove the unfinished sequences of a request.
 
+        Args:
+            request_id: Id of the request.
+
         Returns:
-            The removed sequences, with the finish reason "abort".
+            The removed sequences, with the finish reason "abort". Empty for an unknown id.
         """
         dropped: list[Sequence] = []
         # All samples of a prefill belong to one request, so it is dropped as a whole.
@@ -172,10 +202,13 @@ class Scheduler:
         return dropped
 
     def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
-        """Remove whole requests that have not started, the youngest first.
+        """Remove requests of which no sample has started, the youngest first.
 
         Args:
-            n_samples: Stop when this many samples are removed.
+            n_samples: Stop when the removed requests have at least this many samples.
+
+        Returns:
+            The removed requests.
         """
         fresh = Counter(each.request.request_id for each in self.waiting if each.is_fresh)
         found: dict[int, GenerationRequest] = {}
@@ -190,16 +223,19 @@ class Scheduler:
         return list(found.values())
 
     def preempt_all(self) -> None:
-        """Preempt every sequence. All are recomputed from their tokens."""
+        """Preempt every sequence. They will be recomputed from their tokens."""
         while self.prefilling or self.running:
             self._preempt_youngest()
 
     def _needs_block(self, sequence: Sequence) -> bool:
-        """Return whether a sequence needs a block for its next position."""
+        """Return whether a sequence needs a new block for its next position."""
         return sequence.n_kv == sequence.block_tables.capacity and not sequence.reached_max_new
 
     def _grow_running(self) -> list[Sequence]:
-        """Return the sequences that decode in this step, oldest first, each with a block for its next position."""
+        """Return the sequences that decode in this step, the oldest first, after allocating their missing blocks.
+
+        Preempts the youngest sequences if blocks run out.
+        """
         decode: list[Sequence] = []
         for sequence in list(self.running):
             # slot < 0: preempted for an older one
@@ -217,17 +253,17 @@ class Scheduler:
         return decode
 
     def _release_skipped_of_prefilled(self) -> None:
-        """Free the blocks of the last step's chunks that no later token sees."""
+        """Free blocks of the last step's prompts that lie before the window of later tokens."""
         for sequence in self._prefilled:
             if sequence.slot >= 0:
                 sequence.block_tables.release_skipped(sequence.n_kv)
         self._prefilled = []
 
     def _next_chunks(self) -> list[Chunk]:
-        """Return the chunks of this step: first unfinished prompts, then newly admitted ones."""
+        """Return the chunks of prompts to compute in this step: of unfinished prompts, then of newly admitted ones."""
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
-        for prefill in self.prefilling:  # one at most, as nobody is admitted before it is complete
+        for prefill in self.prefilling:  # at most one: no prompt is admitted before it is complete
             budget = self._add_chunk(chunks, prefill, budget)
         while budget and (prefill := self._admit()) is not None:
             self.prefilling.append(prefill)
@@ -246,10 +282,10 @@ class Scheduler:
         return chunks
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
-        """Add the next chunk of a prompt.
+        """Add the next chunk of a prompt to `chunks`, with at most `budget` tokens.
 
         Returns:
-            The remaining budget of tokens. 0 if the prompt is still incomplete.
+            The remaining budget of tokens. 0 if the prompt is still incomplete, so that no other prompt starts.
         """
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
@@ -265,7 +301,7 @@ class Scheduler:
         return budget if end == len(leader.tokens) else 0
 
     def _reach(self, leader: Sequence) -> int:
-        """Return the position up to which blocks suffice for a prompt with sliding windows."""
+        """Return the position up to which the available blocks suffice for a prompt, with sliding windows."""
         spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
         return (
             leader.block_tables.capacity
@@ -273,7 +309,11 @@ class Scheduler:
         )
 
     def _admit(self) -> Prefill | None:
-        """Start the oldest waiting sequence, together with samples of its request that can share its prompt."""
+        """Admit the oldest waiting sequence, together with samples of its request that can share its prompt.
+
+        Returns:
+            The new prefill. None if no sequence waits, or slots or blocks are missing.
+        """
         if not self.waiting or not self._slots:
             return None
         leader = self.waiting[0]
@@ -308,7 +348,7 @@ class Scheduler:
         return prefill
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Return the blocks that a prompt will need beside its cached prefix: for windows, the most held at once."""
+        """Return the largest number of blocks that a prompt will hold at once in addition to its cached prefix."""
         size, n_blocks = self.blocks.block_size, 0
         for group, n_skipped in zip(self.blocks.groups, match.n_skipped, strict=True):
             n_matched = match.n_group_blocks - n_skipped
@@ -316,11 +356,11 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
-        """Return whether the next waiting sequence can share the prefill of `leader`."""
+        """Return whether the next waiting sequence is an unstarted sample of the same request as `leader`."""
         return bool(self.waiting) and self.waiting[0].request is leader.request and self.waiting[0].is_fresh
 
     def _preempt_youngest(self) -> None:
-        """Preempt the youngest prefill or sequence."""
+        """Preempt the youngest sequence, or all sequences of the youngest prefill."""
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
         for sequence in reversed(victims):
             assert sequence.n_sampled == len(sequence.logprobs), "preempted with a token in flight"

@@ -1,4 +1,4 @@
-"""One sample of a request, as the host sees it, and the search for its stop strings. Contains no tensors."""
+"""The state of one sample on the host, and the search for its stop strings. Contains no tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areno.types import FinishReason, GenerationOutput, GenerationRequest, Token
 
 Detokenize = Callable[[list[int]], str]
 
-# Tokens beyond the bytes of a stop string in which to look for it: special tokens may add no text at all.
+# Tokens to decode beyond the bytes of the longest stop string, because special tokens may add no text.
 _EXTRA_TAIL = 16
 _PART_OF_A_CHARACTER = "\ufffd"
 
@@ -20,8 +20,9 @@ _PART_OF_A_CHARACTER = "\ufffd"
 class StopStrings:
     """Finds stop strings without decoding every token.
 
-    A stop string ends inside the text of the token that completes it. The text of most tokens fits no stop string. This
-    is looked up once for each token, and only the other tokens cause the completion to be decoded.
+    A stop string is complete when a token is added whose text contains its end. Most tokens cannot end any of the stop
+    strings. The result of this check is kept for each token id, and a completion is decoded only after the other
+    tokens.
 
     Args:
         strings: The stop strings of a request.
@@ -35,23 +36,27 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def are_in(self, tokens: list[int]) -> bool:
-        """Return whether the end of a completion contains one of the strings."""
+        """Return whether the last tokens of a completion contain a stop string.
+
+        Args:
+            tokens: Token ids of the completion.
+        """
         text = self._detokenize(tokens[-self._n_tail :])
         return any(string in text for string in self._strings)
 
     def can_end_with(self, token: int) -> bool:
-        """Return whether this token can contribute the last character of a stop string."""
+        """Return whether a token can contribute the last character of a stop string."""
         can_end = self._can_end.get(token)
         if can_end is None:
-            # A token whose text depends on what is before it can always end one; but for a space, which most
-            # tokenizers of that kind drop before a first token.
+            # A token whose text depends on the text before it may always end a stop string. A leading space does not
+            # count as dependence, because many tokenizers drop it before a first token.
             first, text = self._detokenize([token]), self._detokenize([token, token])
             depends = text not in (first + first, f"{first} {first}")
             can_end = self._can_end[token] = depends or self._fits(first) or self._fits(text[len(first) :])
         return can_end
 
     def _fits(self, text: str) -> bool:
-        """Return whether a token's text contains a stop string, or the end of one."""
+        """Return whether the text of a token contains a stop string, or begins with the end of a stop string."""
         if _PART_OF_A_CHARACTER in text:
             return True
         return any(
@@ -65,23 +70,46 @@ logger = logging.getLogger("areno")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One sample of a request. The host knows only the tokens that have arrived from the device."""
+    """One sample of a request. The host knows only the tokens that have arrived from the device.
+
+    Attributes:
+        request: The request.
+        sample: Number of the sample.
+        key: Seed of its random numbers.
+        max_new: Largest number of completion tokens, by all limits together.
+        stop_ids: Token ids that end the completion.
+        tokens: Token ids of the prompt and of the completion so far.
+        stop_strings: Search for stop strings. None if the request has none.
+        grammar: Position in the grammar after the last token that has arrived. None without a grammar.
+        logprobs: Log-probability of each completion token.
+        versions: For each completion token, version of the weights that sampled it.
+        top_logprobs: For each completion token, the most likely tokens. Empty unless requested.
+        prompt_logprobs: For each scored prompt token, (log-probability, most likely tokens). Empty unless requested.
+        n_cached: Prompt tokens found in the prefix cache at the first admission.
+        n_streamed: Completion tokens already returned in partial outputs.
+        n_sampled: Completion tokens sampled on the device, including tokens that have not arrived.
+        finish_reason: None while the sample is unfinished.
+        slot: Row in the tables on the device. -1 while waiting.
+        n_kv: Positions whose keys and values are in the cache, counting the planned step.
+        block_tables: KV blocks. Only set while the sequence has a slot.
+        needs_edits: Whether sampling needs LogitEdits.
+    """
 
     request: GenerationRequest
     sample: int
-    key: int  # seeds its random numbers
-    max_new: int  # most completion tokens, by all limits together
+    key: int
+    max_new: int
     stop_ids: frozenset[int]
-    tokens: list[int]  # prompt and completion
+    tokens: list[int]
     stop_strings: StopStrings | None = None
-    grammar: GrammarState | None = None  # as far as the tokens that have arrived
-    logprobs: list[float] = field(default_factory=list)  # of the completion
-    versions: list[int] = field(default_factory=list)  # of the weights, for each token of the completion
-    top_logprobs: list[TokenScores] = field(default_factory=list)  # of the completion, where the request wants them
+    grammar: GrammarState | None = None
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_logprobs: list[TokenScores] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
-    n_cached: int = 0  # prompt tokens that needed no prefill when it was first admitted
-    n_streamed: int = 0  # completion tokens that partial outputs have returned
-    n_sampled: int = 0  # completion tokens sampled on the device
+    n_cached: int = 0
+    n_streamed: int = 0
+    n_sampled: int = 0
     finish_reason: FinishReason | None = None
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
@@ -94,7 +122,7 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """The group blocks of the group of layers with the longest window."""
+        """First blocks of the group blocks in the group of layers with the longest window."""
         return self.block_tables.group_blocks[0]
 
     @property
@@ -104,53 +132,53 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing has been sampled, so that it can share the prefill of another sample."""
+        """Whether no completion token has arrived, so that it can share the prefill of another sample."""
         return len(self.tokens) == self.n_prompt
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k or top-p restricts its draws."""
+        """Whether top-k or top-p restricts the sampled tokens."""
         params = self.request.params
         return not params.is_greedy and (params.top_k > 0 or params.top_p < 1)
 
     @property
     def is_penalized(self) -> bool:
-        """Whether its logits depend on its own tokens."""
+        """Whether a frequency or presence penalty changes the logits."""
         return self.request.params.frequency_penalty != 0 or self.request.params.presence_penalty != 0
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
+        """Whether log-probabilities of the prompt are requested and not yet computed."""
         return self.request.prompt_logprobs and len(self.prompt_logprobs) < self.n_prompt - 1
 
     @property
     def reached_max_new(self) -> bool:
-        """Whether the last token by length has been sampled, even if the token has not arrived."""
+        """Whether `max_new` tokens have been sampled, even if the last ones have not arrived."""
         return self.n_sampled >= self.max_new
 
     @property
     def awaits_token(self) -> bool:
-        """Whether its grammar needs a token that is still in flight before the next draw."""
+        """Whether the next draw must wait for a token in flight, which the grammar needs for its mask."""
         return self.grammar is not None and self.n_sampled > len(self.logprobs)
 
     @property
     def min_new(self) -> int:
-        """Number of completion tokens before which no token of `stop_ids` is sampled."""
+        """Number of completion tokens that must be sampled before a token of `stop_ids` may be."""
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
     @property
     def bans_stop(self) -> bool:
-        """Whether the token being sampled (already counted in `n_sampled`) must not be in `stop_ids`."""
+        """Whether the token that is being sampled must not be in `stop_ids`. `n_sampled` already counts this token."""
         return self.n_sampled <= self.min_new
 
     def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None) -> bool:
-        """Append a token that has arrived.
+        """Append a token that has arrived from the device.
 
         Args:
             token: Token id.
-            logprob: Its log-probability.
-            version: Version of the weights that sampled it.
-            top: Most likely tokens with their log-probabilities.
+            logprob: Log-probability of the token.
+            version: Version of the weights that sampled the token.
+            top: Most likely tokens with their log-probabilities. None if not computed.
 
         Returns:
             Whether the sequence ends with this token. `finish_reason` is set then.
@@ -182,14 +210,18 @@ class Sequence:
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self) -> None:
-        """Forget slot and blocks. Tokens that have arrived stay."""
+        """Forget the slot and the blocks. Tokens that have arrived stay."""
         self.slot, self.n_kv = -1, 0
         if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
         del self.block_tables
 
     def output(self) -> GenerationOutput:
-        """Return the whole completion if it is finished, else the tokens since the previous partial output."""
+        """Return the output of the sample.
+
+        Returns:
+            The whole completion if the sample is finished. Otherwise the tokens since the previous partial output.
+        """
         start = self.n_streamed if self.finish_reason is None else 0
         self.n_streamed = len(self.logprobs)
         return GenerationOutput(

@@ -1,7 +1,7 @@
-"""How many layers keep their activations for the backward pass: as many as memory allows.
+"""Activation recomputation: the number of layers that keep their activations for the backward pass.
 
-Other layers recompute them. Free memory is an estimate, because it may be fragmented. So a step that runs out of memory
-is repeated with fewer kept layers.
+As many layers keep them as fit the free memory, and the others recompute them. Free memory is an estimate, because
+it may be fragmented. So a step that runs out of memory is repeated with fewer such layers.
 """
 
 from __future__ import annotations
@@ -20,41 +20,44 @@ from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")
 
-HEAD_BYTES = 5 * 2**29  # of logit gradients kept: 8.8k positions of a 152k vocabulary in bf16
-RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
+HEAD_BYTES = 5 * 2**29  # for kept gradients of logits: 8.8k positions with a vocabulary of 152k in bf16
+RESERVE = 0.06  # share of the device for memory that is not counted: workspaces, fragments, graphs
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated on a device: free, or reserved by torch without use."""
+    """Return the bytes that can be allocated on a CUDA device, with 6 % of the device left as a reserve.
+
+    Memory that torch has reserved but does not use counts as free.
+    """
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, free + idle - int(RESERVE * total))
 
 
 class KeptLayers:
-    """Chooses how many layers keep their large matrix products in a micro-batch.
+    """Chooses the number of layers that keep their large matrix products for the backward pass of a micro-batch.
 
     Args:
         model: The model.
-        free: Returns the bytes that can be allocated now. None keeps no layer.
-        alone: No other rank waits for this one inside a layer.
-        split: See Transformer.forward.
+        free: Returns the bytes that can be allocated now. None makes all layers recompute.
+        alone: Whether no other rank takes part in the layers. Otherwise a rank cannot repeat a step by itself.
+        split: Whether sequence parallelism divides the tokens, see Transformer.forward.
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
         self._model, self._free, self._alone, self._split = model, free, alone, split
-        self._share = 1.0  # of the free memory that may be used; lowered when it was too much
-        self._last = 0  # layers kept in the micro-batch that was last begun
+        self._share = 1.0  # share of the free memory to use; lowered after running out of memory
+        self._last = 0  # result of `count` for the current micro-batch
 
     def count(self, n_tokens: int) -> int:
-        """Return the number of kept layers for a micro-batch of `n_tokens` tokens."""
+        """Return the number of layers that keep their products in a micro-batch of `n_tokens` tokens."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
         self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()), self._split)
         return self._last
 
     def fitting(self) -> str:
-        """Return the end of a message: the largest micro-batch that would fit the free memory."""
+        """Return the end of an error message, about the largest micro-batch that fits the free memory. "" on a CPU."""
         if self._free is None:
             return ""
         n_tokens = fitting_tokens(self._model, self._free(), self._split) // 256 * 256
@@ -63,12 +66,11 @@ class KeptLayers:
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
     def keep_less(self) -> bool:
-        """Free idle memory after an out-of-memory error, and keep fewer layers from now on.
+        """Free unused memory after an out-of-memory error, and keep the products of fewer layers from now on.
 
         Returns:
-            Whether the step can be repeated. False if no layer was kept, or if other ranks wait inside of the
-            collectives of a
-            layer.
+            Whether the step can be repeated. False if no layer has kept its products, or if other ranks wait in the
+            collectives of a layer.
         """
         if not self._last or not self._alone:
             return False
@@ -80,21 +82,40 @@ class KeptLayers:
 
 
 def layers_to_keep(model: Transformer, n_tokens: int, free: int, split: bool = False) -> int:
-    """Return the number of layers whose matrix products fit into `free` bytes for `n_tokens` tokens."""
+    """Return the number of layers whose matrix products fit into the free memory.
+
+    Args:
+        model: The model.
+        n_tokens: Tokens of the micro-batch on this rank.
+        free: Free memory in bytes.
+        split: Whether sequence parallelism divides the tokens.
+    """
     need = _Need.of(model, split)
     left = free - n_tokens * need.of_token - need.logits
     return max(0, min(len(model.layers), left // (n_tokens * need.of_kept_layer)))
 
 
 def fitting_tokens(model: Transformer, free: int, split: bool = False) -> int:
-    """Return the tokens of the largest micro-batch that fits `free` bytes without kept layers. 0 if none fits."""
+    """Return the number of tokens in the largest micro-batch that fits if all layers recompute. 0 if none fits.
+
+    Args:
+        model: The model.
+        free: Free memory in bytes.
+        split: Whether sequence parallelism divides the tokens.
+    """
     need = _Need.of(model, split)
     return max(0, (free - need.logits) // need.of_token)
 
 
 @dataclass(frozen=True)
 class _Need:
-    """Bytes that training takes: for a token without kept layers, for a token of a kept layer, and for logits."""
+    """Bytes that training a model takes.
+
+    Attributes:
+        of_token: For each token, if all layers recompute.
+        of_kept_layer: In addition, for each token and each layer that keeps its products.
+        logits: For one chunk of logits, and for kept gradients of logits.
+    """
 
     of_token: int
     of_kept_layer: int

@@ -1,4 +1,4 @@
-"""Trains one model on rows: packing, forward pass, loss, backward pass, update. The same code scores rows."""
+"""Trains one model on rows: packing, forward pass, loss, backward pass and update. Also scores rows."""
 
 from __future__ import annotations
 
@@ -41,28 +41,33 @@ LossFn = Callable[[DataPack, Tensor], tuple[Tensor, dict[str, Tensor]]]
 class TrainBackend:
     """A model with its optimizer, or a frozen model that only scores.
 
-    Loss functions receive log-probabilities or, for a model with the head "value", the value of the state before each
+    Loss functions receive log-probabilities or, for a model with a value head, the value of the state before each
     token.
 
     Args:
         model: The model.
         optimizer: Settings of the optimizer. None freezes the model.
         attn_backend: Attention kernel, as `kernels.attention.choose_backend` returns it.
-        recompute: Recompute activations in the backward pass. On CUDA only in as many layers as memory requires.
-        dp: Ranks that hold copies of this model.
-        context: Ranks of `dp` that share the tokens of each micro-batch.
-        data: Ranks of `dp` at this rank's position in different micro-batches. None takes all of `dp`.
+        recompute: Whether the backward pass recomputes activations. On CUDA it does so only in as many layers as memory
+            requires.
+        dp: Ranks that hold copies of this model (data parallel).
+        context: The ranks of `dp` that share the tokens of each micro-batch (context parallel).
+        data: The ranks of `dp` that have the same place as this rank in their `context`, and so train on other rows.
+            None is all of `dp`.
         zero_stage: See engine.zero_stage.
         exact: See engine.exact.
         sequence_parallel: See engine.sequence_parallel.
         section: Configuration section that messages name.
-        router_aux_loss_coef: Coefficient of the loss that balances experts, see StepRouting.
-        fill: Sets the parameters once they lie in the flat buffer, see FlatParameters.
-        stays: The frozen parameters are already set and stay where they are.
-        beside: Advice about other models on the device, see training_hint.
+        router_aux_loss_coef: Coefficient of the loss that balances the load of experts, see StepRouting.
+        fill: Called to set the parameters once they have their final memory, see FlatParameters.
+        stays: Whether frozen parameters are already set and keep their memory. False moves them into one flat buffer.
+        beside: Returns advice about the KV cache for out-of-memory errors, see training_hint.
 
     Attributes:
-        kept_layers: Decides how many layers keep their activations, from the memory that is free.
+        params: Buffers that hold all parameters.
+        flat: Buffers of parameters, gradients and master weights. None for a frozen model.
+        optimizer: The optimizer. None for a frozen model.
+        kept_layers: Chooses in how many layers activations are kept instead of recomputed, from the free memory.
     """
 
     def __init__(
@@ -117,7 +122,10 @@ class TrainBackend:
             self.optimizer = Optimizer(self.flat, optimizer, model.tp)
 
     def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
-        """Take this rank's share of some optimizer steps. Loss and gradient do not depend on ranks or micro-batches.
+        """Take optimizer steps on this rank's share of the rows.
+
+        The loss and the gradient of a step are those of all ranks, and do not depend on the division into ranks and
+        micro-batches.
 
         Args:
             steps: This rank's share of each step, from `share_steps`.
@@ -125,12 +133,13 @@ class TrainBackend:
             update: Settings of the update.
 
         Returns:
-            The statistics by `over_steps`, and the old log-probabilities. skipped_steps counts updates that were not
-            applied, because loss or gradient was not finite or no token was trained. grad_norm is taken before
-            clipping.
+            The statistics of all steps, joined by `over_steps`, and the old log-probabilities. `skipped_steps` is the
+            number of updates that were not applied, because loss or gradient was not finite or no token was trained.
+            `grad_norm` is the norm before clipping.
 
         Raises:
-            EngineError: Memory ran out, or with `exact` a row of staleness 0 disagrees with the model.
+            EngineError: Memory ran out, the loss function returned something invalid, or with `exact` a row of
+                staleness 0 disagrees with the model.
         """
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
@@ -149,15 +158,9 @@ class TrainBackend:
             return TrainResult(over_steps(stats), old)
 
     def scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> Tensor:
-        """Return log-probabilities without gradient, by the forward pass of an update.
+        """Return log-probabilities at the indices `trained_T`, (N,) float32, without gradient.
 
-        Args:
-            packed: The N tokens of a micro-batch.
-            trained_T: Positions of the trained tokens, (T,).
-            sampling: Sampling settings, which the log-probabilities include.
-
-        Returns:
-            Log-probabilities, (N,), 0 at tokens that are not trained.
+        Uses the same forward pass as an update.
         """
         with torch.no_grad():
             logprobs_N = self._logprobs(packed, trained_T, sampling)[0]
@@ -169,16 +172,16 @@ class TrainBackend:
     def logprobs(
         self, token_rows: TokenRows, sampling: SamplingConfig, mb_spec: MicroBatchSpec, routes: TokenRows | None = None
     ) -> list[np.ndarray]:
-        """Return log p(token | tokens before it) for each token of each row.
+        """Return the log-probability of each token given the tokens before it, for each row.
 
         Args:
             token_rows: Token ids of each row.
             sampling: Sampling settings, whose temperature divides the logits.
             mb_spec: Size of micro-batches.
-            routes: Experts of the tokens of each row, see RouteShape. None lets the router choose.
+            routes: Experts of each row's tokens, see areno/engine/train/rows.py. None lets the router choose.
 
         Returns:
-            One float32 array for each row, 0 for the first token.
+            One float32 array for each row, aligned with its tokens. The first entry is 0.
         """
 
         def score(packed: PackedTokens) -> Tensor:
@@ -187,14 +190,26 @@ class TrainBackend:
         return self._score(token_rows, mb_spec, score, routes)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
-        """Return the value of the state before each token of each row, float32. 0 for the first token."""
+        """Return the value of the state before each token, for each row. The model needs a value head.
+
+        Args:
+            token_rows: Token ids of each row.
+            mb_spec: Size of micro-batches.
+
+        Returns:
+            One float32 array for each row, aligned with its tokens. The first entry is 0.
+        """
         return self._score(token_rows, mb_spec, lambda packed: self._values(packed, _later(packed)))
 
     def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[float]:
         """Return the score of each row: the output of the value head at its last token.
 
-        Trailing padding tokens are ignored, even if they are the end-of-sequence token of the row: transformers, which
-        trains such models, reads the score before them.
+        Padding tokens at the end of a row are ignored, even if the padding token is also the end-of-sequence token,
+        because transformers trains such models in this way.
+
+        Args:
+            token_rows: Token ids of each row.
+            mb_spec: Size of micro-batches.
         """
         pad = self.model.config.hf.get("pad_token_id")
         token_rows = [_without_trailing(row, pad) for row in token_rows]
@@ -213,7 +228,10 @@ class TrainBackend:
         score: Callable[[PackedTokens], Tensor],
         routes: TokenRows | None = None,
     ) -> list[np.ndarray]:
-        """Apply `score`, which returns (N,) for a micro-batch, to all rows, and return its results by row."""
+        """Apply `score` to micro-batches of the rows. Return its results for each row.
+
+        `score` returns a number for each of the N tokens of a micro-batch, (N,).
+        """
         if not rows:
             return []
         batches = micro_batches([len(row) for row in rows], mb_spec, self.context.size)
@@ -231,7 +249,7 @@ class TrainBackend:
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
 
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
-        """Return the hidden states (n, D) of this rank's share of the tokens."""
+        """Run the layers. Return hidden states (n, D) of this rank's share of the tokens, and the share."""
         multiple = self.model.tp.size if self._split else 1
         share = TokenShare.of(packed, self.context, self.attn_backend, multiple)
         if self._routing is not None:
@@ -241,17 +259,20 @@ class TrainBackend:
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:
-        """Return values at `trained_T`, (N,) float32. The state before token t is the hidden state at t - 1."""
+        """Return values at the token indices `trained_T`, (N,) float32, 0 at other tokens.
+
+        The value of the state before token t is computed from the hidden state of token t - 1.
+        """
         hidden_nD, share = self._hidden(packed)
         trained_T = share.predicted_here(trained_T)
         return share.aligned(trained_T, self.model.values(share.before(hidden_nD, trained_T)))
 
     def _logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy at `trained_T`, each (N,) float32, 0 at other tokens."""
+        """Return log-probability and entropy at the token indices `trained_T`, each (N,) float32, 0 elsewhere."""
         tp, head = self.model.tp, self.model.output
         hidden_nD, share = self._hidden(packed)
         trained_T = share.predicted_here(trained_T)
-        grad_VD = head.weight.grad  # None where it is frozen or the model is only scored
+        grad_VD = head.weight.grad  # None if the head is frozen or the model only scores
         logprobs_T, entropy_T = selected_logprobs(
             share.before(hidden_nD, trained_T),
             head.weight[: head.n_valid],
@@ -268,14 +289,14 @@ class TrainBackend:
     def _step(
         self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
-        """Take one optimizer step. `is_first`: no update of this call came before."""
+        """Take one optimizer step. `is_first` is whether no update of this call has come before."""
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         if self._routing is not None:
             self._routing.begin_step([packed for packed, _ in batches], self._hidden)
         stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
-        numbers = stats.finish(self.data)  # which each rank of a context has for all its tokens
+        numbers = stats.finish(self.data)  # all ranks of a context have the same statistics, so one of them counts
         if self._routing is not None:
             self._routing.end()
             numbers |= self._routing.finish()
@@ -328,7 +349,7 @@ class TrainBackend:
             self._gradients.begin(step, again=True)
 
     def _accumulate_once(self, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool) -> StepStats:
-        """Run forward and backward passes of all micro-batches of a step."""
+        """Run the forward and backward passes of all micro-batches of a step."""
         stats = StepStats(self.device)
         if self._routing is not None:
             self._routing.restart()
@@ -353,7 +374,7 @@ class TrainBackend:
         return stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
-        """Return the context that explains an out-of-memory error in these micro-batches."""
+        """Return the context manager that explains an out-of-memory error in micro-batches of this size."""
         recomputes = self.recompute or not torch.is_grad_enabled()
         in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
         fitting = self.kept_layers.fitting
@@ -361,7 +382,7 @@ class TrainBackend:
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and statistics of a loss function. EngineError if it returned anything else."""
+    """Return the loss and the statistics that a loss function has returned. EngineError if they are invalid."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(
             f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
@@ -396,11 +417,11 @@ def _described(value: Any) -> str:
 
 
 def _later(packed: PackedTokens) -> Tensor:
-    """Return the positions of all tokens but the first of each row."""
+    """Return the indices, among the packed tokens, of all tokens but the first of each row."""
     return packed.positions_N.nonzero().squeeze(-1)
 
 
 def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:
-    """Return a row up to its last token that is not `pad`. At least its first token stays."""
+    """Return a row without padding tokens at its end. At least the first token stays. `pad` None removes none."""
     kept = np.flatnonzero(np.asarray(tokens) != pad)
     return tokens[: kept[-1] + 1 if kept.size else 1]

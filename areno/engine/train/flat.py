@@ -1,8 +1,8 @@
-"""Flat buffers: all trained parameters of a model in one, their gradients in another, fp32 masters in a third.
+"""Flat buffers: one for all trained parameters of a model, one for their gradients, one for fp32 master weights.
 
-One buffer allows one collective for all gradients, and an update of a few large elementwise operations. The optimizer
-may be divided over data-parallel ranks (ZeRO, arXiv 1910.02054). Then the buffer is cut into buckets, and each rank
-owns an equal part of every bucket. It has masters and moments of these parts only.
+With one buffer, a single collective sums all gradients, and an update is a few large elementwise operations. The
+optimizer may be divided over data-parallel ranks (ZeRO, arXiv 1910.02054). The buffer is then cut into buckets, and
+each rank owns an equal part of every bucket. A rank has master weights and moments only for the parts that it owns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from areno.layers.parallel import ParallelGroup, wait_for
 from areno.models.cost import BUCKET
 
-ALIGN = 16  # elements; every parameter starts at a multiple, so vectorised loads stay aligned in every dtype
+ALIGN = 16  # elements; every parameter starts at a multiple, so that vector loads are aligned in every dtype
 CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -27,26 +27,36 @@ InParts = Callable[[str], list[tuple[slice, int]]]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the buffers whose parameters are treated alike."""
+    """A range of the buffers whose parameters are treated alike by the optimizer.
+
+    Attributes:
+        start: First element.
+        stop: Element after the last one.
+        decayed: Whether weight decay applies: true for matrices, false for norm weights and biases.
+        sharded: Whether tensor-parallel ranks hold different pieces rather than equal copies.
+        n_params: Number of elements without the padding for alignment.
+    """
 
     start: int
     stop: int
-    decayed: bool  # weight decay applies: matrices, but not norm weights and biases
-    sharded: bool  # tensor-parallel ranks hold different pieces, not equal copies
-    n_params: int  # elements without alignment padding
+    decayed: bool
+    sharded: bool
+    n_params: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stretch of the buffers that data-parallel ranks reduce and gather at once.
+    """A range of the buffers that data-parallel ranks reduce and gather in one collective.
+
+    All slices count elements. `params`, `grads` and `masters` are the buffers of FlatParameters.
 
     Attributes:
-        place: Its elements in params.
-        own: The elements in params that this rank owns.
-        local: The elements of `own` in masters and moments.
-        grads: Its elements in grads. Only those of `own` if the gradients are divided.
-        stage: The least stage of its parameters. The backward pass completes stages in descending order.
-        segments: Its segments.
+        place: Range of the bucket in `params`.
+        own: Range in `params` that this rank owns.
+        local: Range of the owned elements in `masters` and in the moments.
+        grads: Range of the bucket in `grads`. If gradients are divided, only of the owned elements.
+        stage: Smallest stage of its parameters, see Transformer.stage. The backward pass completes large stages first.
+        segments: The segments in the bucket.
     """
 
     place: slice
@@ -58,23 +68,23 @@ class Bucket:
 
     @property
     def is_whole(self) -> bool:
-        """Whether grads holds the gradients of the whole bucket."""
+        """Whether `grads` holds the gradients of the whole bucket, not only of the owned elements."""
         return length(self.grads) == length(self.place)
 
     @property
     def own_grads(self) -> slice:
-        """The elements of `own` in grads."""
+        """Range of the owned elements in `grads`."""
         return self.grads if not self.is_whole else _shifted(self.own, self.grads.start - self.place.start)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the elements that this rank owns, inside one segment.
+    """A range of elements that this rank owns, inside one segment, of a size for one elementwise operation.
 
     Attributes:
-        place: Its elements in params.
-        local: Its elements in masters and moments.
-        grads: Its elements in grads.
+        place: Range in `params`.
+        local: Range in `masters` and in the moments.
+        grads: Range in `grads`.
         segment: The segment.
     """
 
@@ -87,42 +97,46 @@ class Chunk:
 def flatten(
     named: Named, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
 ) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
-    """Make named parameters views of one buffer of their dtype.
+    """Move named parameters into one buffer of their dtype, so that they become views of it.
 
     Args:
         named: Parameters with their names.
-        is_sharded: Whether tensor-parallel ranks hold different pieces of a parameter.
+        is_sharded: Returns whether tensor-parallel ranks hold different pieces of the parameter with this name. None:
+            all hold copies.
         align: Every parameter starts at a multiple of this number of elements.
 
     Returns:
-        The buffer, its segments, and the place of each parameter by name.
+        The buffer, its segments, and the range of each parameter by name.
     """
     segments, places, end = _arranged(named, is_sharded, align, 0)
     return _moved(named, places, end), segments, places
 
 
 class FlatParameters:
-    """Moves the trained parameters of a model into one buffer, and gives each of them a gradient in another.
+    """Moves the trained parameters of a model into one buffer, and gives each a gradient in another buffer.
 
     Args:
-        model: The model. Parameters with requires_grad=False stay where they are.
-        is_sharded: Whether tensor-parallel ranks hold different pieces of a parameter.
+        model: The model. Parameters with requires_grad=False keep their memory.
+        is_sharded: Returns whether tensor-parallel ranks hold different pieces of the parameter with this name.
         align: Every parameter, and every part that a rank owns, starts at a multiple of this number of elements.
-        in_parts: See Transformer.in_parts.
-        stage: See Transformer.stage. With it and several ranks in `dp`, masters are divided over these ranks.
+        in_parts: Returns the elements of a parameter whose gradient must be summed over tensor-parallel ranks, with the
+            number of these ranks, see Transformer.partial_gradients.
+        stage: See Transformer.stage. If given, masters are divided over the ranks of `dp` (ZeRO-1).
         dp: The ranks that hold copies of the model.
-        divide_grads: Divide the gradients of layers, too. Until they are reduced, they lie in `workspace`, which two
-            buckets share (see ReducedGradients).
-        fill: Sets the parameters once they lie in `params`. A model that has no memory before (see WeightSpec.placed)
-            is never in memory twice.
+        divide_grads: Whether to divide the gradients of layers, too (ZeRO-2). Until they are reduced, they lie in
+            `workspace`, which all divided buckets share (see ReducedGradients).
+        fill: Called to set the parameters once they lie in `params`. A model without memory of its own (see
+            WeightSpec.placed) is then never in memory twice.
 
     Attributes:
         params: All trained parameters, in the dtype of the model.
-        grads: float32. Each `parameter.grad` is a view of it. Clear it by `grads.zero_()`; never set a gradient to
-            None.
-        masters: float32 values that the optimizer updates. `params` itself if that is float32 and not divided.
-        places: Elements of each parameter in params, by name.
-        shapes: Shape of each parameter by name.
+        grads: float32. Each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never set
+            a gradient to None.
+        masters: float32 values that the optimizer updates, for the owned elements. Same tensor as `params` if that is
+            float32 and not divided.
+        places: Range of each parameter in `params`, by name.
+        shapes: Shape of each parameter, by name.
+        buckets: The buckets in the order of `params`. A single one if masters are not divided.
         frozen: The parameters that are not trained.
     """
 
@@ -155,7 +169,7 @@ class FlatParameters:
             size = (end - start) // self.dp.size
             own = slice(start + self.dp.rank * size, start + (self.dp.rank + 1) * size)
             least = min(ends[name] for name, _ in group)
-            # Embedding and head are the first in the backward pass, or among the last, or both at once.
+            # Not the embedding and the head: their gradients come at the ends of the backward pass, or at both if tied.
             is_whole = not (divide_grads and self.is_divided and 0 <= least < max(ends.values()))
             grads = slice(n_grads, n_grads + (end - start if is_whole else size))
             n_grads = grads.stop
@@ -185,31 +199,43 @@ class FlatParameters:
 
     @property
     def is_divided(self) -> bool:
-        """Whether this rank has masters and moments of a part only."""
+        """Whether this rank has master weights and moments of only a part of the parameters."""
         return self.dp.size > 1
 
     def slot(self, bucket: Bucket) -> torch.Tensor:
-        """Return the buffer in which the gradients of a bucket accumulate: a part of grads or of the workspace."""
+        """Return the buffer in which the gradients of a bucket accumulate: a part of `grads` or of `workspace`.
+
+        Args:
+            bucket: The bucket. The buffer has all of its elements.
+        """
         if bucket.is_whole:
             return self.grads[bucket.grads]
         divided = [each for each in self.buckets if not each.is_whole]
         return self.workspace[divided.index(bucket) % 2, : length(bucket.place)]
 
     def _gradient(self, place: slice) -> torch.Tensor:
-        """Return the gradient buffer of one parameter."""
+        """Return the gradient buffer of the parameter at `place`."""
         bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
         return self.slot(bucket)[_shifted(place, -bucket.place.start)]
 
     def chunks(self, bucket: Bucket | None = None) -> Iterator[Chunk]:
-        """Yield the elements that this rank owns, of a bucket or of all, in parts of at most CHUNK elements."""
+        """Yield the elements owned by this rank, in chunks of at most CHUNK elements.
+
+        Args:
+            bucket: Bucket to divide. None is all buckets.
+        """
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
                 yield from _chunks(each, segment, segment.start, segment.stop)
 
     def copies(self, bucket: Bucket | None = None) -> Iterator[tuple[Chunk, int]]:
-        """Yield the owned elements whose gradient is split over tensor-parallel ranks.
+        """Yield the elements owned by this rank whose gradient is split over tensor-parallel ranks.
 
-        Each chunk comes with the number of ranks that share it.
+        Args:
+            bucket: Bucket to search. None is all buckets.
+
+        Returns:
+            Pairs of a chunk and the number of ranks whose gradients must be summed.
         """
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
@@ -218,28 +244,42 @@ class FlatParameters:
                     yield from ((chunk, n) for chunk in _chunks(each, segment, low, high))
 
     def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield the owned parts of a stretch of params: elements in params, and in masters and moments."""
+        """Yield the parts of a range of `params` that this rank owns, as pairs of ranges.
+
+        Args:
+            place: The range in `params`.
+
+        Returns:
+            For each part, its range in `params`, and its range in `masters` and in the moments.
+        """
         for bucket in self.buckets:
             part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
             if part.start < part.stop:
                 yield part, _shifted(part, bucket.local.start - bucket.own.start)
 
     def gather(self, bucket: Bucket) -> Any:
-        """Start filling a bucket of params with the parts of all ranks, see ParallelGroup.all_gather."""
+        """Start an all-gather that fills a bucket, a range of `params`, with the parts that the ranks of `dp` own.
+
+        Args:
+            bucket: The bucket.
+
+        Returns:
+            A handle for `wait_for`, see ParallelGroup.all_gather.
+        """
         return self.dp.all_gather(self.params[bucket.place])
 
     @torch.no_grad()
     def from_masters(self) -> None:
-        """Set params to the rounded masters. All data-parallel ranks must call this if masters are divided."""
+        """Set `params` to the rounded master weights. If masters are divided, all ranks of `dp` must call this."""
         if self.params is not self.masters:
             for bucket in self.buckets:
                 self.params[bucket.own].copy_(self.masters[bucket.local])
         for bucket in self.buckets:
-            wait_for(self.gather(bucket))  # one at a time: on a CPU each takes memory of its own meanwhile
+            wait_for(self.gather(bucket))  # one at a time, because on a CPU each needs temporary memory
 
 
 def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[Chunk]:
-    """Yield the owned elements of a stretch of a segment."""
+    """Yield the owned elements between `low` and `high`, a range of one segment, in chunks."""
     high = min(high, bucket.own.stop)
     for start in range(max(low, bucket.own.start), high, CHUNK):
         place = slice(start, min(start + CHUNK, high))
@@ -248,9 +288,10 @@ def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[C
 
 
 def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield the parameters of each bucket by ascending stage.
+    """Yield the parameters of each bucket, by ascending stage.
 
-    A bucket holds whole stages. Parameters before and after the layers have buckets of their own.
+    All parameters of a stage are in the same bucket. The embedding, and the parameters after the layers, have
+    buckets of their own.
     """
     last = max(stages.values())
     group: list[tuple[str, nn.Parameter]] = []
@@ -265,7 +306,7 @@ def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn
 def _arranged(
     named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
 ) -> tuple[list[Segment], dict[str, slice], int]:
-    """Arrange parameters one after another, sorted by kind. Return segments, places by name, and the end."""
+    """Give parameters consecutive ranges, sorted by segment. Return segments, ranges by name, and the end."""
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
     kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -286,7 +327,7 @@ def _arranged(
 
 
 def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
-    """Move parameters into one buffer and return the buffer."""
+    """Move parameters into one new buffer and return the buffer."""
     first = named[0][1]
     buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
     for name, parameter in named:
@@ -297,10 +338,10 @@ def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
 
 
 def length(place: slice) -> int:
-    """Return the number of elements of a slice."""
+    """Return the number of elements in a slice."""
     return place.stop - place.start
 
 
 def _shifted(place: slice, by: int) -> slice:
-    """Return a slice moved by a number of elements."""
+    """Return a slice moved by `by` elements."""
     return slice(place.start + by, place.stop + by)

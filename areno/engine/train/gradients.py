@@ -1,7 +1,7 @@
 """The gradient and the statistics of an optimizer step, summed over micro-batches and data-parallel ranks.
 
-If the optimizer is divided, each rank needs only the sum of the elements that it owns. Then buckets are
-reduce-scattered during the backward pass (ZeRO, arXiv 1910.02054).
+If the optimizer is divided over data-parallel ranks, a rank needs only the sum of the elements that it owns. Then
+buckets are reduce-scattered during the backward pass (ZeRO, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from areno.models.transformer import Transformer
 
 
 class Gradients:
-    """The gradient of a step, whole on every rank: one all-reduce after the last micro-batch."""
+    """The gradient of a step, complete on every rank: one all-reduce after the last micro-batch.
+
+    Call `begin`, then `backward` for each micro-batch, then `finish`.
+
+    Args:
+        flat: Buffers of the model.
+        dp: Ranks that hold copies of the model.
+        tp: Ranks that share this copy of the model.
+    """
 
     def __init__(self, flat: FlatParameters, dp: ParallelGroup, tp: ParallelGroup):
         self._flat, self._dp, self._tp = flat, dp, tp
@@ -30,25 +38,29 @@ class Gradients:
 
         Args:
             step: This rank's share of the step.
-            again: Whether memory ran out, so that this rank alone repeats the step.
+            again: Whether this rank repeats the step after running out of memory.
         """
         self._flat.grads.zero_()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch."""
+        """Run the backward pass of a micro-batch, which adds to the gradients.
+
+        Args:
+            loss: This micro-batch's share of the step's loss, a tensor without dimensions.
+        """
         loss.backward()
 
     def finish(self) -> None:
-        """Sum over the ranks after the last micro-batch. `flat.grads` then holds the sum of the owned elements."""
+        """Sum the gradients over the ranks after the last micro-batch. All ranks must call this."""
         self._dp.all_reduce(self._flat.grads)
         self._join_parts()
 
     def _join_parts(self) -> None:
-        """Sum gradients that are split over tensor-parallel ranks. Once a step, not in every micro-batch."""
+        """Sum gradients that are split over tensor-parallel ranks, once in a step."""
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
-            while parts:  # some at a time, in one collective
+            while parts:  # about CHUNK elements in each collective
                 size = list(itertools.accumulate(map(len, parts)))
                 taken = max(1, sum(end <= CHUNK for end in size))
                 joined = torch.cat(parts[:taken])
@@ -59,23 +71,28 @@ class Gradients:
 
 
 class ReducedGradients(Gradients):
-    """The gradient of a step, where each rank has the sum of the elements that it owns.
+    """The gradient of a step if the optimizer is divided: each rank gets the sum of the elements that it owns.
 
-    A bucket that grads holds as a whole is reduced once, in the backward pass of the last micro-batch. The other
-    buckets are reduced after every micro-batch (ZeRO-2). They accumulate in one of two slots of the workspace. While
-    the next bucket fills the other slot, the reduction runs; then the sum is added to the owned elements.
+    A bucket whose gradients are not divided (ZeRO-1) is reduced once, in the backward pass of the last micro-batch. The
+    other buckets (ZeRO-2) are reduced after every micro-batch. They accumulate in two slots of the workspace by turns.
+    While one bucket is reduced, the next bucket fills the other slot. Then the sum is added to the gradients of the
+    owned elements.
 
-    All ranks must start the same reductions in the same order. So each rank takes part in `step.rounds` micro-batches,
-    even without a row of its own. A rank that repeats a step after an out-of-memory error skips the reductions that it
-    has already taken part in, since its contribution would be the same.
+    All ranks must start the same reductions in the same order. So each rank takes part in the reductions of
+    `step.rounds` micro-batches, even if it has fewer of its own. A rank that repeats a step after running out of memory
+    skips the reductions that it has already taken part in, because its contribution would be the same.
+
+    Args:
+        flat: Buffers of the model, divided over `flat.dp`.
+        model: The model, which reports the progress of the backward pass.
     """
 
     def __init__(self, flat: FlatParameters, model: Transformer):
         super().__init__(flat, flat.dp, model.tp)
-        self._order = flat.buckets[::-1]  # as the backward pass comes by
+        self._order = flat.buckets[::-1]  # in the order of the backward pass
         self._divided = [bucket for bucket in self._order if not bucket.is_whole]
         self._rounds = self._round = 0
-        self._left: Iterator[Bucket] = iter(())  # of the order, in this round
+        self._left: Iterator[Bucket] = iter(())  # buckets to reduce in this round after `_next`
         self._next: Bucket | None = None
         self._at = self._begun = 0  # reductions so far: in this pass over the step, and in any
         self._works: list[tuple[Bucket, Any]] = []  # under way
@@ -83,7 +100,13 @@ class ReducedGradients(Gradients):
         model.on_stage_backward = self._on_stage_backward
 
     def begin(self, step: StepShare, again: bool = False) -> None:
-        """Clear the gradients before the first micro-batch of a step, see Gradients.begin."""
+        """Clear the gradients before the first micro-batch of a step.
+
+        Args:
+            step: This rank's share of the step.
+            again: Whether this rank repeats the step after running out of memory. Sums that are already reduced are
+                kept.
+        """
         flat = self._flat
         if again:
             whole = [bucket for bucket, _ in self._works if bucket.is_whole]
@@ -99,13 +122,17 @@ class ReducedGradients(Gradients):
         self._rounds = step.rounds if self._divided else len(step.micro_batches)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch, and reduce the buckets that are complete."""
+        """Run the backward pass of a micro-batch, and start the reduction of each bucket when it is complete.
+
+        Args:
+            loss: This micro-batch's share of the step's loss, a tensor without dimensions.
+        """
         self._open_round()
         loss.backward()
         self._close_round()
 
     def finish(self) -> None:
-        """Take part in the remaining reductions, and wait for all of them."""
+        """Take part in the remaining reductions, and wait for all of them. All ranks must call this."""
         while self._round < self._rounds:
             self._open_round()
             self._close_round()
@@ -115,25 +142,28 @@ class ReducedGradients(Gradients):
         self._join_parts()
 
     def _open_round(self) -> None:
-        """Start a micro-batch: list the buckets to reduce in it."""
+        """Start a micro-batch: list the buckets that are reduced in it, and clear the first slot."""
         self._left = iter(self._order if self._round == self._rounds - 1 else self._divided)
         self._next = next(self._left, None)
         for bucket in self._divided[:1]:
             self._free(bucket)
 
     def _close_round(self) -> None:
-        """Reduce the buckets that the backward pass has not reported: its last one, or all without a backward pass."""
+        """Reduce the buckets of this micro-batch that the backward pass has not reported as complete.
+
+        If this rank has no micro-batch in the round, all buckets are reduced here.
+        """
         while self._next is not None:
             self._reduce(self._next)
         self._round += 1
 
     def _on_stage_backward(self, stage: int) -> None:
-        """Reduce the buckets whose gradients are complete. The backward pass calls this after each stage."""
+        """Reduce the buckets that are complete after `stage`. The backward pass calls this after each stage."""
         while self._next is not None and self._next.stage >= stage:
             self._reduce(self._next)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Start the reduction of the next bucket, unless a first attempt at the step has done it."""
+        """Start the reduction of a bucket, unless it was done in an earlier attempt at the step."""
         if self._at >= self._begun:
             self._works.append((bucket, self._dp.reduce_scatter(self._flat.slot(bucket))))
             self._begun += 1
@@ -143,14 +173,17 @@ class ReducedGradients(Gradients):
             self._free(self._divided[at])
 
     def _free(self, bucket: Bucket) -> None:
-        """Clear the slot of a bucket, once the previous bucket in the slot is reduced."""
+        """Clear the slot of a bucket, after waiting for the previous bucket in the slot to be reduced."""
         slot = self._flat.slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
         self._wait([each for each in users if self._flat.slot(each).data_ptr() == slot.data_ptr()])
         slot.zero_()
 
     def _wait(self, buckets: list[Bucket] | None = None) -> None:
-        """Wait for the reductions of these buckets, or for all. On CUDA the stream waits, not the host."""
+        """Wait for the reductions of these buckets, and add the sums to `grads`. None waits for all buckets.
+
+        On CUDA the stream waits, not the host.
+        """
         done, self._works = self._works, []
         if buckets is not None:
             self._works = [pair for pair in done if pair[0] not in buckets]
@@ -164,19 +197,25 @@ class ReducedGradients(Gradients):
 
 
 class StepStats:
-    """Sums the statistics of micro-batches on the device. Every data-parallel rank adds names in the same order."""
+    """Sums the statistics of micro-batches on the device.
+
+    All data-parallel ranks must add the same names in the same order.
+
+    Args:
+        device: Device of the statistics.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._sums: dict[str, Tensor] = {}  # float64: a share, 0-dim; of observations (count, sum, sum of squares)
+        self._sums: dict[str, Tensor] = {}  # float64: a 0-dim sum, or (count, sum, sum of squares) of observations
         self._maxima: dict[str, Tensor] = {}  # (1,) float64
 
     def add(self, stats: Mapping[str, Tensor]) -> None:
-        """Add statistics.
+        """Add statistics of a micro-batch.
 
         Args:
-            stats: 0-dim tensors are shares and are summed. 1-dim tensors are observations, reported as mean, std and
-                max.
+            stats: Tensors by name. 0-dim tensors are summed over micro-batches and ranks. 1-dim tensors are
+                observations, which are reported as mean, std and max.
         """
         for name, value in stats.items():
             value = value.detach().double()
@@ -186,12 +225,21 @@ class StepStats:
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Report the largest of all values that are added under this name; 0 without values."""
+        """Add values of which only the largest over all micro-batches and ranks is reported.
+
+        Args:
+            name: Name of the statistic. It is 0 if all tensors with this name are empty.
+            values: 1-dim tensor.
+        """
         low = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.device)
         self._maxima[name] = torch.cat([values.detach().double(), self._maxima.get(name, low)]).amax(0, keepdim=True)
 
     def finish(self, dp: ParallelGroup) -> dict[str, float]:
-        """Return the statistics over all data-parallel ranks, which must all call this. Waits for the device."""
+        """Return the statistics over all data-parallel ranks, which must all call this. Waits for the device.
+
+        Args:
+            dp: The data-parallel ranks.
+        """
         empty = torch.zeros(0, dtype=torch.float64, device=self.device)
         added = dp.all_reduce(torch.cat([empty, *(value.view(-1) for value in self._sums.values())]))
         largest = dp.all_reduce(torch.cat([empty, *self._maxima.values()]), torch.distributed.ReduceOp.MAX)
@@ -212,10 +260,12 @@ class StepStats:
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Join the statistics of several optimizer steps.
 
+    Args:
+        steps: Statistics of each step. The first step has all names.
+
     Returns:
-        The mean of each number over the steps that have it. The first step has all of them. For `*_max` the largest
-        value,
-        for `lr` the last and for `skipped_steps` the sum.
+        By name, the mean over the steps that have the name. `*_max` is the largest value, `lr` the last,
+        `skipped_steps` the sum.
     """
     found = {name: [step[name] for step in steps if name in step] for name in steps[0]}
     out = {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}

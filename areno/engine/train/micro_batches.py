@@ -1,6 +1,6 @@
-"""Rows to optimizer steps, data-parallel shares and micro-batches. Runs in the driver, so it imports no torch.
+"""Divides rows into optimizer steps, data-parallel shares and micro-batches. Runs in the driver and imports no torch.
 
-A unit is a number of adjacent rows that stay together: a single row, or the two rows of a preference pair.
+A unit is a fixed number of adjacent rows that stay together: a single row, or the two rows of a preference pair.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from areno.types import TrainSequence
 
 @dataclass(slots=True)
 class StepShare:
-    """The work of one data-parallel rank in one optimizer step."""
+    """The work of one data-parallel rank in one optimizer step.
 
-    micro_batches: list[list[Row]]  # the rows of each forward pass
-    step_tokens: int  # trained tokens of the whole step over all ranks
-    step_rows: int  # rows of it that have any
-    rounds: int  # micro-batches of the rank that has most
+    Attributes:
+        micro_batches: The rows of each forward pass.
+        step_tokens: Number of trained tokens in the whole step, over all ranks.
+        step_rows: Number of rows with trained tokens in the whole step, over all ranks.
+        rounds: Number of micro-batches of the rank that has most.
+    """
+
+    micro_batches: list[list[Row]]
+    step_tokens: int
+    step_rows: int
+    rounds: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To a worker go a few large arrays: to pickle the arrays of each row takes longer than to send them.
+        # Pickle a few large arrays. Pickling the arrays of each row would take longer than sending them.
         flat = FlatRows.of([row for batch in self.micro_batches for row in batch])
         return _of_flat, (
             flat,
@@ -46,9 +53,9 @@ class TrainResult:
     """The result of one rank's optimizer steps.
 
     Attributes:
-        stats: Numbers by name, equal on all ranks.
-        old_logprobs: For each optimizer step the old log-probabilities of this rank's tokens, (N,) float32, in the
-            order of its micro-batches. None if the step had none or did not recompute them.
+        stats: Statistics by name, equal on all ranks.
+        old_logprobs: For each optimizer step, the old log-probabilities of this rank's tokens in the order of its
+            micro-batches, (N,) float32. None if the step had none, or did not recompute them.
     """
 
     stats: dict[str, float]
@@ -61,15 +68,18 @@ def keep_old_logprobs(
     shares: Sequence[Sequence[StepShare]],
     results: Sequence[TrainResult],
 ) -> None:
-    """Set `old_logprobs` of the rows to the values that ratios divided by, so that a later call compares with them too.
+    """Set `old_logprobs` of rows to the log-probabilities that importance ratios have divided by.
+
+    A later call of `Engine.train` on the same rows then compares with the same policy. Tokens that were not trained get
+    NaN.
 
     Args:
-        rows: The caller's rows.
+        rows: The caller's rows, changed in place.
         read: The same rows as arrays.
-        shares: The optimizer steps of each data-parallel rank, as `share_steps` made them of `read`.
-        results: Of each data-parallel rank.
+        shares: The optimizer steps of each data-parallel rank, made from `read` by `share_steps`.
+        results: The results of each data-parallel rank.
     """
-    index_of = {id(row): index for index, row in enumerate(read)}  # not of the rows that only keep a rank busy
+    index_of = {id(row): index for index, row in enumerate(read)}  # lacks rows that `share_steps` added
     for steps, result in zip(shares, results, strict=True):
         for step, old_N in zip(steps, result.old_logprobs, strict=True):
             if old_N is None:
@@ -77,7 +87,7 @@ def keep_old_logprobs(
             start = 0
             for row in itertools.chain(*step.micro_batches):
                 if (index := index_of.get(id(row))) is not None:
-                    # NaN is "not known": tokens that are not trained have none, and may be trained in a later call.
+                    # NaN means unknown: these tokens were not trained, but may be trained in a later call.
                     rows[index].old_logprobs = np.where(row.trained, old_N[start : start + row.n_tokens], np.nan)
                 start += row.n_tokens
 
@@ -96,21 +106,24 @@ def share_steps(
     cost: Cost | None = None,
     cp_size: int = 1,
 ) -> list[list[StepShare]]:
-    """Return the optimizer steps of each data-parallel rank: result[rank][step].
+    """Divide rows into optimizer steps, and each step over the data-parallel ranks.
 
-    All ranks have equally many steps. A rank without a row of its own gets a short row without trained tokens, since
-    samples may have been dropped.
+    All ranks have the same number of steps. If a step has fewer rows than ranks (rows may have been dropped), a rank
+    without a row gets a short row without trained tokens.
 
     Args:
         rows: All rows of the update.
         update: Settings of the update.
         dp_size: Number of data-parallel ranks.
         section: Configuration section that messages name.
-        cost: Arithmetic of a token, which balances the ranks. None counts tokens.
-        cp_size: Context-parallel ranks that share a micro-batch.
+        cost: Arithmetic of a token, by which the ranks are balanced. None balances the number of tokens.
+        cp_size: Number of context-parallel ranks that share a micro-batch.
+
+    Returns:
+        result[rank][step].
 
     Raises:
-        DataError: The rows do not fill the units, or a step has fewer units of several rows than there are ranks.
+        DataError: The rows do not fill the units, or units of several rows are too few for the ranks.
     """
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
@@ -131,7 +144,7 @@ def share_steps(
             mine = [step[place] for place in share]
             micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec, cp_size)
             batches.append([[row for place in batch for row in units[mine[place]]] for batch in micro])
-            if not mine:  # it takes part in what all ranks do together, without a part in the loss
+            if not mine:  # the rank takes part in collectives, but adds nothing to the loss
                 batches[-1] = [[_untrained(units[index][0] for index in step)]]
         rounds = max(len(of_rank) for of_rank in batches)
         for rank, of_rank in enumerate(batches):
@@ -140,19 +153,22 @@ def share_steps(
 
 
 def _untrained(rows: Iterable[Row]) -> Row:
-    """Return the first tokens of the shortest row without trained tokens, for a cheap forward pass."""
+    """Return the first two tokens of the shortest row, none of them trained, for a cheap forward pass."""
     row = min(rows, key=lambda row: row.n_tokens)
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
     return replace(row, tokens=row.tokens[:2], trained=np.zeros_like(row.trained[:2]), fields=fields)
 
 
 def _row_cost(row: Row, cost: Cost | None) -> float:
-    """Return the arithmetic of training on a row."""
+    """Return the arithmetic of training on a row, in FLOPs. Without `cost`, the number of tokens."""
     return row.n_tokens if cost is None else train_flops(cost, [row.n_tokens], row.n_trained)
 
 
 def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
-    """Return the rows in units, and `update` with rows counted in units. DataError if rows are left over."""
+    """Group rows into units. Return the units, and `update` with mini_bs counted in units.
+
+    DataError if rows are left over.
+    """
     rows_per_unit, spec = update.rows_per_unit, update.mb_spec
     if rows_per_unit < 1:
         raise DataError(f"rows_per_unit is {rows_per_unit}; expected the number of adjacent rows that belong together")
@@ -167,12 +183,12 @@ def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]]
 
 
 def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1) -> list[list[int]]:
-    """Return the unit indices of each optimizer step.
+    """Divide units (rows that stay together) into optimizer steps, and return the unit indices of each step.
 
     Args:
-        lengths: Tokens of each unit.
-        update: Settings of the update, with rows counted in units.
-        cp_size: Context-parallel ranks that share a micro-batch.
+        lengths: Number of tokens in each unit.
+        update: Settings of the update, with mini_bs counted in units.
+        cp_size: Number of context-parallel ranks that share a micro-batch.
     """
     if (n := update.gradient_accumulation_steps) is not None:
         if update.n_minibatches != 1:
@@ -187,11 +203,17 @@ def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1
 
 
 def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1) -> list[list[int]]:
-    """Return the unit indices of each micro-batch: `mini_bs` at a time, or first-fit decreasing by tokens.
+    """Divide units (rows that stay together) into micro-batches, and return the unit indices of each micro-batch.
 
-    The budget `max_tokens_per_mb` holds for one device, and `cp_size` devices share a micro-batch. A longer unit gets
-    its own micro-batch. Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so
-    training follows the order of the data as far as possible.
+    With `max_tokens_per_mb`, units are packed first-fit decreasing. Otherwise each micro-batch has `mini_bs` units.
+    Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so training follows the
+    order of the data as far as possible.
+
+    Args:
+        lengths: Number of tokens in each unit.
+        spec: Size of a micro-batch. The token budget holds for one device. A unit above the budget gets its own
+            micro-batch.
+        cp_size: Number of context-parallel ranks that share a micro-batch, which multiplies the budget.
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
@@ -210,10 +232,14 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
 
 
 def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
-    """Return the unit indices of `n` shares of nearly equal cost.
+    """Divide rows or units of rows into `n` shares of nearly equal cost, and return the indices in each share.
 
     The most expensive remaining unit goes to the cheapest share. No share is empty if there are at least `n` units.
     Indices ascend within a share.
+
+    Args:
+        costs: Cost of each unit, such as tokens or FLOPs.
+        n: Number of shares.
     """
     shares: list[list[int]] = [[] for _ in range(n)]
     load = [0.0] * n
@@ -227,19 +253,20 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
 def share_rows(
     rows: Sequence[Any], routes: Sequence[np.ndarray] | None, n_shares: int, info: EngineInfo
 ) -> tuple[list[list[int]], list[list[list[np.ndarray]]]]:
-    """Check rows to score, and distribute them over the copies of a model.
+    """Check rows that will be scored, and distribute them over the copies of a model.
 
     Args:
         rows: Token ids of each row.
-        routes: Experts of the tokens of each row, or None.
+        routes: Experts of each row's tokens. None lets the router choose.
         n_shares: Number of copies.
         info: Facts about the model.
 
     Returns:
-        The row indices of each share, and for each share its rows and, if given, their routes.
+        The row indices of each share. For each share, a list with its rows and, if `routes` is given, a list with their
+        routes.
 
     Raises:
-        DataError: A row is no list of token ids of the model.
+        DataError: A row is not a list of the model's token ids, or is longer than its context.
     """
     checked = [
         read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)

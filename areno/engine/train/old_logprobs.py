@@ -1,8 +1,8 @@
-"""The log-probabilities that importance ratios divide by, for each optimizer step of a batch of rows.
+"""Old log-probabilities, the denominator of importance ratios, for each optimizer step of a batch of rows.
 
-A ratio compares the policy with the policy before the first update of the batch, both computed by the training pass.
-The log-probabilities of the rollout (`DataPack.rollout_logprobs`) differ from these by rounding. In bfloat16 the
-difference exceeds a narrow clip range such as GSPO's.
+A ratio compares the current policy with the policy before the first update of the batch, both computed by the
+training pass. The log-probabilities of the rollout (`DataPack.rollout_logprobs`) differ from these by rounding. In
+bfloat16 the difference exceeds a narrow clip range such as that of GSPO.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ Batches = list[tuple[PackedTokens, DataPack]]
 
 
 def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
-    """Fill entries that rows did not bring (NaN, or no tensor) with found ones, (N,)."""
+    """Return `given_N` with its NaN entries replaced by `found_N`, (N,).
+
+    Args:
+        given_N: Old log-probabilities from the rows, NaN where a row has none. None if no row has any.
+        found_N: Log-probabilities to fill in.
+    """
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
 
@@ -31,13 +36,14 @@ def set_before_first_update(
 ) -> None:
     """Set the old log-probabilities of all optimizer steps but the first, before any update.
 
-    The first step needs no pass of its own: its old log-probabilities are the ones of its forward pass, detached.
+    With source "rollout" the first step is set, too. Otherwise the first step needs no extra pass, because its old
+    log-probabilities are those of its own forward pass, detached.
 
     Args:
         steps: The micro-batches of each optimizer step.
-        source: Where old log-probabilities come from.
+        source: Source of old log-probabilities, see UpdateSpec.
         exact: Whether rollout and training give equal bits, so that on-policy rows need no scoring pass.
-        score: (micro-batch, positions of the trained tokens) -> log-probabilities (N,), without gradient.
+        score: (micro-batch, indices of the trained tokens) -> log-probabilities (N,), without gradient.
     """
     for number, step in enumerate(steps):
         for packed, pack in step:
@@ -54,21 +60,23 @@ def set_before_first_update(
 
 
 def _is_on_policy(pack: DataPack) -> bool:
-    """Return whether all rows were sampled by the current weights."""
+    """Return whether all rows of a micro-batch were sampled by the current weights."""
     return pack.staleness is not None and not bool(pack.staleness.any())
 
 
 def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, before_N: Tensor | None) -> None:
-    """Add the difference between the rollout and the training pass before the first update to the statistics.
+    """Add statistics about the difference between the log-probabilities of the rollout and of training.
+
+    These are train_logprobs_mean, rollout_logprobs_mean, logp_diff_mean (rollout minus training), logp_abs_diff_mean
+    and logp_abs_diff_max. logp_row_diff_mean is the mean over rows of |mean over tokens of the difference|, which is
+    the error that rounding would add to the logarithm of a row's sequence ratio.
 
     Args:
-        stats: Receives train_logprobs_mean, rollout_logprobs_mean, logp_diff_mean (rollout minus training),
-            logp_abs_diff_mean and logp_abs_diff_max; also logp_row_diff_mean, the mean over rows of the absolute
-            difference of a row's means: what rounding would add to the logarithm of the row's sequence ratio.
+        stats: Receives the statistics.
         pack: The micro-batch.
         logprobs_N: Log-probabilities of this step's forward pass, detached.
-        before_N: Log-probabilities by the training pass before the first update. None where they are unknown, as in
-            the later steps of sources "rollout" and "loglinear": these add no differences.
+        before_N: Log-probabilities of the training pass before the first update. None if they are unknown, as in the
+            later steps of the sources "rollout" and "loglinear". Then no differences are added.
     """
     stats.add({"train_logprobs_mean": pack.token_mean(pack.trained(logprobs_N))})
     if pack.rollout_logprobs is None:
@@ -88,6 +96,13 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, b
 
 
 def of_step(batches: Batches) -> np.ndarray | None:
-    """Return the old log-probabilities of a step's tokens in the order of its micro-batches, float32 on the host."""
+    """Return the old log-probabilities of a step's tokens, in the order of its micro-batches.
+
+    Args:
+        batches: The micro-batches.
+
+    Returns:
+        (N,) float32 on the host. None if a micro-batch has none.
+    """
     found = [pack.old_logprobs for _, pack in batches if pack.old_logprobs is not None]
     return torch.cat(found).cpu().numpy() if len(found) == len(batches) else None

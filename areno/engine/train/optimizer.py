@@ -14,14 +14,19 @@ from areno.kernels.adam.reference import codes
 from areno.layers.parallel import ParallelGroup, wait_for
 
 DECAY_STEPS = 1000
-"""Of a schedule without a length, in a script that calls Trainer itself."""
+"""Length of a learning-rate schedule, in updates, if lr_decay_steps is not set, as in a script that uses Trainer."""
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of update number `step`, counted from 0.
+    """Return the learning rate of an update.
 
-    The first W = round(warmup_steps_proportion * lr_decay_steps) updates warm up linearly, and the last of them has the
-    full rate. The chosen shape then falls to min_lr_ratio * lr at update `lr_decay_steps`, and stays there.
+    The first W = round(warmup_steps_proportion * lr_decay_steps) updates warm up linearly, and the last of these has
+    the full rate. Then the rate falls by the chosen shape to min_lr_ratio * lr at update `lr_decay_steps`, and stays
+    there. "constant" does not fall.
+
+    Args:
+        config: Settings of the optimizer.
+        step: Number of the update, from 0.
     """
     length = config.lr_decay_steps or DECAY_STEPS
     warmup = round(config.warmup_steps_proportion * length)
@@ -36,26 +41,38 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 @dataclass(frozen=True)
 class GradientStats:
-    """Statistics of the gradient of the whole model, over all tensor-parallel ranks."""
+    """Statistics of the gradient of the whole model, over all tensor-parallel ranks.
 
-    norm: float  # global 2-norm, before clipping
-    zero_frac: float  # share of entries that are exactly 0
+    Attributes:
+        norm: Global 2-norm before clipping.
+        zero_frac: Fraction of elements that are exactly 0.
+    """
+
+    norm: float
+    zero_frac: float
 
 
 class Optimizer:
     """AdamW or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
 
-    If the buffers are divided over data-parallel ranks, each rank updates its part and gathers the others.
+    If the buffers are divided over data-parallel ranks, each rank updates the elements that it owns, and gathers the
+    others.
+
+    Args:
+        flat: Buffers of the model.
+        config: Settings of the optimizer.
+        tp: Ranks that share this copy of the model.
 
     Attributes:
-        steps: Applied updates. The learning-rate schedule counts these.
-        skipped_steps: Updates that were not applied.
-        moments_from: Updates applied before the moments were last zero. Adam's bias correction counts from here.
-        exp_avg, exp_avg_sq: float32 moments in the layout of the masters; empty for SGD. They exist from the start,
+        steps: Number of applied updates, which the learning-rate schedule counts.
+        skipped_steps: Number of updates that were not applied.
+        moments_from: Value of `steps` when the moments were last zero. Adam's bias correction counts from here.
+        exp_avg, exp_avg_sq: float32 moments in the layout of the masters. Empty for SGD. They exist from the start,
             because the KV cache is sized by the free memory before the first update. With `type: adam_8bit` they are
             uint8 codes, and scales_1 and scales_2 hold one float32 scale for each BLOCK elements. The flat buffer must
             then be aligned to BLOCK, so that no block belongs to two parameters.
-        copied: CUDA event that the next update waits for, while masters and moments are copied.
+        copied: CUDA event after a copy of masters and moments, which the next update waits for. None if no copy
+            runs.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
@@ -75,13 +92,13 @@ class Optimizer:
         """Set the moments to zero, as before the first update. The learning-rate schedule continues."""
         for buffer in self.moments.values():
             buffer.zero_()
-        if self.in_8_bits:  # the padding between parameters must hold zeros, whatever scale its block is given
+        if self.in_8_bits:  # padding between parameters must decode to zero for any scale of its block
             self.exp_avg.fill_(codes(True, torch.device("cpu")).tolist().index(0.0))
         self.moments_from = self.steps
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """Buffers that updates change beside masters and parameters, by name. SGD has none."""
+        """The buffers, by name, that updates change in addition to masters and parameters. Empty for SGD."""
         if self.config.type == "sgd":
             return {}
         scales = {"exp_avg_scale": self.scales_1, "exp_avg_sq_scale": self.scales_2} if self.in_8_bits else {}
@@ -93,22 +110,22 @@ class Optimizer:
         return learning_rate(self.config, self.steps)
 
     def gradient_stats(self) -> GradientStats:
-        """Return the gradient norm and the share of zeros. Waits for the device.
+        """Return the norm of the gradient and its fraction of zeros. Waits for the device.
 
-        All ranks that hold a part of the gradient must call this.
+        All ranks that hold a part of the model or of its gradient must call this.
         """
         flat = self.flat
         totals_3 = torch.zeros(3, dtype=torch.float64, device=flat.grads.device)  # squares, non-zeros, entries
         for chunk in flat.chunks():
             found_2 = squares_and_nonzeros(flat.grads[chunk.grads])
-            # Equal copies on every rank are counted once. Dividing before the sum, rather than leaving them out of it,
-            # makes the result, and with it the clipping, the same number on every rank.
+            # Equal copies on every rank count once. They are divided before the sum, not left out on some ranks, so
+            # that the result, and with it the clipping, is the same number on every rank.
             totals_3[:2] += found_2 if chunk.segment.sharded else found_2 / self.tp.size
         for segment in flat.segments:
             n_params = segment.n_params / flat.dp.size
             totals_3[2] += n_params if segment.sharded else n_params / self.tp.size
         for chunk, n in flat.copies():
-            if chunk.segment.sharded:  # found by each of n ranks just now
+            if chunk.segment.sharded:  # counted above by each of n ranks
                 grads = flat.grads[chunk.grads]
                 totals_3[:2] -= squares_and_nonzeros(grads) * (1 - 1 / n)
                 totals_3[2] -= len(grads) * (1 - 1 / n)
@@ -116,15 +133,16 @@ class Optimizer:
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
     def skip(self) -> None:
-        """Count an update that is not applied. Nothing else changes."""
+        """Count an update that is not applied. Parameters, moments and `steps` do not change."""
         self.skipped_steps += 1
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
-        """Apply one update.
+        """Apply one update. All ranks of the model must call this.
 
         Args:
-            grad_norm: Finite norm from `gradient_stats`. Larger gradients are scaled down to gradient_clipping.
+            grad_norm: Norm from `gradient_stats`, finite. If it exceeds gradient_clipping, the gradient is scaled
+                down.
         """
         config, flat = self.config, self.flat
         if self.copied is not None:
@@ -150,14 +168,14 @@ class Optimizer:
                 self._update(chunk, decayed if chunk.segment.decayed else update)
             if self.in_8_bits:
                 self._equal_copies(bucket)
-            works.append(flat.gather(bucket))  # while the next one is updated
+            works.append(flat.gather(bucket))  # runs while the next bucket is updated
         for work in works:
             wait_for(work)
 
     def _equal_copies(self, bucket: Bucket) -> None:
-        """Copy parameters that several ranks hold from the first of these ranks to the others.
+        """Make parameters that several tensor-parallel ranks hold equal, by copying from the first of these ranks.
 
-        A block of 8-bit moments may contain elements of other parameters on each rank, so its scale differs between
+        They may differ because a block of 8-bit moments also contains other elements, so its scale differs between
         ranks.
         """
         flat = self.flat
@@ -168,7 +186,7 @@ class Optimizer:
                 flat.params[chunk.place].copy_(masters)
 
     def _update(self, chunk: Chunk, how: Update) -> None:
-        """Update one chunk of the buffers."""
+        """Update the elements of one chunk."""
         flat, local = self.flat, chunk.local
         moments = self.exp_avg[local], self.exp_avg_sq[local]
         grads, masters, params = values = flat.grads[chunk.grads], flat.masters[local], flat.params[chunk.place]
@@ -184,5 +202,9 @@ class Optimizer:
 
 
 def blocks(place: slice) -> slice:
-    """Return the blocks of 8-bit moments that contain these elements, the first of which starts a block."""
+    """Return the range of 8-bit blocks that contains a range of elements.
+
+    Args:
+        place: Range of elements. Its start is a multiple of BLOCK.
+    """
     return slice(place.start // BLOCK, -(-place.stop // BLOCK))

@@ -1,8 +1,9 @@
-"""Rows to tensors: packed end to end without padding, and divided over context-parallel ranks.
+"""Rows to tensors, packed end to end without padding, and divided over context-parallel ranks.
 
-The ranks of a context-parallel group share the tokens of each micro-batch. So a row may be too long for one device. A
-rank computes the layers for its tokens, and only attention exchanges data (see PackedAttend). Results of single tokens
-are summed over the group, so each rank has them for all tokens, and losses need no code for it.
+The ranks of a context-parallel group share the tokens of each micro-batch, so a row may be too long for one device.
+A rank computes the layers for its tokens, and only attention exchanges data (see PackedAttend). Results for single
+tokens are summed over the group. So each rank has the results of all tokens, and losses need no code for context
+parallelism.
 """
 
 from __future__ import annotations
@@ -24,24 +25,32 @@ from areno.loss_fns.pack import DataPack
 
 @dataclass(slots=True)
 class PackedTokens:
-    """The input of a forward pass: R packed rows with N tokens in all, on the device."""
+    """The input of a forward pass: R packed rows with N tokens in total, on the device.
 
-    tokens_N: Tensor  # int64
-    positions_N: Tensor  # int64, from 0 in each row
-    cu_seqlens: Tensor  # (R + 1,) int32
+    Attributes:
+        tokens_N: int64 token ids.
+        positions_N: int64, position of each token in its row, from 0.
+        cu_seqlens: (R + 1,) int32, index of the first token of each row, and N.
+        max_len: Number of tokens in the longest row.
+        routes_NLk: Experts that the tokens must use, see areno/engine/train/rows.py. None lets the router choose.
+    """
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    cu_seqlens: Tensor
     max_len: int
-    routes_NLk: Tensor | None = None  # of the tokens, where they are known: see areno/engine/train/rows.py
+    routes_NLk: Tensor | None = None
 
 
 def pack_tokens(
     token_rows: Sequence[np.ndarray], device: torch.device, routes: Sequence[np.ndarray] | None = None
 ) -> PackedTokens:
-    """Pack rows of int64 token ids end to end.
+    """Pack rows of token ids end to end.
 
     Args:
-        token_rows: Token ids of each row.
-        device: Destination.
-        routes: Experts of the tokens of each row, or None.
+        token_rows: int64 token ids of each row.
+        device: Device of the result.
+        routes: Experts of each row's tokens. None lets the router choose.
     """
     lengths = np.array([len(row) for row in token_rows])
     starts = np.concatenate([[0], lengths.cumsum()])
@@ -55,7 +64,17 @@ def pack_tokens(
 def pack_rows(
     rows: Sequence[Row], step: StepShare, rows_per_unit: int, device: torch.device
 ) -> tuple[PackedTokens, DataPack]:
-    """Return one micro-batch of a step as input of the model and as input of the loss."""
+    """Pack the rows of one micro-batch.
+
+    Args:
+        rows: The rows. All have the same fields.
+        step: Share of the step that they belong to.
+        rows_per_unit: Number of adjacent rows that belong together.
+        device: Device of the tensors.
+
+    Returns:
+        The input of the model, and the input of the loss function.
+    """
     trained = np.concatenate([row.trained for row in rows])
     arrays = {
         "row_of_token": np.repeat(np.arange(len(rows)), [row.n_tokens for row in rows]),
@@ -80,23 +99,32 @@ def pack_rows(
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """The n of N tokens of a micro-batch that this rank computes, starting at token `first`."""
+    """The tokens of a micro-batch that this rank computes: n of N, starting at index `first`.
+
+    Attributes:
+        tokens_n: int64 token ids. They may end with padding.
+        positions_n: int64, position of each token in its row.
+        attend: Attention over the tokens of the whole micro-batch.
+        first: Index of the first token.
+        n_tokens: N, without padding.
+    """
 
     tokens_n: Tensor
     positions_n: Tensor
     attend: PackedAttend
     first: int
-    n_tokens: int  # N
+    n_tokens: int
 
     @classmethod
     def of(cls, packed: PackedTokens, context: ParallelGroup, attn_backend: str, multiple: int = 1) -> TokenShare:
-        """Divide the tokens of a micro-batch equally over a group.
+        """Divide the tokens of a micro-batch equally over a group, and return the share of this rank.
 
         Args:
             packed: The micro-batch.
             context: The context-parallel group.
             attn_backend: Attention kernel.
-            multiple: The size of a share is a multiple of this number; a row of padding fills it up.
+            multiple: The number of tokens in a share becomes a multiple of this. A row of padding is added at the
+                end if necessary.
         """
         tokens_N, positions_N, cu_seqlens, n_tokens = (
             packed.tokens_N,
@@ -113,16 +141,33 @@ class TokenShare:
         return cls(tokens_N[mine], positions_N[mine], attend, mine.start, n_tokens)
 
     def predicted_here(self, places_T: Tensor) -> Tensor:
-        """Return the positions whose token is predicted in this share, from the position before."""
+        """Return the given tokens that this share predicts, from the hidden state of the token before.
+
+        Args:
+            places_T: int64 indices of tokens among all N. The first tokens of rows are not among them.
+        """
         if self.attend.context.size == 1:
             return places_T
         return places_T[(places_T > self.first) & (places_T <= self.first + len(self.tokens_n))]
 
     def before(self, hidden_nD: Tensor, places_T: Tensor) -> Tensor:
-        """Return the hidden states (T, D) that predict the tokens at positions from `predicted_here`."""
+        """Return the hidden states (T, D) from which tokens are predicted.
+
+        Args:
+            hidden_nD: Hidden states of this share.
+            places_T: Indices of the tokens, from `predicted_here`.
+        """
         return hidden_nD.index_select(0, places_T - (self.first + 1))
 
     def aligned(self, places_T: Tensor, numbers_T: Tensor) -> Tensor:
-        """Return (N,) float32 with the numbers of all ranks at their positions, 0 elsewhere."""
+        """Place numbers of single tokens at their indices, and sum over the ranks of the group.
+
+        Args:
+            places_T: Indices of the tokens, from `predicted_here`.
+            numbers_T: A number for each of these tokens.
+
+        Returns:
+            (N,) float32 with the numbers of all ranks. 0 for other tokens.
+        """
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=places_T.device)
         return self.attend.context.reduce_out(numbers_N.index_copy(0, places_T, numbers_T))

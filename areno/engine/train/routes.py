@@ -1,10 +1,10 @@
-"""The experts of a model over the micro-batches of an optimizer step: replayed, counted, and balanced.
+"""Routing of tokens to experts during an optimizer step: replayed routes, statistics, and the balancing loss.
 
-The auxiliary loss is that of the Switch Transformer (arXiv 2101.03961, equations 4 to 6) over all layers together, as
-in transformers (load_balancing_loss_func): E sum_e f_e P_e. f_e is the share of choices of expert e, and P_e the mean
-router probability of e, both over all tokens and layers. f_e belongs to the whole step and has no gradient. So the
-gradient of a micro-batch depends on the choices in all micro-batches, and a forward pass over all of them comes
-first.
+The auxiliary loss is that of the Switch Transformer (arXiv 2101.03961, equations 4 to 6) over all layers together,
+as in transformers (load_balancing_loss_func): E sum_e f_e P_e. f_e is the fraction of choices that fall on expert e,
+and P_e the mean router probability of e, both over all tokens and layers. f_e is taken over the whole step and has
+no gradient. So the gradient of a micro-batch depends on the choices in all micro-batches, and a forward pass over
+all of them comes first.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from areno.layers.routing import Routing
 
 
 class StepRouting:
-    """Routing of experts during an optimizer step.
+    """Routing of tokens to experts during an optimizer step.
 
-    Call `begin_step` for each step; then for each micro-batch `begin` before its forward pass and `add` after it; then
-    `finish`. A pass without statistics needs only `begin`.
+    Call `begin_step` for each step, then for each micro-batch `begin` before its forward pass and `add` after it, and
+    at last `finish`. Scoring needs only `begin`.
 
     Args:
         routing: Routing of the model's layers.
-        coefficient: Coefficient of the auxiliary loss. 0 for none.
+        coefficient: Coefficient of the auxiliary loss. 0 for no such loss.
         dp: Ranks that hold copies of the model.
     """
 
@@ -39,7 +39,12 @@ class StepRouting:
         self.restart()
 
     def begin(self, packed: PackedTokens, share: TokenShare) -> None:
-        """Set the experts and the balance of the layers for this rank's share of a micro-batch."""
+        """Prepare the layers for the forward pass of a micro-batch: its given experts, and the auxiliary loss.
+
+        Args:
+            packed: The micro-batch.
+            share: The tokens that this rank computes.
+        """
         n = len(share.tokens_n)
         self._n_tokens = max(0, min(n, share.n_tokens - share.first))  # the rest is padding
         given = None if packed.routes_NLk is None else packed.routes_NLk[share.first : share.first + n]
@@ -47,15 +52,17 @@ class StepRouting:
         self._routing.begin(given, self._balance_E, self._n_tokens, observes=observes)
 
     def end(self) -> None:
-        """Free the tensors of the last passes."""
+        """Free the tensors of the last forward passes."""
         self._routing.begin()
 
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:
-        """Count the choices of a step for the auxiliary loss. All copies must call this if there is such a loss.
+        """Count the experts that the tokens of a step choose, if there is an auxiliary loss.
+
+        If there is one, all copies of the model must call this.
 
         Args:
             batches: Micro-batches of the step.
-            run: Forward pass.
+            run: Runs the forward pass of a micro-batch.
         """
         self._balance_E = None
         if not self._coefficient:
@@ -74,12 +81,12 @@ class StepRouting:
         self._balance_E = (scale * counts[:-1] / rows.square()).float()
 
     def restart(self) -> None:
-        """Set all counts to 0, because the step starts or is repeated."""
+        """Set all counts to 0, because a step starts or is repeated."""
         self._chosen_LE = self._probability_E = self._entropy = self._changed = torch.zeros(())
         self._n_seen = torch.zeros((), dtype=torch.int64)
 
     def add(self) -> None:
-        """Count the choices of the last pass."""
+        """Add the choices of the last forward pass to the counts."""
         loads = [self._routing.loads[layer] for layer in range(self._routing.n_layers)]
         chosen_LE = torch.stack([load.chosen_E for load in loads])
         where = chosen_LE.device
@@ -91,18 +98,17 @@ class StepRouting:
         self._n_seen = self._n_seen.to(where) + self._n_tokens
 
     def finish(self) -> dict[str, float]:
-        """Return the statistics of the step. Waits for the device. All copies must call this.
+        """Return statistics of the step over all copies. All copies must call this. Waits for the device.
+
+        The load of an expert is the number of tokens that chose it, and an even load is the mean over the experts of a
+        layer.
 
         Returns:
-            router_max_violation, router_mean_violation: How far the load of an expert is above an even load, as a
-                fraction of
-            the even load; the largest, and the mean of absolute values; averaged over layers. router_entropy: Entropy
-            of the
-            router's probabilities as a fraction of the largest entropy. router_changed: With replayed experts, the
-            share of
-            choices that the router would not make. router_aux_loss: Before its coefficient; with k choices of each
-            token,
-            an even load gives k.
+            Numbers by name. router_max_violation is the largest (load / even load - 1) in a layer, averaged over
+            layers. router_mean_violation is the mean of the absolute value of this number. router_entropy is the
+            entropy of the router's probabilities, divided by its largest possible value. router_changed is the
+            fraction of choices in which replayed experts differ from the router's own choice. router_aux_loss is the
+            auxiliary loss before its coefficient. With k experts for each token it is k for an even load.
         """
         experts, n_layers = self._routing.experts, self._routing.n_layers
         counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]

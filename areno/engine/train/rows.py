@@ -1,7 +1,8 @@
 """Checks the rows of a caller once, and converts them to arrays. Runs in the driver, so it imports no torch.
 
-Routes are the experts that tokens went through: (n, L, k) for the first n tokens of a row in each of L layers, uint8 if
-the model has fewer than 256 experts, else int16. The largest number of the type marks a token with unknown experts.
+Routes are the experts that tokens were routed to: (n, L, k) for the first n tokens of a row, L layers with experts
+and k experts of a token in each. They are uint8 if the model has fewer than 256 experts, else int16. The largest
+value of the dtype marks unknown experts of a token.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ from areno.errors import DataError, EngineError
 from areno.types import TrainSequence
 
 # TrainSequence's optional per-token fields -> their names in DataPack
-OLD = "old_logprobs"  # of rows and tokens that were trained before; NaN elsewhere
+OLD = "old_logprobs"  # a row may lack them, and they are NaN for tokens that were never trained
 _SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "weights")
 FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 
 
 @dataclass(slots=True)
 class Row:
-    """One checked TrainSequence as arrays of its n tokens."""
+    """One checked TrainSequence as arrays of its n tokens.
 
-    tokens: np.ndarray  # int64
-    trained: np.ndarray  # bool; never the first token, because nothing predicts it
-    fields: dict[str, np.ndarray] = field(default_factory=dict)  # DataPack name -> float32
+    Attributes:
+        tokens: int64 token ids.
+        trained: bool, whether the token is trained. False for the first token, which no token predicts.
+        fields: float32 arrays by their names in DataPack, such as "advantages", and the routes.
+        reward: Reward of the row.
+        staleness: Number of optimizer steps since the row was sampled.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
     reward: float = 0.0
     staleness: int = 0
 
@@ -38,20 +47,25 @@ class Row:
 
     @property
     def n_trained(self) -> int:
-        """Number of trained tokens."""
+        """Number of tokens that the loss trains on."""
         return int(np.count_nonzero(self.trained))
 
 
 @dataclass(slots=True)
 class FlatRows:
-    """The arrays of many rows, concatenated.
+    """The concatenated arrays of many rows.
 
     Attributes:
-        lengths: Tokens of each row.
+        lengths: Number of tokens of each row.
+        tokens: int64 or int32 token ids. int32 halves the bytes sent to a worker.
+        trained: bool, whether the token is trained.
+        fields: Arrays by their names in DataPack.
+        rewards: Reward of each row.
+        staleness: Staleness of each row.
     """
 
     lengths: np.ndarray
-    tokens: np.ndarray  # int32 is enough on the way to a worker
+    tokens: np.ndarray
     trained: np.ndarray
     fields: dict[str, np.ndarray]
     rewards: list[float]
@@ -59,7 +73,11 @@ class FlatRows:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> FlatRows:
-        """Concatenate the arrays of at least one row. All rows have the same fields."""
+        """Concatenate the arrays of rows.
+
+        Args:
+            rows: At least one row. All have the same fields.
+        """
         return FlatRows(
             lengths=np.array([row.n_tokens for row in rows]),
             tokens=np.concatenate([row.tokens for row in rows], dtype=np.int32, casting="same_kind"),
@@ -70,7 +88,7 @@ class FlatRows:
         )
 
     def rows(self) -> list[Row]:
-        """Return the rows, whose arrays are views of these arrays."""
+        """Return the single rows, whose arrays are views of the concatenated arrays."""
         ends = np.cumsum(self.lengths).tolist()
         bounds, tokens = list(zip([0, *ends], ends, strict=False)), self.tokens.astype(np.int64, copy=False)
         return [
@@ -86,7 +104,7 @@ class FlatRows:
 
 
 def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None = None) -> np.ndarray:
-    """Return the token ids of one row as an (n,) int64 array.
+    """Check the token ids of one row, and convert them to an (n,) int64 array.
 
     Args:
         tokens: Token ids of the caller.
@@ -95,7 +113,8 @@ def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None
         context_len: Context of the model, in tokens. None allows any length.
 
     Raises:
-        DataError: There are no ids, the model lacks one of them, or they exceed the context.
+        DataError: The row is empty or not a flat list of ints, the model lacks one of the ids, or the row exceeds
+            the context.
     """
     if isinstance(tokens, str):
         raise DataError(f"{name} is a string; token ids are expected: tokenizer.encode(text)")
@@ -127,7 +146,7 @@ def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None
 def read_rows(
     rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None, name: str = "row {}"
 ) -> list[Row]:
-    """Check every row and convert it to arrays.
+    """Check every row of a caller, and convert the rows to arrays.
 
     Args:
         rows: Rows of the caller.
@@ -136,7 +155,7 @@ def read_rows(
         name: Name of a row in messages, with {} for its index.
 
     Raises:
-        DataError: A row is invalid. The message names the row and the field.
+        DataError: There are no rows, or a row is invalid. The message names the row and the field.
     """
     if not rows:
         raise DataError("there are no rows to train on")
@@ -155,7 +174,7 @@ def _any_old(rows: Sequence[TrainSequence]) -> bool:
 def _read_arrays(
     rows: Sequence[TrainSequence], given: list[str], vocab_size: int, context_len: int | None
 ) -> FlatRows | None:
-    """Convert rows of arrays all at once. None if a check fails; then rows are read one by one."""
+    """Convert rows that consist of arrays all at once. None if a check fails; then each row must be read alone."""
     columns = {name: [vars(row)[name] for row in rows] for name in ("tokens", "prompt_mask", *FIELDS)}
     shapes = [np.shape(tokens) for tokens in columns["tokens"]]
     for name, arrays in columns.items():
@@ -181,7 +200,7 @@ def _read_arrays(
     trained = ~prompt_mask
     trained[np.cumsum(lengths) - lengths] = False
     is_good = tokens.min() >= 0 and tokens.max() < vocab_size
-    # Picking the trained ones out takes longest, and hardly ever matters.
+    # Selecting the trained tokens is slow and rarely needed, so all tokens are checked first.
     finite = (np.isfinite(values).all() or np.isfinite(values[trained]).all() for values in fields.values())
     if not is_good or not all(finite):
         return None
@@ -191,7 +210,10 @@ def _read_arrays(
 def _read_row(
     row: TrainSequence, called: str, first: str, given: list[str], vocab_size: int, context_len: int | None
 ) -> Row:
-    """Check one row and convert it to arrays."""
+    """Check one row and convert it to arrays. `called` and `first` name this row and the first row in messages.
+
+    `given` lists the optional fields that every row must have.
+    """
     tokens = read_tokens(row.tokens, f"{called}: tokens", vocab_size, context_len)
     _check_row(row, called, first, given, len(tokens))
     trained = ~_read_mask(row.prompt_mask, called)
@@ -215,7 +237,7 @@ def _read_row(
 
 
 def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_tokens: int) -> None:
-    """Check which fields a row has, their lengths, its reward and its staleness."""
+    """Raise DataError if a row lacks a field, or if a length, the reward or the staleness is wrong."""
     if row.prompt_mask is None:
         raise DataError(f"{called}: prompt_mask is missing; give True for each token that is not trained")
     for name in ("prompt_mask", *FIELDS):
@@ -240,9 +262,9 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
 
 
 def _read_mask(prompt_mask: Any, called: str) -> np.ndarray:
-    """Return a prompt mask as (n,) bool.
+    """Convert a prompt mask to an (n,) bool array.
 
-    Only True and False, or 1 and 0, are accepted, since any text would count as True.
+    Only True and False, or 1 and 0, are accepted, because any text would count as True. Otherwise DataError.
     """
     try:
         mask = np.asarray(prompt_mask)
@@ -253,16 +275,16 @@ def _read_mask(prompt_mask: Any, called: str) -> np.ndarray:
     return mask.astype(bool)
 
 
-FIELD = "routes"  # of Row.fields
+FIELD = "routes"  # name in Row.fields
 
 
 class RouteShape(NamedTuple):
-    """The form of a model's routes.
+    """The shape of a model's routes, the experts of each token.
 
     Attributes:
-        n_layers: Layers with experts.
-        top_k: Experts of a token in each layer.
-        n_experts: Experts of a layer.
+        n_layers: Number of layers with experts.
+        top_k: Number of experts of a token in each layer.
+        n_experts: Number of experts in a layer.
     """
 
     n_layers: int
@@ -271,31 +293,34 @@ class RouteShape(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Data type of an expert number."""
+        """Data type of an expert's index: uint8 for fewer than 256 experts, else int16."""
         return np.uint8 if self.n_experts < 2**8 else np.int16
 
     @property
     def none(self) -> int:
-        """Number that marks a token with unknown experts."""
+        """Value that marks a token with unknown experts: the largest of the dtype."""
         return int(np.iinfo(self.dtype).max)
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of a token's routes, in the KV cache and with a sample."""
+        """Bytes of one token's routes, in the KV cache and in a sample."""
         return self.n_layers * self.top_k * np.dtype(self.dtype).itemsize
 
 
 def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str) -> np.ndarray:
-    """Return the routes of a row for all of its tokens.
+    """Check the routes of a row, and extend them to all of its tokens.
 
     Args:
-        routes: Routes of the first tokens. None for no token.
-        n_tokens: Tokens of the row.
-        shape: Form of the model's routes. None for a model without experts.
+        routes: Routes of the first tokens, (n, layers, experts of a token). None if no token has routes.
+        n_tokens: Number of tokens in the row.
+        shape: Shape of the model's routes. None for a model without experts.
         name: Name of the row in messages.
 
+    Returns:
+        (n_tokens, L layers, k experts of a token). Tokens without routes have the value `shape.none`.
+
     Raises:
-        DataError: The routes have another form, or the model has no experts.
+        DataError: The routes have another shape or unknown experts, or the model has no experts.
     """
     if shape is None:
         raise DataError(f"{name}: routes are given, but the model has no experts; leave them out")
@@ -324,9 +349,19 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
 def routes_of_rows(
     routes: Sequence[Any] | None, token_rows: Sequence[Any], shape: RouteShape | None, role: str
 ) -> list[np.ndarray] | None:
-    """Return the routes of all rows. None if no row has any.
+    """Check the routes of rows that will be scored.
+
+    Args:
+        routes: Routes of each row, None for rows without routes. None if no row has routes.
+        token_rows: Token ids of each row.
+        shape: Shape of the model's routes. None for a model without experts.
+        role: Role that scores the rows. Only the actor supports routes.
+
+    Returns:
+        The routes of each row, see `read_routes`. None if no row has routes.
 
     Raises:
+        DataError: The routes of a row are invalid.
         EngineError: The number of routes differs from the number of rows, or the role is not the actor.
     """
     if routes is None or all(each is None for each in routes):
@@ -340,13 +375,16 @@ def routes_of_rows(
 
 
 def add_routes(rows: Sequence[Row], given: Sequence[TrainSequence], shape: RouteShape | None, name: str) -> None:
-    """Add the routes of the caller's rows to the checked rows, if any row has some.
+    """Add the field "routes" to checked rows, if any of the caller's rows has routes.
 
     Args:
-        rows: Checked rows.
+        rows: Checked rows, changed in place.
         given: The caller's rows.
-        shape: Form of the model's routes.
+        shape: Shape of the model's routes. None for a model without experts.
         name: Name of a row in messages, with {} for its index.
+
+    Raises:
+        DataError: The routes of a row are invalid.
     """
     if any(row.routes is not None for row in given):
         for index, (row, source) in enumerate(zip(rows, given, strict=True)):
