@@ -119,8 +119,9 @@ class GatedDelta(nn.Module):
         return attend.recur(self.index, proj_NP, weights)
 
     def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:
-        """Return the gradient with respect to the projections, outside autograd. Adds the gradients of the weights to
-        `.grad`.
+        """Return the gradient with respect to the projections, outside autograd.
+
+        Adds the gradients of the weights to `.grad`.
 
         Args:
             grad_NI: the gradient with respect to the result of `mixed`.

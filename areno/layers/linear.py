@@ -178,8 +178,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b where each rank holds a slice of the input features, such as the output of a column-parallel
-    layer.
+    """y = x W^T + b where each rank holds a slice of the input features. Follows a column-parallel layer.
 
     The partial products of the ranks are summed.
 

@@ -99,8 +99,9 @@ class GatedMLP(nn.Module):
         saved: tuple[Tensor, ...] = (),
         split: bool = False,
     ) -> Tensor:
-        """Return the gradient with respect to x, outside autograd. Adds the gradients of the parameters to their
-        `.grad`.
+        """Return the gradient with respect to x, outside autograd.
+
+        Adds the gradients of the parameters to their `.grad`.
 
         Args:
             grad_ND: the gradient with respect to the output.
@@ -300,8 +301,9 @@ class ExpertMLP(nn.Module):
     def fused_backward(
         self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool = False
     ) -> Tensor:
-        """Return the gradient with respect to x, outside autograd. Adds the gradients of the parameters to their
-        `.grad`.
+        """Return the gradient with respect to x, outside autograd.
+
+        Adds the gradients of the parameters to their `.grad`.
 
         Args:
             grad_ND: the gradient with respect to the output.
@@ -346,9 +348,7 @@ class ExpertMLP(nn.Module):
 
 
 class _Balance(torch.autograd.Function):
-    """Identity whose backward pass adds the gradient of the load-balancing loss to that of each token except
-    padding.
-    """
+    """Identity whose backward pass adds the load-balancing loss's gradient for each token except padding."""
 
     @staticmethod
     def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None) -> Tensor:

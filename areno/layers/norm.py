@@ -1,5 +1,4 @@
-"""Root-mean-square normalisation (arXiv 1910.07467), with the whole weight or a slice of it on each tensor-parallel
-rank.
+"""Root-mean-square normalisation (arXiv 1910.07467), with a weight that tensor parallelism copies or divides.
 
 Shape letters: N tokens, D size of the norm, I this rank's slice of D.
 """
@@ -89,8 +88,9 @@ class RMSNorm(nn.Module):
         return rms_norm_backward(grad_ND, grad_sum_ND, sum_ND, self.weight, self.eps, weight_grad, self.plus_one)
 
     def accumulate(self, grad_D: Tensor) -> None:
-        """Add a gradient that a kernel computed to the float32 `.grad` of the weight. Does nothing if the weight is
-        frozen.
+        """Add a gradient that a kernel computed to the float32 `.grad` of the weight.
+
+        Does nothing if the weight is frozen.
 
         With `own_data`, the gradient is first summed over the ranks, in place.
 

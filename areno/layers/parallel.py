@@ -177,8 +177,9 @@ class ParallelGroup:
     # consecutive tokens. A reduce-scatter and an all-gather together move as many bytes as an all-reduce.
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks; the backward pass sums the gradients and returns this rank's rows of the
-        sum.
+        """Concatenate the rows of all ranks.
+
+        The backward pass sums the gradients and returns this rank's rows of the sum.
 
         Replaces `copy_in` under sequence parallelism.
 
@@ -191,8 +192,9 @@ class ParallelGroup:
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.reduce_scatter_rows)  # type: ignore[return-value]
 
     def scatter_rows(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks and return this rank's rows of the sum; the backward pass gathers the rows of the
-        gradient.
+        """Sum x over the ranks and return this rank's rows of the sum.
+
+        The backward pass gathers the rows of the gradient.
 
         Replaces `reduce_out` under sequence parallelism.
 

@@ -106,8 +106,9 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Computes rotation angles from positions in each forward pass. This is as fast as a table and has no maximum
-    length.
+    """Computes rotation angles from positions in each forward pass.
+
+    This is as fast as a table and has no maximum length.
 
     Args:
         rope: base and scaling.

@@ -35,8 +35,9 @@ class LayerLoad:
 
 @dataclass
 class Routing:
-    """Settings and results of routing in a pass. A backward pass that recomputes needs the settings of its forward
-    pass.
+    """Settings and results of routing in a pass.
+
+    A backward pass that recomputes needs the settings of its forward pass.
 
     Attributes:
         experts: number and sizes of the experts.
@@ -105,9 +106,7 @@ class Routing:
 
     @property
     def is_free(self) -> bool:
-        """Whether the router chooses all experts and no statistics are recorded, so that the fast kernel can be
-        used.
-        """
+        """Whether the router chooses all experts and no statistics are recorded. A faster kernel can then be used."""
         return self.given_NLk is None and not self.observes
 
     def note(self, layer: int, chosen_Nk: Tensor) -> None:
