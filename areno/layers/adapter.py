@@ -211,8 +211,9 @@ class Adapter(nn.Module):
         return grad_x_NI.addmm_(self._back(grad_NO), self.a)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add the gradients of A and B to their float32 `.grad`. Does nothing if they are frozen or the adapter is
-        off.
+        """Add the gradients of A and B to their float32 `.grad`.
+
+        Does nothing if they are frozen or the adapter is off.
 
         Args:
             grad_NO: the gradient with respect to the layer's output.

@@ -65,8 +65,9 @@ class PackedAttend:
 
     @cached_property
     def chunks(self) -> RowChunks:
-        """The chunks of the rows, for layers with a recurrent state. The first access copies cu_seqlens to the
-        host.
+        """The chunks of the rows, for layers with a recurrent state.
+
+        The first access copies cu_seqlens to the host.
         """
         return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
