@@ -1,6 +1,7 @@
 """Writing the state of the trained roles to a folder, and loading it into roles with the same or another layout.
 
-Planners tell torch.distributed.checkpoint which pieces this rank writes or reads; `storage.py` has the file format.
+The planners of this file tell torch.distributed.checkpoint which pieces this rank writes or reads. `storage.py` has the
+file format.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from areno.models.transformer import Transformer
 
 
 class PieceWriting(DefaultSavePlanner):
-    """Plan the writing of pieces.
+    """The planner for writing pieces of a state.
 
     The plan is made once and reused for later states of the same layout, since planning delays the decoding thread.
 
     Args:
-        pieces: Pieces that this rank writes.
-        dtypes: Dtype of each buffer by name.
-        about: Facts about each role, stored in the index as they are.
+        pieces: The pieces that this rank writes.
+        dtypes: The dtype of each buffer by name.
+        about: Facts about each role, which are stored in the index unchanged.
     """
 
     def __init__(self, pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype], about: Mapping[str, Any]):
@@ -70,11 +71,11 @@ class PieceWriting(DefaultSavePlanner):
         self._global: Metadata | None = None  # on the coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return the pieces of this rank, or an empty plan once the plan of all ranks is known."""
+        """Return the plan of this rank's pieces, or an empty plan once an earlier state has made the final plan."""
         return SavePlan([] if self._final else [self._item(piece) for piece in self._pieces])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the plans of all ranks.
+        """Join the plans of all ranks. Later calls return the result of the first call.
 
         Raises:
             ValueError: The pieces of all ranks do not cover each tensor exactly once.
@@ -85,7 +86,7 @@ class PieceWriting(DefaultSavePlanner):
         return all_plans, self._global
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Keep and return the final plan of this rank."""
+        """Store the final plan of this rank at the first call, and return it."""
         self._final = self._final or new_plan
         return self._final
 
@@ -96,11 +97,11 @@ class PieceWriting(DefaultSavePlanner):
 
 
 class PieceReading(LoadPlanner):
-    """Plan the reading of pieces into buffers. The stored chunks may be cut in any other way.
+    """The planner for reading pieces into buffers. The stored chunks may have other borders than the pieces.
 
     Args:
-        pieces: Pieces that this rank needs.
-        buffers: Destination buffers by name.
+        pieces: The pieces that this rank needs.
+        buffers: The destination buffers by name.
     """
 
     def __init__(self, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]):
@@ -108,12 +109,12 @@ class PieceReading(LoadPlanner):
         self._piece_at = {(piece.name, piece.offsets): piece for found in self._pieces.values() for piece in found}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Keep the metadata of the stored tensors."""
+        """Store the metadata of the stored tensors for `create_local_plan`."""
         assert metadata is not None
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the overlaps of this rank's pieces with the stored chunks."""
+        """Return a plan that reads the overlaps of this rank's pieces with the stored chunks."""
         items: list[ReadItem] = []
         for name, pieces in self._pieces.items():
             tensor = self._metadata[name]
@@ -122,7 +123,7 @@ class PieceReading(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged: each rank reads by itself."""
+        """Return the plans unchanged: each rank reads independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -130,11 +131,11 @@ class PieceReading(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Fail: a run state holds tensors only."""
+        """Raise AssertionError: a run state holds tensors only."""
         raise AssertionError("a run state holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of a destination buffer that an item is read into."""
+        """Return the view of a destination buffer that an item must be read into."""
         index = read_item.dest_index
         assert index.offset is not None
         piece = self._piece_at[index.fqn, tuple(index.offset)]
@@ -144,7 +145,7 @@ class PieceReading(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Count progress."""
+        """Report progress to the watchdog after an item is read."""
         heartbeat.beat()
 
 
@@ -158,17 +159,17 @@ warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialize
 
 
 def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: Callable[[], None], group: Any) -> None:
-    """Write the files of this rank, and return when all ranks have written theirs.
+    """Write the files of this rank. A collective call, which returns when all ranks have written their files.
 
     Args:
         folder: The folder of the state.
         files: The files of this rank, in host memory.
         planner: The plan of this rank's pieces.
-        check: Called between blocks; an exception stops the writing on all ranks.
-        group: Process group of the ranks that write. None for a single rank.
+        check: A function called before each block. An exception that it raises stops the writing on all ranks.
+        group: The process group of the ranks that write. None for a single rank.
 
     Raises:
-        CheckpointError: A rank failed. Raised on every rank.
+        CheckpointError: Writing failed on some rank. Raised on every rank.
     """
     try:
         dcp.save(
@@ -179,10 +180,15 @@ def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: 
 
 
 def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
-    """Check that a state belongs to these roles.
+    """Check that a state belongs to the given roles.
+
+    Args:
+        reader: The state.
+        roles: The trained roles by name.
+        folder: The folder of the state, for messages.
 
     Raises:
-        EngineError: The roles, the type of an optimizer or the shapes of a model differ.
+        EngineError: The names of the roles, the type of an optimizer or the shapes of a model differ.
     """
     if reader.about.keys() != roles.keys():
         raise EngineError(
@@ -217,14 +223,14 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 def load_role(
     reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None, with_moments: bool = True
 ) -> None:
-    """Load master weights, moments and update counters of one role. Each rank reads its own part.
+    """Load master weights, moments and update counters of one role. Each rank reads only the elements that it holds.
 
     Args:
         reader: The state.
-        role: Name of the role. Its buffers must be on their device.
-        backend: Its train backend.
-        lora: Adapters of the role's spec.
-        with_moments: Load the moments. Without them, here or in the state, the moments start at zero.
+        role: Name of the role. Its buffers must be on the device.
+        backend: The train backend of the role.
+        lora: The adapters of the role. None: the role trains all weights.
+        with_moments: Whether to load the moments. If False, or if the state has none, the moments start at zero.
 
     Raises:
         CheckpointError: A file cannot be read.
@@ -244,7 +250,7 @@ def load_role(
 
 
 def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]) -> None:
-    """Read pieces into buffers."""
+    """Read pieces from a state into buffers. Raises CheckpointError if a file cannot be read."""
     try:
         dcp.load({}, storage_reader=reader, planner=PieceReading(pieces, buffers), no_dist=True)
     except CheckpointException as error:
@@ -252,10 +258,10 @@ def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]
 
 
 def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int, lora: LoraSpec | None) -> None:
-    """Fill 8-bit moments from a state with another tensor-parallel size.
+    """Fill 8-bit moments from a state that was written with another tensor-parallel size.
 
-    The blocks that share a scale follow the layout of a rank, so the stored moments are dequantised, assembled to whole
-    tensors, cut for this rank and quantised again.
+    The blocks that share a scale follow the layout of one rank, so the stored moments are dequantised, assembled to
+    full tensors, cut for this rank and quantised again.
     """
     flat, _ = trained(backend)
     model = backend.model
@@ -281,7 +287,11 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
 
 
 def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
-    """Return the fp32 moments of each checkpoint tensor inside one parameter, assembled from all stored ranks."""
+    """Return the fp32 moments of each checkpoint tensor in a parameter, assembled from all stored ranks.
+
+    kind: the buffer of the moments, such as "exp_avg". name: the parameter. stored: a model on the device `meta` for
+    each stored tensor-parallel rank, which has the shapes and places of that rank.
+    """
     wholes = [torch.zeros(part.full_shape) for part in stored[0].layout(name)]
     for model in stored if stored[0].is_sharded(name) else stored[:1]:
         shape = model.get_parameter(name).shape
@@ -301,7 +311,7 @@ def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list
 
 
 def _failure(error: BaseException, what: str) -> CheckpointError:
-    """Return the error of the lowest rank that failed as a CheckpointError that begins with `what`."""
+    """Return a CheckpointError with `what` and the error of the lowest rank that failed."""
     ranks = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
     first: BaseException = ranks[min(ranks)][0]
     if isinstance(first, OSError) and first.strerror:
