@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-ROW_MULTIPLE = 16  # the rows of a weight with A stacked below it are a multiple of this
+ROW_MULTIPLE = 16  # the number of rows of a weight with A stacked below is a multiple of this
 
 
 @dataclass(frozen=True)

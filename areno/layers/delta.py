@@ -77,7 +77,7 @@ class GatedDelta(nn.Module):
         self.in_proj = ColumnParallelLinear(hidden_size, delta.projections, spec, bias=False)
         self.conv = RowConvolution(delta.projections[:3], delta.width, spec)
         local = spec.tp.shard(heads, "value heads")
-        self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # as checkpoints call them
+        self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # the names in checkpoints
         part = Part((heads,), dim=0, start=spec.tp.rank * local, size=local)
         self.layout: Layout = {"A_log": (part,), "dt_bias": (part,)}
         self.norm = RMSNorm(delta.value_dim, eps, spec, own_data=True)

@@ -127,7 +127,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.register_buffer("freqs_F", frequencies(rope, head_dim).to(device), persistent=False)
         scale_F = None
-        if rope.attention_factor != 1.0:  # numbers that are not rotated are not scaled
+        if rope.attention_factor != 1.0:  # elements that are not rotated are not scaled
             scale_F = torch.where(self.freqs_F > 0, rope.attention_factor, 1.0)
         self.register_buffer("scale_F", scale_F, persistent=False)
 

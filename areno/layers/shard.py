@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from areno.layers.parallel import ParallelGroup
 
-GATHERED_BYTES = 2**26  # that each rank sends at a time when a tensor is gathered
-GATHERED_ON_CPU = 2**20  # the same on the CPU, where received pieces and the gathered tensor share host memory
+GATHERED_BYTES = 2**26  # the most bytes that each rank sends at a time when a tensor is gathered
+GATHERED_ON_CPU = 2**20  # the limit on the CPU, where received shards and the result share host memory
 
 
 @dataclass(frozen=True)

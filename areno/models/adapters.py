@@ -40,7 +40,7 @@ from areno.models.folder import (
 from areno.models.transformer import Transformer
 from areno.models.weights import Entry, Stored, fill, gathered, order_in, reached, write_tensors
 
-PREFIX = "base_model.model."  # of every tensor name in a peft folder
+PREFIX = "base_model.model."  # the prefix of every tensor name in a peft folder
 
 
 def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
@@ -149,14 +149,14 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 
 def _adapters(model: Transformer) -> Iterator[tuple[str, Adapter]]:
-    """Yield the name of each adapted layer, and its adapter."""
+    """Yield the name and the adapter of each adapted layer."""
     for name, module in _adapted(model):
         assert module.adapter is not None
         yield name, module.adapter
 
 
 def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
-    """Yield each adapted layer with its name."""
+    """Yield the name and the layer of each linear layer that has an adapter."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.adapter is not None:
             yield name, module

@@ -24,7 +24,7 @@ _HOW_IT_RUNS = (
     "gradient_checkpointing attn_implementation use_flash_attention use_flash_attn use_flashattn"
 )
 _LENGTHS = "model_max_length tokenizer_model_max_length max_sequence_length max_seq_length seq_length"
-# Older versions of transformers kept settings of sampling in config.json: those of ours by the same names, and these.
+# Older versions of transformers wrote sampling settings to config.json: those that areno has, too, and these.
 _SAMPLING = " ".join(settings(SamplingConfig)) + (
     " max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty typical_p "
     "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences"
@@ -33,7 +33,7 @@ _TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config t
 UNUSED = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())
 """Fields of `config.json` that do not change what a model computes, whatever its family."""
 UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""Fields that change nothing without `use_sliding_window`."""
+"""Fields of `config.json` that have no effect unless `use_sliding_window` is true."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class TransformerConfig:
     kinds: tuple[LayerKind, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
-    hf: dict[str, Any]  # config.json as read, written back when the model is saved
-    experts: Experts | None = None  # of the layers that have them in place of the plain MLP
+    hf: dict[str, Any]  # config.json as read, which is written again when the model is saved
+    experts: Experts | None = None  # in the layers that have experts in place of the plain MLP
     delta: Delta | None = None
     within: str = ""
     head: HeadName = "lm"
@@ -267,7 +267,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
     for name, code in raw.get("auto_map", dict, {}).items():
-        # Some checkpoints name their own code for a class that transformers has. Its own class is used, as here.
+        # Some checkpoints name code of their own for a class that transformers has. transformers uses its own class.
         known = str(code).rpartition(".")[2] in raw.get("architectures", list, [])
         if name.startswith("AutoModel") and not known:
             raw.wrong(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
@@ -303,7 +303,7 @@ def with_windows(
         local_rope: The rotary positions of layers with a window. None: those of the other layers.
     """
     types = raw.get("layer_types", list, [])
-    raw.get("sliding_window", int, 0, ge=1)  # the field may be unused
+    raw.get("sliding_window", int, 0, ge=1)  # counts as read, since the field may be unused
     sliding = [kind == "sliding_attention" for kind in types] or [slides(n) for n in range(config.num_layers)]
     if len(sliding) != config.num_layers or not any(sliding):
         return config

@@ -173,18 +173,34 @@ def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of all layers and the final norm on one rank."""
+    """Return the number of parameters of all layers and the final norm on one rank.
+
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
+    """
     experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
     return _body(config, layout, experts)
 
 
 def active_body_parameters(config: TransformerConfig) -> int:
-    """Return the number of parameters of the layers that one token uses. Of the experts, only its own count."""
+    """Return the number of parameters of all layers and the final norm that one token uses, over all ranks.
+
+    Of the experts, only those of the token count.
+
+    Args:
+        config: the shape of the model.
+    """
     return _body(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
 def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of parameters of the largest layer on one rank."""
+    """Return the number of parameters of the largest layer on one rank.
+
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
+    """
     size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, layout)
     if config.delta is not None:
         of_attention = _attention(config, layout)
@@ -269,9 +285,11 @@ def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, lay
 
 
 def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of key-value heads on one rank.
+    """Return the number of key-value heads on one rank. With fewer heads than ranks, several ranks hold the same head.
 
-    With fewer heads than ranks, several ranks hold the same head.
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
     """
     return layout.share_up(config.num_kv_heads)
 
@@ -440,7 +458,12 @@ def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, lay
 
 
 def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of elements of one token's queries on one rank."""
+    """Return the number of elements of one token's queries, in one layer on one rank.
+
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
+    """
     return layout.share(config.num_heads) * config.head_dim
 
 

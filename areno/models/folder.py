@@ -24,7 +24,7 @@ from areno.errors import CheckpointError, Key, Problem, printable
 MODEL = Key("actor.path")  # the usual setting of a model's path; callers with another setting rename it
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-TIMEOUT_S = 5.0  # of the one request before a download, so that a machine without network gets an error quickly
+TIMEOUT_S = 5.0  # of the request before a download, so that a machine without network fails quickly
 
 
 def resolve(path: str | Path, what: str = "model") -> Path:
@@ -65,7 +65,7 @@ def _download(repo: str, what: str) -> Path:
     except RepositoryNotFoundError as error:
         message = "{} is neither a local folder nor a repository that the hub shows us; check {}"
         raise CheckpointError(message, repo, MODEL) from error
-    except Exception as error:  # the client passes on exceptions of its transport
+    except Exception as error:  # the client also raises exceptions of its HTTP library
         try:
             return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
@@ -203,10 +203,10 @@ class RawConfig:
         return cast(T, kind(1) if kind in (int, float) else kind())  # type: ignore[call-arg]
 
     def wrong(self, what: str) -> None:
-        """Add a problem.
+        """Add a problem to `problems`.
 
         Args:
-            what: the problem, which names the field.
+            what: the message, which should name the field. The file and section are put before it.
         """
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
@@ -243,7 +243,7 @@ class RawConfig:
 
 
 def _holds(value: Any, kind: type, ge: float | None, gt: float | None, le: float | None) -> bool:
-    """Return whether a value has a type and is within bounds. A bool is no int, and floats must be finite."""
+    """Return whether a value has the type `kind` and is within bounds. A bool is no int, and floats must be finite."""
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
         return False
     if kind not in (int, float):

@@ -119,7 +119,7 @@ def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend
     heads = _to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(*heads, attention.window)
-    else:  # of the decoder, which has no backward pass
+    else:  # decoding has no backward pass
         out_NHC, saved = attend(attention.index, *heads, attention.window), ()
     del heads, qkv_NX
     out_ND = attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split, whole)

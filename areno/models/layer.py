@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.index, self.window = config.attention_layers.index(index), config.kind(index).window
         self.head_dim, self.gated = config.head_dim, config.attention_gate
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        copies = max(1, spec.tp.size // config.num_kv_heads)  # of each key-value head
+        copies = max(1, spec.tp.size // config.num_kv_heads)  # the number of ranks that hold each key-value head
         outputs = (q_size * (1 + self.gated), kv_size, kv_size)
         self.qkv = ColumnParallelLinear(
             config.hidden_size, outputs, spec, bias=config.qkv_bias, copies=(1, copies, copies)

@@ -62,7 +62,7 @@ MISSING: dict[str, str] = {
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-MOST_PARAMETERS = 10**14  # a hundred times the largest that exists
+MOST_PARAMETERS = 10**14  # a hundred times the largest model that exists
 VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())
 
 
@@ -138,7 +138,7 @@ def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the
     """
     tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
-    if tp_size % config.num_kv_heads == 0 and not config.qk_norm_whole:  # whose norm is over different keys of a rank
+    if tp_size % config.num_kv_heads == 0 and not config.qk_norm_whole:  # the norm of all keys needs distinct heads
         wrong = [each for each in wrong if each[1] != "num_key_value_heads"]
     shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
     fields = ", ".join(f"{name}={size}" for _, name, size in wrong)
@@ -229,7 +229,7 @@ def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
         wrong = "{}: architectures is {!r}, which has no trained value head; "
         expected = "expected a reward model in {}: {}, with one label"
         raise CheckpointError(wrong + expected, raw.origin, found, MODEL, VALUE_ARCHITECTURES)
-    # transformers writes the number of labels as id2label, and nothing where it is its default of two.
+    # transformers writes the labels as id2label, and omits the field for its default of two labels.
     n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2, ge=1)
     if n_labels != 1:
         wrong = "{}: the model has {} labels (id2label), expected 1; "

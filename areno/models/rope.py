@@ -86,14 +86,14 @@ def _read_section(
         params.refuse("rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}")
         return Rope(theta)
     share = partial or 1.0
-    for section in (raw, params):  # the field in the section counts more
+    for section in (raw, params):  # the field in the section takes precedence
         share = section.get("partial_rotary_factor", float, share, gt=0, le=1)
         if partial is None and share != 1.0:
             section.refuse("partial_rotary_factor", "1.0")
             break
     name = "original_max_position_embeddings"
     original = params.get(name, int, max_positions, ge=1)
-    original = raw.get(name, int, original, ge=1)  # the field outside of the section counts more
+    original = raw.get(name, int, original, ge=1)  # the field outside of the section takes precedence
     rope = Rope(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
     params.refuse_unknown({*HARMLESS_IN_ROPE, *unused}, f" with rope_type {kind!r}")
     return rope
@@ -105,7 +105,7 @@ def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
 
 
 def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read the factor of linear and dynamic scaling."""
+    """Read the factor of linear or dynamic scaling."""
     return {"factor": params.get("factor", float, ge=1)}
 
 

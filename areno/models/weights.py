@@ -34,9 +34,9 @@ from areno.models.transformer import Transformer
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-MAPPED_BYTES = 2**26  # read from a file before it is closed and opened again
-FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank has half of its share in memory at a time
-MAX_SHARD_BYTES = 2**32  # of a file with several tensors; pinned memory is allocated in powers of two
+MAPPED_BYTES = 2**26  # the bytes read from a file before it is closed and opened again
+FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank holds half of its share at a time
+MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memory is allocated in powers of two
 
 
 class Entry(NamedTuple):
@@ -81,7 +81,7 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the file."""
+        """The shape of the tensor in the file, with the rows of all entries."""
         shapes = [entry.part.full_shape for entry in self.entries]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -109,7 +109,10 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
 def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
     """Return the permutation of the rows of a head for a module, or None if the file has the model's order.
 
-    inner: the module inside a layer, such as "self_attn.q_proj". order: the permutation of `head_order`, or None.
+    Args:
+        inner: the module inside a layer, such as "self_attn.q_proj".
+        order: the permutation of `head_order`, or None.
+        config: the shape of the model.
     """
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
@@ -326,7 +329,7 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
         CheckpointError: a file of the folder cannot be written.
     """
     failure: Exception | None = None
-    for write in writes:  # all of them, even after a failure: taking one is a collective call
+    for write in writes:  # take all, even after a failure: taking a function is a collective call
         try:
             if failure is None:
                 write()

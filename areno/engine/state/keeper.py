@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.storage import HostFile
     from areno.engine.state.transfer import PieceWriting
 
-PART_BYTES = 2**28  # of host memory taken at once: torch rounds pinned memory up to a power of two
-COPY_BYTES = 2**26  # copied at once: what the decoder sends to the host meanwhile may have to wait for that long
+PART_BYTES = 2**28  # of host memory allocated at once: torch rounds pinned memory up to a power of two
+COPY_BYTES = 2**26  # copied at once: copies from the decoder to the host may have to wait this long
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StateKeeper:
 
     def __init__(self, roles: Roles, context: ParallelContext):
         self._roles, self._context = roles, context
-        self._plans: dict[bool, tuple[list[_Share], PieceWriting]] = {}  # with moments or not; while the roles stay
+        self._plans: dict[bool, tuple[list[_Share], PieceWriting]] = {}  # by with_moments; valid until roles change
         self._memory: dict[str, list[Tensor]] = {}  # buffer -> host memory for this rank's share of it
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
@@ -81,7 +81,7 @@ class StateKeeper:
             with_moments: Whether to write the moments of the optimizers, too.
         """
         if self._thread is not None:
-            self._thread.join()  # another rank may have been told first that all have written
+            self._thread.join()  # another rank may know earlier that all ranks have written
         self._failure = None
         if with_moments not in self._plans:
             self._plans[with_moments] = self._planned(with_moments)
@@ -90,7 +90,7 @@ class StateKeeper:
         failure: Exception | None = None
         try:
             files = self._copy(shares)
-        except (EngineError, RuntimeError) as error:  # no memory; the other ranks, which write already, must hear of it
+        except (EngineError, RuntimeError) as error:  # no memory; `check` stops the other ranks, which already write
             failure = error
 
         def check() -> None:
@@ -153,9 +153,9 @@ class StateKeeper:
                 with role.on_device(training=True) as backend:
                     trained(backend)[0].from_masters()
 
-        self._plans.clear()  # they hold what is known of the moments
+        self._plans.clear()  # they contain facts about the moments
         if self._together(check) and self._together(load):
-            spread()  # ranks wait for each other in it
+            spread()  # a collective call
 
     def forget(self) -> None:
         """Free the plans and the host memory for copies. Call this before roles are added or removed."""
@@ -232,11 +232,11 @@ class StateKeeper:
             yield
             return
         if any(role.spec.offload for role in roles):
-            torch.cuda.current_stream().synchronize()  # what rests in host memory has arrived there
+            torch.cuda.current_stream().synchronize()  # copies of offloaded buffers to host memory are complete
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
-        self._copied = torch.cuda.Event(blocking=True)  # a thread that waits for it leaves the processor to others
+        self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         self._copied.record(self._stream)
         for role in roles:
             assert role.backend.optimizer is not None

@@ -1,9 +1,9 @@
 """The stored form of a model's training state: named tensors, cut into boxes, and where this rank keeps each box.
 
 A box is a range of indices in each dimension of a tensor. Master weights and fp32 moments are stored under the names
-and full shapes of the checkpoint's tensors, so a run may be resumed with another layout than that of the run that wrote
-the state. 8-bit moments share one scale for a block of elements, and the blocks follow the layout of one rank. So their
-codes and scales are stored as each tensor-parallel rank holds them.
+and full shapes of the checkpoint's tensors, so a run may be resumed with another layout than that of the run that
+wrote the state. 8-bit moments share one scale for a block of elements, and the blocks follow the layout of one rank.
+So their codes and scales are stored as each tensor-parallel rank holds them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from areno.layers.shard import Part
 from areno.models.adapters import adapter_table
 from areno.models.weights import checkpoint_table
 
-PIECE_ELEMENTS = 2**24  # most elements of a piece: what data-parallel ranks share out, and what is read at once
+PIECE_ELEMENTS = 2**24  # most elements of a piece, the unit that ranks divide among them and that is read at once
 MASTER, COUNTERS = "master", "counters"
-SHARDS = "tp_size"  # entry of a state: how many ranks share each copy
+SHARDS = "tp_size"  # entry of `about`: the number of tensor-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
         with_moments: Whether to include the moments of the optimizer.
 
     Returns:
-        The master weights, the moments, and the update counters. The counters are a new tensor of two int64 values: the
-        number of all updates, and of the skipped updates.
+        The master weights, the moments, and the update counters. The counters are a new tensor of two int64 values:
+        the number of all updates, and of the skipped updates.
     """
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps])
@@ -176,8 +176,8 @@ def written_by(pieces: Iterable[Piece], dp: ParallelGroup) -> dict[str, list[Pie
 
     Args:
         pieces: All pieces of this rank, ordered by buffer and position.
-        dp: The ranks that hold the same pieces. Each of them writes a share of every buffer. Shares are of about equal
-            size and consist of neighbouring pieces.
+        dp: The ranks that hold the same pieces. Each of them writes a share of every buffer. Shares are of about
+            equal size and consist of neighbouring pieces.
     """
     by_buffer: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -250,15 +250,14 @@ def _boxes(
 def _owned(piece: Piece, flat: FlatParameters, unit: int = 1) -> Iterator[Piece]:
     """Yield the parts of a piece that this data-parallel rank owns, as boxes.
 
-    `piece.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a row,
-    so it
-    becomes up to three boxes: the rest of a row, whole rows, and the beginning of a row.
+    `piece.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a
+    row, so it becomes up to three boxes: the rest of a row, whole rows, and the beginning of a row.
     """
     row = math.prod(piece.sizes[1:])
     for place, local in flat.owned(slice(piece.start * unit, piece.stop * unit)):
         begin, end = place.start // unit, -(-place.stop // unit)
         shift = local.start // unit - begin
-        while begin < end:  # as boxes: what is left of a row, whole rows, the beginning of a row
+        while begin < end:  # as boxes: the rest of a row, whole rows, the beginning of a row
             first, column = divmod(begin - piece.start, row)
             n = min(end - begin, row - column) if column or end - begin < row else (end - begin) // row * row
             box = (n,) if len(piece.sizes) == 1 else (max(1, n // row), n if n < row else row)

@@ -44,8 +44,8 @@ from areno.errors import CheckpointError
 from areno.files.durable import sync
 
 INDEX, FORMAT = "index.json", 1
-BLOCK_BYTES = 2**24  # of a file, which have one checksum
-_THREADS = 4  # that read or write files beside each other; they wait for the disk or compute checksums
+BLOCK_BYTES = 2**24  # of a file that share one checksum
+_THREADS = 4  # that read or write files concurrently; they wait for the disk or compute checksums
 T = TypeVar("T")
 
 
@@ -142,7 +142,7 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, file: HostFile) -> WriteResult:
-        """Write and sync one file."""
+        """Write one file and sync it to disk. Returns its size and checksums."""
         n_bytes, sums = 0, _Sums()
         with open(self._folder / file.name, "wb", buffering=0) as out:
             for block in file.blocks():
@@ -250,7 +250,7 @@ class Reader(StorageReader):
         """Do nothing: a Reader reads a single state."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata from the index."""
+        """Return the metadata that the constructor read from the index."""
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -270,7 +270,10 @@ class Reader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the pieces of a plan into the planner's tensors, in threads."""
+        """Read the pieces of a plan into the tensors that the planner gives, in threads.
+
+        Returns a completed future.
+        """
         shares = [plan.items[number::_THREADS] for number in range(_THREADS)]
         in_threads(lambda items: self._read(items, planner), shares)
         done: Future[None] = Future()

@@ -67,8 +67,8 @@ class PieceWriting(DefaultSavePlanner):
     def __init__(self, pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype], about: Mapping[str, Any]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces, self._dtypes, self._about = pieces, dtypes, about
-        self._final: SavePlan | None = None  # of this rank
-        self._global: Metadata | None = None  # on the coordinator
+        self._final: SavePlan | None = None  # the plan of this rank
+        self._global: Metadata | None = None  # the metadata of all ranks, on the coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank's pieces, or an empty plan once an earlier state has made the final plan."""
@@ -154,7 +154,7 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
 
 
-# One worker alone is no mistake of ours.
+# A single worker has no process group, which is not a mistake.
 warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialized, assuming the intent")
 
 
@@ -175,7 +175,7 @@ def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: 
         dcp.save(
             {}, storage_writer=Writer(folder, files, check), planner=planner, process_group=group, no_dist=not group
         )
-    except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
+    except BaseException as error:  # CheckpointException does not derive from Exception
         raise _failure(error, f"{folder}: the state of the run cannot be written") from error
 
 

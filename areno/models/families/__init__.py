@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {
 """The families by `model_type`, in the order of their files."""
 
 
-# Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
+# Our module -> the checkpoint modules that are stacked in it, from the first row. LAYER_NAMES: inside a layer.
 NAMES = {"embed": ("model.embed_tokens",), "final_norm": ("model.norm",), "head": ("lm_head",), "score": ("score",)}
 LAYER_NAMES = {
     "input_norm": ("input_layernorm",),
@@ -71,7 +71,11 @@ def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def stored_names(config: TransformerConfig) -> dict[str, str]:
-    """Return the fused module of the weight files for each module of a layer that these files store fused."""
+    """Return the names of modules that the weight files store fused: module of a layer -> the fused module.
+
+    Args:
+        config: The shape of the model.
+    """
     return {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
 
 
