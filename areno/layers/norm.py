@@ -119,7 +119,7 @@ class ShardedRMSNorm(nn.Module):
         self.layout: Layout = {"weight": (Part((size,), dim=0, start=spec.tp.rank * local, size=local),)}
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        """Return this rank's slice (N, I) of the norm, in the dtype of x. The mean is that of all ranks' slices."""
+        """Return this rank's slice (N, I) of the norm, in the dtype of x. The mean is over the slices of all ranks."""
         if self.tp.size == 1:
             return F.rms_norm(x_NI, self.weight.shape, self.weight, self.eps)
         squares_N1 = x_NI.float().square().sum(-1, keepdim=True)

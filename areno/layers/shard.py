@@ -1,4 +1,4 @@
-"""Where checkpoint tensors are in the parameters of this rank, as each layer declares it for loading and saving.
+"""The places of checkpoint tensors in this rank's parameters, which each layer declares for loading and saving.
 
 A parameter may hold several checkpoint tensors, stacked by rows (such as q, k and v), and only this rank's shard of
 each. A `Part` describes one checkpoint tensor in a parameter. A `WeightSpec` creates parameters.

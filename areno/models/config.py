@@ -64,7 +64,7 @@ class TransformerConfig:
         norms: Where the norms are: before attention and MLP, after them, or both.
         norm_plus_one: Whether norms multiply by 1 + weight.
         embed_scale: The factor of the embeddings.
-        kinds: The properties of each layer. Empty if all layers have `rope` and no window. Recurrent layers ignore it.
+        kinds: The properties of each layer. Empty if all layers have `rope` and no window. Unused for recurrent layers.
         eos_token_ids: The token ids that end a completion.
         initializer_range: The standard deviation of random weights.
         hf: `config.json` as read, which is written again when the model is saved.
@@ -300,7 +300,7 @@ def with_windows(
         raw: The fields of `config.json`. The field `layer_types` names the layers with a window.
         config: The shape without windows.
         slides: Returns whether the layer of an index has a window. It is used for files without `layer_types`.
-        local_rope: The rotary positions of layers with a window. None: those of the other layers.
+        local_rope: The rotary positions of layers with a window. None: all layers keep the positions of `config`.
     """
     types = raw.get("layer_types", list, [])
     raw.get("sliding_window", int, 0, ge=1)  # counts as read, since the field may be unused

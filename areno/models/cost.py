@@ -89,7 +89,7 @@ class Cost:
     def moved_params(self, n_tokens: float) -> float:
         """Return the number of parameters that must be read from memory to compute a batch.
 
-        Of the experts, the expected number of distinct experts counts, as of `Experts.distinct`.
+        Of the experts, the expected number of distinct experts counts, see `Experts.distinct`.
 
         Args:
             n_tokens: the number of tokens of the batch.

@@ -221,14 +221,14 @@ def fused_layer(
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None = None) -> Tensor:
-    """Return the norm of the residual stream plus the last MLP's output: the last step of a model of fused layers.
+    """Return the norm of the residual stream plus the last MLP's output, after the last fused layer.
 
     Args:
         norm: the final norm.
         stream_ND: the residual stream, float32.
         delta_ND: the output of the last MLP.
-        memory: symmetric memory through which to sum `delta_ND` over the ranks, if it is a partial sum. None: it is
-            summed.
+        memory: symmetric memory through which the kernel sums `delta_ND` over the ranks. None: `delta_ND` is summed
+            already.
     """
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]

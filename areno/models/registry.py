@@ -186,7 +186,7 @@ def build_model(
 
 
 def _text_of(raw: RawConfig) -> RawConfig:
-    """Return the fields of the text model: those of `text_config` for an image-text model of a supported family."""
+    """Return the fields of the text model, which image-text models of supported families have in `text_config`."""
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)

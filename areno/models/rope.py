@@ -78,7 +78,7 @@ def _read_section(
     theta: float | None = None,
     unused: Collection[str] = (),
 ) -> Rope:
-    """Read one section. theta: the base if the section has no rope_theta; None takes that of `raw`."""
+    """Read one section. theta: the base if the section has no rope_theta; None takes rope_theta of `raw`."""
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:

@@ -396,7 +396,14 @@ def gathered(
 
 
 def reached(device: torch.device) -> Any:
-    """Record and return a CUDA event after all work queued on a device. None for a CPU, which has no queue."""
+    """Record a CUDA event after all work queued on a device, for `write_tensors`.
+
+    Args:
+        device: the device whose copies to host memory are in progress.
+
+    Returns:
+        The event. None for a CPU, which has no queue.
+    """
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

@@ -109,7 +109,7 @@ class StateKeeper:
         """Return whether the state of the last `save` is complete on disk, with the files of all ranks.
 
         Raises:
-            CheckpointError: Writing failed. Only the first call after the failure raises it.
+            CheckpointError: Writing failed. Only the first call after the failure raises the error.
         """
         if self._thread is not None and self._thread.is_alive():
             return False

@@ -42,7 +42,7 @@ class Piece:
         buffer: Name of the buffer that contains the box, such as "actor.master".
         start: First element of the box in the buffer. `_boxes` counts elements of the undivided buffer of parameters
             (or blocks of elements, for scales); `pieces_of` converts to elements of the buffer that this rank owns.
-        repeated: Whether a lower rank holds the same box and writes it, so that this rank need not.
+        repeated: Whether a lower rank holds the same box and writes it, so that this rank does not write the box.
     """
 
     name: str
@@ -71,7 +71,7 @@ def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
 
 
 def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
-    """Return facts about a role that a state must record, because they decide in which form the state is stored.
+    """Return facts about a role that the index of a state records, because the stored form depends on them.
 
     Args:
         backend: The train backend of the role.
@@ -107,7 +107,14 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
 
 
 def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
-    """Return the stored shape of each trained parameter by the name of its checkpoint tensor."""
+    """Return the stored shape of each trained parameter.
+
+    Args:
+        backend: The train backend of a trained role.
+
+    Returns:
+        The shapes by the names of the checkpoint tensors.
+    """
     return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 
@@ -162,7 +169,7 @@ def vector(
         name: Name of the parameter in the model.
         holder: The tensor-parallel rank and group size, which become a part of the stored name.
         stretch: The elements of the buffer that belong to the parameter.
-        repeated: Whether a lower rank holds the same elements and writes them, so that this rank need not.
+        repeated: Whether a lower rank holds and writes the same elements, so that this rank does not write them.
     """
     size = (stretch.stop - stretch.start,)
     *before, module, leaf = name.split(".")
@@ -268,7 +275,7 @@ def _owned(piece: Piece, flat: FlatParameters, unit: int = 1) -> Iterator[Piece]
 
 
 def by_name(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
-    """Return the pieces of each stored tensor by the tensor's name."""
+    """Group pieces by the name of the stored tensor."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)

@@ -75,7 +75,11 @@ class PieceWriting(DefaultSavePlanner):
         return SavePlan([] if self._final else [self._item(piece) for piece in self._pieces])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the plans of all ranks. Later calls return the result of the first call.
+        """Join the plans of all ranks in the first call, and keep the metadata of the result.
+
+        Returns:
+            The plans, and the metadata. Later calls return the given plans unchanged, and the metadata of the first
+            call.
 
         Raises:
             ValueError: The pieces of all ranks do not cover each tensor exactly once.

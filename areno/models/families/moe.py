@@ -16,10 +16,12 @@ from areno.models.folder import RawConfig
 
 
 def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a model.
+    """Read the shape of a Qwen3-MoE model.
 
-    A layer has experts if its index + 1 is a multiple of `decoder_sparse_step` and `mlp_only_layers` does not list
-    it.
+    A layer has experts if its index + 1 is a multiple of `decoder_sparse_step` and `mlp_only_layers` does not list it.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
     """
     config = read_decoder(raw, "qwen3_moe")
     bias, step = raw.get("attention_bias", bool, False), raw.get("decoder_sparse_step", int, 1, ge=1)
@@ -40,7 +42,13 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
 
 
 def read_mixtral(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a model. `intermediate_size` is the inner size of an expert."""
+    """Read the shape of a Mixtral model.
+
+    `intermediate_size` is the inner size of an expert.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     config = read_decoder(raw, "mixtral")
     if raw.get("sliding_window", int, -1, ge=0) >= 0:
         raw.refuse("sliding_window", "null, since sliding-window attention is not implemented")

@@ -15,13 +15,25 @@ _NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm":
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a model. No layer has a window."""
+    """Read the shape of a OLMo 2 model.
+
+    No layer has a window.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(rms_norm_eps=1e-5)
     return _with_norms(raw, read_decoder(raw, "olmo2"))
 
 
 def read_olmo3(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a model. Without `layer_types`, three of four layers have a window."""
+    """Read the shape of a OLMo 3 model.
+
+    Without `layer_types`, three of four layers have a window.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
     rope, local = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_theta")
     config = read_decoder(raw, "olmo3", may_slide=True, rope=rope)

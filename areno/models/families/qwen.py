@@ -19,7 +19,13 @@ from areno.models.rope import read_rope
 
 
 def read_qwen2(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a model. q, k and v always have biases: `config.json` has no field for them."""
+    """Read the shape of a Qwen2 or Qwen2.5 model.
+
+    q, k and v always have biases: `config.json` has no field for them.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     return with_late_windows(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
 
 
@@ -53,7 +59,13 @@ QWEN2 = Family(
 
 
 def read_qwen3(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a model. An absent `head_dim` is 128, whatever the hidden size."""
+    """Read the shape of a Qwen3 model.
+
+    An absent `head_dim` is 128, whatever the hidden size.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     bias = raw.get("attention_bias", bool, False)
     config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True)
     return with_late_windows(raw, replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True))
@@ -73,7 +85,13 @@ _MOST_KEYS = 128  # the kernels hold whole columns of a state, and columns of 25
 
 
 def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a model. Without `layer_types`, every `full_attention_interval`-th layer has attention."""
+    """Read the shape of a Qwen3.5 model.
+
+    Without `layer_types`, every `full_attention_interval`-th layer has attention.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     bias = raw.get("attention_bias", bool, False)
     if not raw.get("attn_output_gate", bool, True):
         raw.refuse("attn_output_gate", "true")
