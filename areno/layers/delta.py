@@ -62,7 +62,7 @@ class GatedDelta(nn.Module):
     """A layer that computes out(norm(delta_rule(conv(q, k, v), b, a)) * silu(z)) from projections of one input.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the hidden size of the model.
         delta: numbers and sizes of the heads, over all ranks.
         index: the index among the layers with a recurrent state.
         eps: the epsilon of the norm.

@@ -19,8 +19,8 @@ class VocabParallelEmbedding(nn.Module):
     Every rank has equally many rows: the vocabulary is padded with zero rows to a multiple of the number of ranks.
 
     Args:
-        vocab_size: V.
-        hidden_size: D.
+        vocab_size: V, the number of token ids.
+        hidden_size: D, the hidden size of the model.
         spec: dtype, device and ranks of the weights.
 
     Attributes:
@@ -88,7 +88,7 @@ class ValueHead(nn.Module):
     All tensor-parallel ranks hold the whole weight and the same hidden states, so gradients need no collective.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the hidden size of the model.
         spec: dtype and device of the weight.
     """
 

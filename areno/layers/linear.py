@@ -27,8 +27,8 @@ class Linear(nn.Module):
     tokens.
 
     Args:
-        out_size: O on this rank.
-        in_size: I on this rank.
+        out_size: O on this rank, the number of output features.
+        in_size: I on this rank, the number of input features.
         spec: dtype, device and ranks of the weights.
         bias: whether the layer has a bias.
 
@@ -83,7 +83,7 @@ class Linear(nn.Module):
         """Return x W^T, (N, O), without bias and adapter.
 
         Args:
-            x_NI: inputs.
+            x_NI: inputs of the layer.
         """
         return (
             F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
@@ -119,7 +119,7 @@ class ColumnParallelLinear(Linear):
     Each rank holds a slice of the outputs of every projection. The output of a rank is its slices side by side.
 
     Args:
-        in_size: I.
+        in_size: I, the number of input features.
         out_sizes: the output size of each projection, over all ranks.
         spec: dtype, device and ranks of the weights.
         bias: whether the projections have biases.
@@ -183,8 +183,8 @@ class RowParallelLinear(Linear):
     The partial products of the ranks are summed.
 
     Args:
-        in_size: I over all ranks.
-        out_size: O.
+        in_size: I over all ranks, the number of input features.
+        out_size: O, the number of output features.
         spec: dtype, device and ranks of the weights.
         bias: whether the layer has a bias.
     """

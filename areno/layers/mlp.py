@@ -42,8 +42,8 @@ class GatedMLP(nn.Module):
     """The MLP down(silu(gate x) * up x), arXiv 2002.05202, sharded over the tensor-parallel ranks.
 
     Args:
-        hidden_size: D.
-        inner_size: I over all ranks.
+        hidden_size: D, the hidden size of the model.
+        inner_size: I over all ranks, the output size of gate and of up.
         spec: dtype, device and ranks of the weights.
         bias: whether the linear layers have biases.
         gelu: whether to use the tanh form of GELU instead of SiLU.
@@ -139,8 +139,8 @@ class Router(Linear):
     logit may choose another expert.
 
     Args:
-        hidden_size: D.
-        n_experts: E.
+        hidden_size: D, the hidden size of the model.
+        n_experts: E, the number of experts.
         spec: dtype and device of the weight.
     """
 
@@ -160,12 +160,12 @@ class ExpertMatrices(nn.Module):
         n_experts: the number of experts over all ranks.
         sizes: the output sizes of the checkpoint tensors that are stacked in the matrix of one expert, from the first
             row, such as those of gate and up. O is their sum.
-        in_size: I.
+        in_size: I, the number of input features.
         spec: dtype, device and ranks of the weights.
 
     Attributes:
         n_local: E, the number of experts of this rank.
-        out_size: O.
+        out_size: O, the number of output features.
     """
 
     def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
@@ -204,7 +204,7 @@ class ExpertMLP(nn.Module):
     """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the hidden size of the model.
         experts: number and sizes of the experts.
         layer: the index among the layers with experts.
         routing: the settings and results of routing, shared by all layers of the model.

@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, with the mean in fp32.
 
     Args:
-        size: D.
+        size: D, the size of the last dimension.
         eps: the constant that is added to the mean.
         spec: dtype, device and ranks of the weight.
         own_data: whether each tensor-parallel rank normalises different data with the same weight, such as its own
@@ -106,7 +106,7 @@ class ShardedRMSNorm(nn.Module):
     """The norm of `RMSNorm` for a vector that is divided over the tensor-parallel ranks, as is the weight.
 
     Args:
-        size: D over all ranks.
+        size: D, the size of the vector over all ranks.
         eps: the constant that is added to the mean.
         spec: dtype, device and ranks of the weight.
     """

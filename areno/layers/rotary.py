@@ -24,7 +24,7 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
     Args:
         rope: base and scaling.
-        head_dim: D.
+        head_dim: D, the size of a head.
 
     Returns:
         (F,) float32 on the CPU.
@@ -43,7 +43,7 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
 
     Args:
         rope: which elements are rotated, and which form pairs.
-        head_dim: D.
+        head_dim: D, the size of a head.
 
     Returns:
         (D,) int64, for each element in the model the index of the element in the checkpoint. None if the orders are
@@ -112,7 +112,7 @@ class Rotary(nn.Module):
 
     Args:
         rope: base and scaling.
-        head_dim: D.
+        head_dim: D, the size of a head.
         device: the device of the frequencies.
 
     Attributes:

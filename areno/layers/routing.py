@@ -41,7 +41,7 @@ class Routing:
 
     Attributes:
         experts: number and sizes of the experts.
-        n_layers: L.
+        n_layers: L, the number of layers with experts.
         given_NLk: recorded experts to use in place of the router's choice (routing replay), of any integer dtype. The
             router chooses for tokens whose first entry is `none`, and for tokens after the end of this tensor. None:
             the router chooses for all tokens.

@@ -47,7 +47,7 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
     """Add adapters with uninitialised weights to a model, and freeze all other parameters.
 
     Args:
-        model: the model.
+        model: the model, which is changed in place.
         adapters: rank, scaling and targets.
     """
     model.requires_grad_(False)
@@ -99,7 +99,7 @@ def adapter_table(model: Transformer) -> list[Entry]:
     tensor.
 
     Args:
-        model: the model.
+        model: the model, with or without adapters.
     """
     found = []
     for name, adapter in _adapters(model):
@@ -136,7 +136,7 @@ def without_adapters(model: Transformer) -> Iterator[None]:
     CUDA graphs that were captured before keep using the adapters.
 
     Args:
-        model: the model.
+        model: the model, with or without adapters.
     """
     adapters = [adapter for _, adapter in _adapters(model)]
     try:

@@ -117,7 +117,7 @@ def listing(names: list[str]) -> str:
     """Join names for an error message. Names after the first SHOWN are only counted.
 
     Args:
-        names: the names.
+        names: the names to join.
     """
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

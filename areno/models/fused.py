@@ -36,9 +36,9 @@ def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split
     """Compute attention or the gated delta rule of a layer, outside autograd.
 
     Args:
-        layer: the layer.
+        layer: the layer to compute.
         x_ND: the normalised input.
-        angles: cosines and sines of the rotary embedding.
+        angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
         attend: attention over all tokens.
         split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
         whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
@@ -69,12 +69,12 @@ def mix_tokens_backward(
     """Return the gradient with respect to the input of `mix_tokens`. Adds the gradients of the parameters to `.grad`.
 
     Args:
-        layer: the layer.
+        layer: the layer whose gradients are computed.
         grad_ND: the gradient with respect to the output of `mix_tokens`.
         x_ND: the input of `mix_tokens`.
         kept: the second result of `mix_tokens`. None: compute it again.
         needed: the third result of `mix_tokens`.
-        angles: cosines and sines of the rotary embedding.
+        angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
         attend: attention over all tokens.
         split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
 
@@ -199,7 +199,7 @@ def fused_layer(
     The output of this layer's MLP is returned, not added, because the next norm adds and normalises in one pass.
 
     Args:
-        layer: the layer.
+        layer: the layer to compute.
         stream_ND: the residual stream, float32.
         delta_ND: the output of the previous layer's MLP, which is added to the stream. None: nothing is added.
         cos: cosines of the rotary embedding, (N, 1, C / 2) float32.

@@ -57,7 +57,7 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
     """Return every tensor of the model's checkpoint in a fixed order, without adapters. A tied head is listed once.
 
     Args:
-        model: the model.
+        model: the model whose tensors are listed.
     """
     return [
         Entry(name, parameter, part)
@@ -90,7 +90,7 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
     """Return the tensors of the weight files by their names in the files, in the order of `checkpoint_table`.
 
     Args:
-        model: the model.
+        model: the model whose tensors are listed.
     """
     config = model.config
     order = head_order(config.rope, config.head_dim)
@@ -198,7 +198,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     """Load weights from a folder or hub id, one tensor at a time. Each rank reads only its own shards.
 
     Args:
-        model: the model.
+        model: the model to load the weights into.
         folder: the folder or hub id.
 
     Raises:
@@ -246,7 +246,7 @@ def save_weights(
     returned, so a caller that needs atomic replacement must write to a temporary folder and rename it.
 
     Args:
-        model: the model.
+        model: the model to save.
         folder: the folder, created if needed.
         source: folders or hub ids to copy tokenizer, chat template and generation settings from. The first that has any
             is used.
@@ -277,7 +277,7 @@ def file_writes(
     later, in any thread.
 
     Args:
-        model: the model.
+        model: the model to save.
         folder: the folder, created if needed.
         source: folders or hub ids to copy tokenizer, chat template and generation settings from. The first that has any
             is used.
@@ -323,7 +323,7 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
 
     Args:
         folder: the folder, for the error message.
-        writes: the functions.
+        writes: the functions, as these two functions yield them.
 
     Raises:
         CheckpointError: a file of the folder cannot be written.
