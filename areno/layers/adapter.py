@@ -1,16 +1,16 @@
 """LoRA adapters of linear layers (arXiv 2106.09685): y = x W^T + scaling * (x A^T) B^T. `Linear` calls them.
 
 An adapter is sharded as its layer is. In a column-parallel layer each rank has all of A and its rows of B. In a
-row-parallel layer each rank has its columns of A and all of B, and the adapter's partial sums are reduced with those of
-the layer. So the forward pass has no further collective. In the backward pass, the gradient of the whole factor is
-reduced over the ranks.
+row-parallel layer each rank has its columns of A and all of B, and the adapter's partial sums are reduced together with
+those of the layer. So the adapter needs no collective in the forward pass. In the backward pass, the gradient of the
+factor that every rank has in full is reduced over the ranks.
 
 While sampling, a product with few rows costs little more with more columns. So `Adapter.stack` places a copy of A below
 the layer's weight, and one product gives both x W^T and x A^T. `refresh_stacked` updates the copy before sampling
-begins. It is used within `sampling` only.
+begins. The copy is used only within the context manager `sampling`.
 
 Shape letters: N tokens, I input features, O output features, R = rank times the number of A matrices; X columns of the
-stacked product, O + R or more.
+stacked product, at least O + R.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _is_sampling = False
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Let adapters use their stacked copies of A within this context. Training does not refresh the copies."""
+    """Let layers use the stacked copies of A within this context. Training does not refresh the copies."""
     global _is_sampling
     before, _is_sampling = _is_sampling, True
     try:
@@ -44,23 +44,24 @@ def sampling() -> Iterator[None]:
 
 
 class Adapter(nn.Module):
-    """The adapters of some projections of a linear layer.
+    """The LoRA adapters of some projections of one linear layer.
 
     Args:
-        parts: the places of all projections in the layer's weight.
-        groups: the indices of the adapted projections. Projections of a group share an A, as those do that a checkpoint
-            stores as one matrix; they are neighbours in the layer.
+        parts: for each projection of the layer, its place in the layer's weight.
+        groups: the indices of the adapted projections. The projections in an inner sequence share one A, because the
+            checkpoint stores them as one matrix. They must be neighbours in the layer.
         adapters: rank and scaling.
         spec: dtype, device and ranks of the weights.
 
     Attributes:
         a: the A matrices, stacked (R, I), so that one product serves all.
-        b: the B matrices, stacked (sum of the outputs, rank).
-        layout: the places of checkpoint tensors in a and b.
-        places: the outputs of each A in the layer.
-        on: False computes the layer as if it had no adapter.
-        in_order: compute products in a fixed order, for `engine.exact`.
-        stacked: the layer's weight with a copy of A below (X, I), and its bias padded with zeros. None: not stacked.
+        b: the B matrices, stacked (sum of the output sizes, rank).
+        layout: for "a" and "b", which rows or columns of which checkpoint tensors this rank has.
+        places: for each A, the columns of the layer's output and the rows of `b` that belong to it.
+        on: whether the adapters are used. If False, the layer computes as if it had none.
+        in_order: whether products are computed with a fixed order of sums, for `engine.exact`.
+        stacked: the layer's weight with a copy of A below (X, I), and its bias padded with zeros or None. None before
+            `stack`.
     """
 
     def __init__(self, parts: Sequence[Part], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec):
@@ -98,7 +99,7 @@ class Adapter(nn.Module):
             x_NI: the layer's input.
 
         Returns:
-            (N, O).
+            (N, O) in the dtype of y; y itself or a new tensor.
         """
         a, b = self.a, self.b
         if self.row_parallel:
@@ -112,7 +113,7 @@ class Adapter(nn.Module):
 
         Args:
             x_NI: the layer's input.
-            a_RI: A under autograd, if its gradient is reduced over the ranks. None: `self.a`.
+            a_RI: A with the autograd history that reduces its gradient over the ranks. None: the parameter `a` itself.
 
         Returns:
             (N, R).
@@ -126,13 +127,15 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def stack(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
-        """Move the layer's weight into a larger tensor with room for a copy of A below. Does nothing without Triton.
+        """Move the layer's weight into a larger tensor that has room for a copy of A below the weight.
 
-        Not for a layer whose products are computed `in_order`.
+        Does nothing for weights without Triton kernels or on the device `meta`. Do not call it for a layer whose
+        products are computed `in_order`.
 
         Args:
-            weight_OI: the weight of the layer, replaced by a view of the stacked tensor.
-            bias_O: its bias, or None.
+            weight_OI: the weight of the layer. Its data becomes a view of the larger tensor.
+            bias_O: the bias of the layer, or None. In a column-parallel layer its data becomes a view of a padded
+                bias.
         """
         if not use_triton(weight_OI) or weight_OI.is_meta:
             return
@@ -150,17 +153,22 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def refresh_stacked(self) -> None:
-        """Copy A below the layer's weight, after A has changed."""
+        """Copy A below the layer's weight. Call this after A has changed. Does nothing before `stack`."""
         if self.stacked is not None:
             self.stacked[0][self._n_out : self._n_out + len(self.a)] = self.a
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the layer leaves its product to `output` or `stacked_product`."""
+        """Whether the layer must compute its output with `output` or `stacked_product`.
+
+        This is so within `sampling`, after `stack`, while the adapter is on.
+        """
         return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:
-        """Return x W^T and x A^T side by side, (N, X). A column-parallel layer's bias is included.
+        """Return x W^T and x A^T side by side, (N, X). Requires `stack`.
+
+        The bias of a column-parallel layer is included.
 
         Args:
             x_NI: the layer's input.
@@ -169,7 +177,9 @@ class Adapter(nn.Module):
         return F.linear(x_NI, *self.stacked)
 
     def output(self, x_NI: Tensor) -> Tensor:
-        """Return the output of the layer and its adapter, (N, O).
+        """Return the output of the layer with its adapter, (N, O). Requires `stack`.
+
+        The bias of a column-parallel layer is included. In a row-parallel layer the result is this rank's partial sum.
 
         Args:
             x_NI: the layer's input.
@@ -178,34 +188,36 @@ class Adapter(nn.Module):
         return add_lora_stacked(self.stacked_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
 
     def swiglu_stacked(self, both_NX: Tensor, gelu: bool) -> Tensor:
-        """Return silu(gate) * up, (N, O / 2), of a layer whose projections are gate and up.
+        """Return silu(gate) * up with adapters, (N, O / 2), for a layer whose projections are gate and up.
 
         Args:
             both_NX: the result of `stacked_product`.
-            gelu: use the tanh form of GELU instead of SiLU.
+            gelu: whether to use the tanh form of GELU instead of SiLU.
         """
         return swiglu_stacked(both_NX, self.b, self.places, self.scaling, self._n_out, gelu)
 
     # Methods for fused layers, outside autograd.
 
     def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """Add the adapter's part to the gradient of x, in place.
+        """Add the gradient with respect to x through the adapter to that through the layer's weight, in place.
 
         Args:
-            grad_x_NI: the gradient of x through the layer.
-            grad_NO: the gradient of the output.
+            grad_x_NI: the gradient with respect to x through the weight, which is changed.
+            grad_NO: the gradient with respect to the layer's output.
 
         Returns:
-            grad_x_NI.
+            `grad_x_NI`.
         """
         return grad_x_NI.addmm_(self._back(grad_NO), self.a)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add to the float32 gradients of a and b. Does nothing if they are frozen.
+        """Add the gradients of A and B to their float32 `.grad`.
+
+        Does nothing if they are frozen or the adapter is off.
 
         Args:
-            grad_NO: the gradient of the output.
-            x_NI: the layer's input.
+            grad_NO: the gradient with respect to the layer's output.
+            x_NI: the layer's input in the forward pass.
         """
         if not (self.on and self.a.requires_grad):
             return
@@ -220,7 +232,7 @@ class Adapter(nn.Module):
         add_matmul(self.a.grad, back_NR.t(), x_NI)
 
     def _back(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient of x A^T, (N, R), from this rank's outputs."""
+        """Return the gradient with respect to x A^T, (N, R), through this rank's outputs."""
         pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.places]
         return torch.cat(pieces, dim=-1) * self.scaling
 
@@ -230,10 +242,10 @@ class Adapter(nn.Module):
     def init(self, generator: torch.Generator) -> None:
         """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the model equals its base.
 
-        The full tensors are drawn on the CPU, so they do not depend on ranks and device.
+        The full tensors are drawn on the CPU, so the values do not depend on the number of ranks or the device.
 
         Args:
-            generator: a CPU generator.
+            generator: a CPU generator, in the same state on all ranks.
         """
         for part in self.layout["a"]:
             bound = 1.0 / math.sqrt(part.full_shape[1])
@@ -243,10 +255,13 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """Return a copy of the layer's weight with scaling * B A added, computed in fp32.
+        """Return a copy of the layer's weight with scaling * B A added. The sum is computed in fp32.
 
         Args:
             weight_OI: the weight of the layer.
+
+        Returns:
+            (O, I) in the dtype of the weight.
         """
         out = weight_OI.detach().clone()
         for index, (column, row, size) in enumerate(self.places):

@@ -1,9 +1,11 @@
-"""How attention layers reach their keys and values: by a callable, so that one model serves training and decoding.
+"""The callables through which attention layers reach the keys and values of all tokens.
 
-`PackedAttend` is for training and scoring. The decoder passes its own callable, in a `CachedAttend` if the model has
-layers with a recurrent state.
+A model is called with an `Attend`, so that the same model serves training and decoding. `PackedAttend` is for training
+and for computing log-probabilities. The decoder passes a callable over its KV cache, wrapped in a `CachedAttend` if the
+model has layers with a recurrent state.
 
-Shape letters: N tokens, R rows, H query heads, K key heads, D head dimension; others as in `areno.kernels.delta`.
+Shape letters: N tokens, R packed sequences (rows), H query heads, K key heads, D head dimension; others as in
+`areno.kernels.delta`.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ window: the number of last tokens that a token attends to, itself included. None
 
 @dataclass(frozen=True)
 class PackedAttend:
-    """Causal attention within packed rows, for training and scoring.
+    """Causal attention within packed rows, for training and for computing log-probabilities.
 
     Attributes:
-        cu_seqlens: (R + 1,) int32, where each row begins, and N.
+        cu_seqlens: (R + 1,) int32, the cumulative lengths of the rows, from 0 to N.
         max_len: the length of the longest row.
         backend: the attention backend, a key of `areno.kernels.attention.BACKENDS`.
-        context: the ranks of context parallelism. Each has N / size tokens, in order. They exchange tokens for heads,
-            and each attends over all tokens with some of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses",
-            section 3).
+        context: the ranks of context parallelism. Each has N / size consecutive tokens, where N counts the tokens of
+            all ranks. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens with some of
+            the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
     """
 
     cu_seqlens: Tensor
@@ -45,22 +47,36 @@ class PackedAttend:
     context: ParallelGroup = ParallelGroup()  # noqa: RUF009  (frozen)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        """Attend over packed rows. Arguments and result as of `Attend`."""
+        """Compute attention over packed rows, differentiable.
+
+        Args:
+            layer: the index among the layers with attention; unused.
+            q_NHD: queries of this rank's tokens, after rotary embedding.
+            k_NKD: keys of the same tokens.
+            v_NKD: values of the same tokens.
+            window: the number of last tokens that a token attends to, itself included. None: all.
+
+        Returns:
+            (N, H, D).
+        """
         borders = self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         return self.context.columns_to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, *borders, self.backend, window))
 
     @cached_property
     def chunks(self) -> RowChunks:
-        """The chunks of the rows, for layers with a recurrent state. The host waits for cu_seqlens once."""
+        """The chunks of the rows, for layers with a recurrent state.
+
+        The first access copies cu_seqlens to the host.
+        """
         return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
         """Compute the gated delta rule of rows that begin with zero states, differentiable.
 
         Args:
-            layer: the index among the layers with a state; unused.
-            proj_NP: the projections of all tokens.
+            layer: the index among the layers with a recurrent state; unused.
+            proj_NP: the input projections of all tokens.
             weights: the weights of the layer.
 
         Returns:
@@ -75,29 +91,30 @@ class PackedAttend:
         """Compute the gradients of `recur`, outside autograd.
 
         Args:
-            grad_NI: the gradient of its result.
-            proj_NP: its projections.
-            weights: its weights.
-            of_weights: also compute the gradients of the weights.
+            grad_NI: the gradient with respect to the result of `recur`.
+            proj_NP: the projections that `recur` was given.
+            weights: the weights that `recur` was given.
+            of_weights: whether to also compute the gradients of the weights.
 
         Returns:
-            The gradient of the projections, and of the weights or None.
+            The gradient with respect to the projections, and the gradients of the weights. The latter are None unless
+            `of_weights`.
         """
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
         self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute attention outside autograd, for a later `backward`.
+        """Compute attention outside autograd, and keep the tensors that `backward` needs.
 
         Args:
-            q_NHD: queries of this rank's tokens.
-            k_NKD: their keys.
-            v_NKD: their values.
-            window: the number of last tokens that a token attends to. None: all.
+            q_NHD: queries of this rank's tokens, after rotary embedding.
+            k_NKD: keys of the same tokens.
+            v_NKD: values of the same tokens.
+            window: the number of last tokens that a token attends to, itself included. None: all.
 
         Returns:
-            The output (N, H, D), and further tensors that `backward` needs.
+            The output (N, H, D), and the tensors to pass to `backward` as `saved`.
         """
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         out_NHD, saved = varlen_forward(q_NHD, k_NKD, v_NKD, self.cu_seqlens, self.max_len, self.backend, window)
@@ -116,16 +133,16 @@ class PackedAttend:
         """Compute the gradients of attention, outside autograd.
 
         Args:
-            grad_NHD: the gradient of the output.
-            q_NHD: the queries of `forward`.
-            k_NKD: its keys.
-            v_NKD: its values.
-            out_NHD: its output.
-            saved: the further tensors that it returned.
-            window: its window.
+            grad_NHD: the gradient with respect to the output of `forward`.
+            q_NHD: the queries that `forward` was given.
+            k_NKD: the keys that `forward` was given.
+            v_NKD: the values that `forward` was given.
+            out_NHD: the output of `forward`.
+            saved: the second result of `forward`.
+            window: the window that `forward` was given.
 
         Returns:
-            The gradients of q, k and v.
+            The gradients with respect to q, k and v, in their shapes.
         """
         rows = self.cu_seqlens, self.max_len, self.backend
         inputs = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
@@ -137,38 +154,50 @@ class PackedAttend:
 
 @dataclass(frozen=True, slots=True)
 class CachedAttend:
-    """Attention over a KV cache, and the recurrent states of a cache, for models that have both.
+    """Attention over a KV cache together with cached recurrent states, for models that have both kinds of layers.
 
     Attributes:
         attend: attention over the KV cache.
-        states: (layer, proj_NP, weights) -> (N, I), the gated delta rule with the states of the cache.
+        states: (layer, proj_NP, weights) -> (N, I), which computes the gated delta rule from the cached states and
+            updates them.
     """
 
     attend: Attend
     states: Callable[[int, Tensor, DeltaWeights], Tensor]
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        """Attend over the KV cache. Arguments and result as of `Attend`."""
+        """Compute attention over the KV cache, with the arguments and the result (N, H, D) of `Attend`."""
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """Compute the gated delta rule with the states of the cache; arguments as of `Recurs.recur`."""
+        """Compute the gated delta rule from the cached states.
+
+        Args:
+            layer: the index among the layers with a recurrent state.
+            proj_NP: the input projections of all tokens.
+            weights: the weights of the layer.
+
+        Returns:
+            (N, I).
+        """
         return self.states(layer, proj_NP, weights)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokensAttend:
-    """Attention of the first n tokens of a pass. Tokens after them are padding of matrix products and get zeros.
+    """Attention for a pass whose first n tokens are real. The others are padding, and their output is zero.
+
+    Matrix products need the padding where `engine.exact` fixes a multiple of their rows.
 
     Attributes:
-        attend: attention of the first n tokens.
-        n: their number.
+        attend: attention of the real tokens.
+        n: the number of real tokens.
     """
 
     attend: Attend
     n: int
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        """Attend with the first n tokens. Arguments and result as of `Attend`."""
+        """Compute attention of the first n tokens, with the arguments and the result (N, H, D) of `Attend`."""
         out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n], window)
         return F.pad(out_NHD, (0, 0, 0, 0, 0, len(q_NHD) - self.n))

@@ -1,6 +1,6 @@
-"""Descriptions of adapters, recurrent layers, experts and rotary embeddings, which a model's config holds.
+"""Descriptions of adapters, recurrent layers, experts and rotary embeddings, which are fields of a model's config.
 
-This module imports no torch, so that planning and checks can read them.
+This module does not import torch, so that planning and checks can use the descriptions without loading it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-ROW_MULTIPLE = 16  # the rows of a weight with A stacked below it are a multiple of this
+ROW_MULTIPLE = 16  # the number of rows of a weight with A stacked below is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class AdapterSpec:
 
     Attributes:
         rank: the rank of A and B.
-        alpha: scaling is alpha / rank.
+        alpha: the numerator of `scaling`, which is alpha / rank.
         targets: the adapted modules by the last part of their names in the checkpoint, such as "q_proj".
-        use_rslora: scaling is alpha / sqrt(rank) instead (arXiv 2312.03732).
+        use_rslora: whether scaling is alpha / sqrt(rank) instead (arXiv 2312.03732).
     """
 
     rank: int
@@ -30,21 +30,23 @@ class AdapterSpec:
 
     @property
     def scaling(self) -> float:
-        """The factor of B A."""
+        """The factor that B A x is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """Layers with the gated delta rule in place of attention; see `areno/kernels/delta`.
+    """Sizes of the layers that have the gated delta rule in place of attention; see `areno/kernels/delta`.
+
+    Sizes are those of the whole model, before tensor parallelism divides the heads.
 
     Attributes:
-        layers: the indices of these layers.
-        n_key_heads: key heads, each shared by n_value_heads / n_key_heads value heads.
-        n_value_heads: value heads.
-        key_dim: the size of a key head.
+        layers: the indices of the layers with the gated delta rule.
+        n_key_heads: the number of key heads. Each is shared by n_value_heads / n_key_heads value heads.
+        n_value_heads: the number of value heads.
+        key_dim: the size of a key head. Query heads have the number and size of key heads.
         value_dim: the size of a value head.
-        width: the width of the convolution.
+        width: the kernel size of the causal convolution over q, k and v, in tokens.
     """
 
     layers: tuple[int, ...]
@@ -56,29 +58,30 @@ class Delta:
 
     @property
     def n_channels(self) -> int:
-        """The channels of the convolution: q, k and v of all heads."""
+        """The number of channels of the convolution: q, k and v of all heads."""
         return 2 * self.n_key_heads * self.key_dim + self.inner_size
 
     @property
     def inner_size(self) -> int:
-        """The size of the result, all value heads."""
+        """The size of the result of the delta rule for one token: all value heads, side by side."""
         return self.n_value_heads * self.value_dim
 
     @property
     def projections(self) -> tuple[int, ...]:
-        """The outputs of each part of the input projection: q, k and v, which are convolved, then z, b and a."""
+        """The output sizes of the input projection: q, k and v, which are convolved, then z, b and a."""
         of_keys = self.n_key_heads * self.key_dim
         return (of_keys, of_keys, self.inner_size, self.inner_size, self.n_value_heads, self.n_value_heads)
 
     @property
     def projected(self) -> int:
-        """The outputs of the input projection."""
+        """The total output size of the input projection."""
         return sum(self.projections)
 
     def divided_parameters(self, hidden_size: int) -> int:
-        """Return the parameters of one layer that ranks divide: all but its own norm, which has `value_dim`.
+        """Return the number of parameters of one delta layer that tensor parallelism divides over the ranks.
 
-        The MLP of the layer and the norms around it are not counted.
+        The norm of the heads (`value_dim` parameters) is not counted, because every rank has the whole norm. The MLP of
+        the layer and the norms around it are not counted either.
 
         Args:
             hidden_size: the hidden size of the model.
@@ -87,32 +90,38 @@ class Delta:
         return matrices + 2 * self.n_value_heads
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the states of one row in all layers: float32 matrices, and inputs of the convolution.
+        """Return the bytes of the recurrent states of one sequence, in all delta layers.
+
+        A state consists of a float32 matrix for each value head and the last inputs of the convolution.
 
         Args:
-            itemsize: the bytes of an input of the convolution.
+            itemsize: the bytes of an element of the convolution's inputs.
         """
         matrices = 4 * self.n_value_heads * self.key_dim * self.value_dim
         return len(self.layers) * (matrices + itemsize * (self.width - 1) * self.n_channels)
 
     @property
     def flops(self) -> float:
-        """The FLOPs of one token in all layers, forward: reads by the key, writes, and reads by the query."""
+        """The forward FLOPs of the delta rule for one token, in all delta layers.
+
+        They are those of reading the state with the key, updating it, and reading it with the query. Projections are
+        not included.
+        """
         return 6.0 * len(self.layers) * self.n_value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Layers whose MLP is a mixture of experts: a router chooses `top_k` of `n_experts` MLPs for each token.
+    """Description of the layers whose MLP is a mixture of experts: a router chooses `top_k` experts for each token.
 
     Attributes:
-        n_experts: the number of experts.
-        top_k: the experts of a token.
+        n_experts: the number of experts of a layer.
+        top_k: the number of experts that each token uses.
         inner_size: the inner size of each expert.
-        normalised: divide the weights of the chosen experts by their sum. Otherwise a weight is the softmax over all
-            experts.
-        dense_layers: the layers that have one plain MLP instead.
-        field: the field of config.json with the number of experts, for messages.
+        normalised: whether the weights of the chosen experts are divided by their sum. If False, a weight is the
+            softmax over all experts.
+        dense_layers: the indices of the layers that have a plain MLP instead of experts.
+        field: the field of config.json that sets the number of experts, for error messages.
     """
 
     n_experts: int
@@ -131,7 +140,7 @@ class Experts:
         return [index for index in range(num_layers) if index not in self.dense_layers]
 
     def parameters(self, hidden_size: int, n_experts: int) -> int:
-        """Return the parameters of the router and of some experts in one layer.
+        """Return the number of parameters of the router and of some experts in one layer.
 
         Args:
             hidden_size: the hidden size of the model.
@@ -140,52 +149,58 @@ class Experts:
         return hidden_size * (self.n_experts + 3 * self.inner_size * n_experts)
 
     def distinct(self, n_tokens: float) -> float:
-        """Return the expected number of distinct experts of a layer, if tokens choose uniformly and independently.
+        """Return the expected number of distinct experts of a layer that a batch uses.
+
+        The tokens are assumed to choose uniformly and independently.
 
         Args:
-            n_tokens: the number of tokens.
+            n_tokens: the number of tokens of the batch.
         """
         return self.n_experts * (1.0 - (1.0 - self.top_k / self.n_experts) ** n_tokens)
 
     @property
     def id_bytes(self) -> int:
-        """The bytes of an expert's index. The largest number of the type means no expert."""
+        """The bytes of a stored expert index, 1 or 2. The largest value of the integer type means "no expert"."""
         return 1 if self.n_experts < 2**8 else 2
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The frequencies of rotary position embedding, and their scaling beyond the context of pretraining.
+    """The frequencies of rotary position embedding, and their scaling for contexts longer than that of pretraining.
 
     Kinds of scaling:
+        default: no scaling.
         linear: all frequencies are divided by `factor`.
         llama3: frequencies with wavelengths above original_max_positions / low_freq_factor are divided by `factor`,
             those with wavelengths below original_max_positions / high_freq_factor are kept, and those in between are
             interpolated.
         yarn (arXiv 2309.00071): frequencies with fewer than `beta_slow` turns within original_max_positions are divided
-            by `factor`, those with more than `beta_fast` turns are kept, and those in between are interpolated, over a
-            range of whole indices with `truncate`. Queries and keys are multiplied by `attention_factor`.
-        dynamic: nothing changes up to max_position_embeddings. Beyond, frequencies would depend on the length of the
-            text, so keys in a KV cache would differ from those of training. The model's context therefore ends there.
+            by `factor`, those with more than `beta_fast` turns are kept, and those in between are interpolated. With
+            `truncate`, the ends of the interpolated range are rounded outwards to whole indices. Queries and keys are
+            multiplied by `attention_factor`.
+        dynamic: nothing changes up to max_position_embeddings. For longer texts the frequencies would depend on the
+            length of the text, so keys in a KV cache would differ from those of training. The model's context therefore
+            ends there.
         longrope (arXiv 2402.13753): within original_max_positions, each frequency is divided by its own factor of
-            `short_factors`, and queries and keys are multiplied by `attention_factor`. Beyond, all keys of a text would
-            change, so the model's context ends there.
+            `short_factors`, and queries and keys are multiplied by `attention_factor`. Longer texts would change all
+            keys, so the model's context ends there.
         none: no rotation.
 
     Attributes:
         theta: the base of the frequencies.
         kind: the kind of scaling.
-        factor: the divisor of frequencies.
-        low_freq_factor: of llama3.
-        high_freq_factor: of llama3.
-        original_max_positions: the context of pretraining.
-        beta_fast: of yarn.
-        beta_slow: of yarn.
-        truncate: of yarn.
-        attention_factor: of yarn and longrope.
-        short_factors: of longrope.
+        factor: the divisor of frequencies for linear, llama3 and yarn.
+        low_freq_factor: sets the longest wavelength that llama3 interpolates.
+        high_freq_factor: sets the shortest wavelength that llama3 interpolates.
+        original_max_positions: the context length of pretraining, in tokens.
+        beta_fast: the number of turns above which yarn keeps a frequency.
+        beta_slow: the number of turns below which yarn divides a frequency by `factor`.
+        truncate: whether yarn rounds the ends of its interpolated range to whole indices.
+        attention_factor: the factor of queries and keys, for yarn and longrope. Some families set it for other kinds.
+        short_factors: the divisor of each frequency, for longrope.
         partial: the share of each head that is rotated.
-        interleaved: the checkpoint pairs neighbouring numbers of a head; see `head_order` in rotary.py.
+        interleaved: whether the checkpoint rotates neighbouring elements of a head together, rather than elements half
+            a head apart; see `head_order` in rotary.py.
     """
 
     theta: float
@@ -203,7 +218,7 @@ class Rope:
     interleaved: bool = False
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return how many numbers of a head are rotated.
+        """Return the number of elements of a head that are rotated.
 
         Args:
             head_dim: the size of a head.
@@ -212,7 +227,10 @@ class Rope:
 
     @property
     def limit(self) -> str:
-        """Why the model's context ends early, for messages. Empty if the scaling does not limit it."""
+        """The reason why the scaling limits the model's context, for error messages.
+
+        It is a text in parentheses that begins with a space, or an empty string if the scaling sets no limit.
+        """
         if self.kind == "longrope":
             return " (original_max_position_embeddings; longrope scaling beyond it is not supported)"
         if self.kind != "dynamic":

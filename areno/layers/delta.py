@@ -1,6 +1,6 @@
-"""A layer with the gated delta rule in place of attention, sharded over the tensor-parallel ranks by heads.
+"""A layer with the gated delta rule in place of attention. Each tensor-parallel rank has some of the heads.
 
-Shape letters as in `areno.kernels.delta`, for this rank; D hidden size, I = H V.
+Shape letters as in `areno.kernels.delta`, for the heads of this rank; D hidden size, I = H V.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 @runtime_checkable
 class Recurs(Protocol):
-    """The interface by which layers reach the states of rows. `attend` has it if the model has such layers."""
+    """Protocol of an `attend` that can also compute recurrent layers, because it has the states of the sequences.
+
+    Models that have layers with the gated delta rule need such an `attend`.
+    """
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """Compute the gated delta rule of the tokens of all rows.
+        """Compute the gated delta rule for the tokens of all sequences.
 
         Args:
-            layer: the index among the layers with a state.
-            proj_NP: the projections of all tokens.
+            layer: the index among the layers with a recurrent state.
+            proj_NP: the input projections of all tokens.
             weights: the weights of the layer.
 
         Returns:
@@ -36,11 +39,11 @@ class Recurs(Protocol):
 
 
 class RowConvolution(nn.Module):
-    """The weights of each channel's convolution, (X, 1, W) as in checkpoints, stacked for q, k and v.
+    """The weight of the depthwise convolution over q, k and v, stacked: (X, 1, W), as in checkpoints.
 
     Args:
-        out_sizes: the channels of q, k and v over all ranks.
-        width: W.
+        out_sizes: the numbers of channels of q, k and v, over all ranks.
+        width: W, the kernel size.
         spec: dtype, device and ranks of the weights.
     """
 
@@ -59,9 +62,9 @@ class GatedDelta(nn.Module):
     """A layer that computes out(norm(delta_rule(conv(q, k, v), b, a)) * silu(z)) from projections of one input.
 
     Args:
-        hidden_size: D.
-        delta: heads and sizes over all ranks.
-        index: the index among the layers with a state.
+        hidden_size: D, the hidden size of the model.
+        delta: numbers and sizes of the heads, over all ranks.
+        index: the index among the layers with a recurrent state.
         eps: the epsilon of the norm.
         spec: dtype, device and ranks of the weights.
     """
@@ -74,44 +77,56 @@ class GatedDelta(nn.Module):
         self.in_proj = ColumnParallelLinear(hidden_size, delta.projections, spec, bias=False)
         self.conv = RowConvolution(delta.projections[:3], delta.width, spec)
         local = spec.tp.shard(heads, "value heads")
-        self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # as checkpoints call them
+        self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # the names in checkpoints
         part = Part((heads,), dim=0, start=spec.tp.rank * local, size=local)
         self.layout: Layout = {"A_log": (part,), "dt_bias": (part,)}
         self.norm = RMSNorm(delta.value_dim, eps, spec, own_data=True)
         self.out = RowParallelLinear(inner, hidden_size, spec, bias=False)
 
     def forward(self, x_ND: Tensor, attend: object, split: bool = False) -> Tensor:
-        """Return the output of the layer, (N, D). attend: implements `Recurs`. split: see `Linear`."""
+        """Compute the layer, differentiable.
+
+        Args:
+            x_ND: inputs, the same on every rank unless split.
+            attend: an object with the method `recur` of `Recurs`.
+            split: whether `x_ND` and the output hold only this rank's share of the tokens (sequence parallelism).
+
+        Returns:
+            (N, D), or (N / ranks, D) if split.
+        """
         norm_V = self.norm.tp.copy_in(self.norm.weight)
         return self.out(self.mixed(self.in_proj(x_ND, split), attend, self.weights(norm_V)), split)
 
     def weights(self, norm_V: Tensor) -> DeltaWeights:
-        """Return the weights of the delta rule.
+        """Return the weights of the delta rule, in the form of the kernels.
 
         Args:
-            norm_V: the weight of the norm, through which its gradient flows.
+            norm_V: the weight of the norm. Pass it through `copy_in` under autograd, so that its gradient is summed
+                over the ranks.
         """
         conv_XW = self.conv.weight.squeeze(1)
         return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)
 
     def mixed(self, proj_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
-        """Return the result of the delta rule, (N, I), the input of the output projection.
+        """Return the result of the delta rule, (N, I), which is the input of the output projection.
 
         Args:
-            proj_NP: the projections of all tokens.
-            attend: implements `Recurs`.
-            weights: the weights of the rule.
+            proj_NP: the input projections of all tokens.
+            attend: an object with the method `recur` of `Recurs`.
+            weights: the result of the method `weights`.
         """
         assert isinstance(attend, Recurs), "`attend` has no `recur`, which layers with a state call"
         return attend.recur(self.index, proj_NP, weights)
 
     def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:
-        """Compute the gradient of the projections, outside autograd. Adds to the float32 gradients of the weights.
+        """Return the gradient with respect to the projections, outside autograd.
+
+        Adds the gradients of the weights to `.grad`.
 
         Args:
-            grad_NI: the gradient of the result of `mixed`.
-            proj_NP: its projections.
-            attend: the rows of the pass.
+            grad_NI: the gradient with respect to the result of `mixed`.
+            proj_NP: the projections that `mixed` was given.
+            attend: the packed rows of the pass.
 
         Returns:
             (N, P).

@@ -14,19 +14,20 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The embedding matrix (V, D), for token embedding and logits.
+    """The embedding matrix (V, D), for token embedding or as the LM head. Each rank has a range of the vocabulary.
 
-    The vocabulary is padded with zero rows to a multiple of the ranks.
+    Every rank has equally many rows: the vocabulary is padded with zero rows to a multiple of the number of ranks.
 
     Args:
-        vocab_size: V.
-        hidden_size: D.
+        vocab_size: V, the number of token ids.
+        hidden_size: D, the hidden size of the model.
         spec: dtype, device and ranks of the weights.
 
     Attributes:
-        first: the first token of this rank.
-        n_valid: the number of tokens of this rank. Rows of the weight after them are padding.
-        fixed_order: computes products in a fixed order, for `engine.exact`. None: torch computes them.
+        first: the first token id of this rank.
+        n_valid: the number of token ids of this rank. Later rows of the weight are padding.
+        fixed_order: computes logits with a fixed order of sums, if `engine.exact` is true. None: torch computes
+            them.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec):
@@ -42,7 +43,7 @@ class VocabParallelEmbedding(nn.Module):
         self.fixed_order: FixedOrderMatmul | None = None
 
     def clear_padding(self) -> None:
-        """Set the rows of padding to zero. No checkpoint tensor fills them."""
+        """Set the padding rows to zero, since loading a checkpoint does not write them."""
         self.weight.detach()[self.n_valid :].zero_()
 
     def forward(self, tokens_N: Tensor, split: bool = False) -> Tensor:
@@ -50,10 +51,11 @@ class VocabParallelEmbedding(nn.Module):
 
         Args:
             tokens_N: int64 token ids, the same on every rank.
-            split: return this rank's share of the tokens (sequence parallel).
+            split: whether to return only this rank's share of the tokens (sequence parallelism). N must be a multiple
+                of the number of ranks.
 
         Returns:
-            (N, D), or (N / ranks, D) if split.
+            (N, D) in the dtype of the weight, or (N / ranks, D) if split.
         """
         if self.tp.size == 1:
             return F.embedding(tokens_N, self.weight)
@@ -64,13 +66,13 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.scatter_rows(x_ND) if split else self.tp.reduce_out(x_ND)
 
     def product(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, with zeros for padding.
+        """Return this rank's columns of the logits. The columns of padding rows are zero.
 
-        They are accumulated and returned in fp32 where the device supports it. Logits rounded to bf16 would make the
+        Outside of autograd on CUDA, logits are accumulated and returned in fp32. Logits rounded to bf16 would make the
         log-probabilities of rollout and training disagree.
 
         Args:
-            hidden_KD: hidden states.
+            hidden_KD: hidden states, in the dtype of the weight.
 
         Returns:
             (K, V / ranks) float32.
@@ -86,7 +88,7 @@ class ValueHead(nn.Module):
     All tensor-parallel ranks hold the whole weight and the same hidden states, so gradients need no collective.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the hidden size of the model.
         spec: dtype and device of the weight.
     """
 
@@ -96,5 +98,12 @@ class ValueHead(nn.Module):
         self.layout: Layout = {"weight": (Part((1, hidden_size)),)}
 
     def forward(self, hidden_KD: Tensor) -> Tensor:
-        """Return the values (K,) float32 of hidden states (K, D)."""
+        """Return the values of hidden states.
+
+        Args:
+            hidden_KD: hidden states.
+
+        Returns:
+            (K,) float32.
+        """
         return F.linear(hidden_KD.float(), self.weight.float()).squeeze(-1)

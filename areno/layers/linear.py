@@ -1,6 +1,7 @@
 """Linear layers sharded over the tensor-parallel ranks: by output (column-parallel) or by input (row-parallel).
 
-The fused layers of `models/fused.py` write their own backward pass with `input_gradient` and `accumulate`.
+The fused layers of `models/fused.py` do not use autograd inside a layer. They call `input_gradient` and `accumulate`
+in their backward pass.
 
 Shape letters: N tokens, n = N / ranks tokens of one rank, I input features, O output features.
 """
@@ -22,20 +23,20 @@ from areno.layers.shard import Layout, Part, WeightSpec
 class Linear(nn.Module):
     """Base class of both kinds of linear layer. Weights and outputs are those of this rank.
 
-    The methods' argument `split` means sequence parallelism: between a row-parallel and a column-parallel layer, each
-    rank has n of the N tokens.
+    The methods' argument `split` means sequence parallelism: outside of attention and MLP, each rank has n of the N
+    tokens.
 
     Args:
-        out_size: O.
-        in_size: I.
+        out_size: O on this rank, the number of output features.
+        in_size: I on this rank, the number of input features.
         spec: dtype, device and ranks of the weights.
-        bias: whether there is a bias.
+        bias: whether the layer has a bias.
 
     Attributes:
         weight: (O, I).
-        bias: (O,) or None.
-        fixed_order: computes products in a fixed order, for `engine.exact`. None: torch computes them.
-        layout: the places of checkpoint tensors in weight and bias.
+        bias: (O,), or None without a bias.
+        fixed_order: computes products with a fixed order of sums, if `engine.exact` is true. None: torch computes them.
+        layout: for "weight" and "bias", which rows or columns of which checkpoint tensors this rank has.
         adapter: the LoRA adapter, or None.
     """
 
@@ -49,44 +50,51 @@ class Linear(nn.Module):
         self.adapter: Adapter | None = None
 
     def add_adapter(self, groups: Sequence[Sequence[int]], adapters: AdapterSpec) -> Adapter:
-        """Add an adapter with uninitialised weights.
+        """Add a LoRA adapter with uninitialised weights to the layer.
 
         Args:
-            groups: the indices of the adapted projections, as of `Adapter`.
+            groups: the indices of the adapted projections of this layer. The projections in an inner sequence share one
+                A.
             adapters: rank and scaling.
+
+        Returns:
+            The adapter, which is also set as `adapter`.
         """
         spec = WeightSpec(self.weight.dtype, self.weight.device, self.tp)
         self.adapter = Adapter(self.layout["weight"], groups, adapters, spec)
         return self.adapter
 
     def _adapted(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Return x W^T with the adapter added."""
+        """Return the output y of the layer with its adapter added, or y itself without an active adapter."""
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
     def stacked_adapter(self) -> Adapter | None:
-        """Return the adapter if its A is stacked below the weight and one product computes both."""
+        """Return the adapter if one product computes both x W^T and x A^T at the moment, else None.
+
+        This is the case while sampling, after `Adapter.stack`.
+        """
         return self.adapter if self.adapter is not None and self.adapter.is_stacked else None
 
     def merged_weight(self) -> Tensor:
-        """Return the weight with the adapter merged: the weight itself, or a copy."""
+        """Return the weight with the active adapter merged in, as a copy, or the weight itself without an adapter."""
         return self.adapter.merged(self.weight) if self.adapter is not None and self.adapter.on else self.weight
 
     def product(self, x_NI: Tensor) -> Tensor:
-        """Return x W^T.
+        """Return x W^T, (N, O), without bias and adapter.
 
         Args:
-            x_NI: inputs.
+            x_NI: inputs of the layer.
         """
         return (
             F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
         )
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add to the float32 gradients of weight, bias and adapter. Frozen parameters are skipped.
+        """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped.
 
         Args:
-            grad_NO: the gradient of the output.
-            x_NI: the input.
+            grad_NO: the gradient of the loss with respect to the layer's output.
+            x_NI: the input of the layer in the forward pass.
         """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
@@ -98,7 +106,7 @@ class Linear(nn.Module):
             self.adapter.accumulate(grad_NO, x_NI)
 
     def _input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient of x from this rank's outputs."""
+        """Return the gradient with respect to x through this rank's outputs, (N, I), without a sum over the ranks."""
         grad_NI = grad_NO @ self.weight
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
@@ -108,18 +116,19 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """y = x W^T + b for one or several projections of the same input, computed as one matrix product.
 
-    Each rank holds a slice of every projection's outputs. Its output is its slices side by side.
+    Each rank holds a slice of the outputs of every projection. The output of a rank is its slices side by side.
 
     Args:
-        in_size: I.
-        out_sizes: the outputs of each projection over all ranks.
+        in_size: I, the number of input features.
+        out_sizes: the output size of each projection, over all ranks.
         spec: dtype, device and ranks of the weights.
-        bias: whether there is a bias.
-        copies: for each projection, how many ranks hold the same slice. (): one. The gradient of such a slice on a rank
-            is that of its own heads; `Transformer.partial_gradients` lists the slices whose gradients must be summed.
+        bias: whether the projections have biases.
+        copies: for each projection, the number of neighbouring ranks that hold the same slice. (): each slice is on one
+            rank. A rank with a copied slice computes the gradient from its own heads only, so these gradients must be
+            summed over the copies; `Transformer.partial_gradients` lists the copied slices.
 
     Attributes:
-        local_sizes: the outputs of each projection on this rank.
+        local_sizes: the output size of each projection on this rank.
     """
 
     def __init__(
@@ -140,11 +149,11 @@ class ColumnParallelLinear(Linear):
         self.layout = {"weight": tuple(weights), "bias": tuple(biases)}
 
     def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
-        """Return the outputs (N, O) of this rank.
+        """Return the outputs (N, O) of this rank, with bias and adapter.
 
         Args:
-            x_NI: inputs, the same on every rank; (n, I) if split.
-            split: the ranks have different tokens, which are gathered.
+            x_NI: inputs, the same on every rank. If split, the (n, I) tokens of this rank.
+            split: whether each rank has different tokens (sequence parallelism). They are gathered first.
         """
         x_NI = self.tp.gather_rows(x_NI) if split else self.tp.copy_in(x_NI)
         if (adapter := self.stacked_adapter()) is not None:
@@ -155,11 +164,11 @@ class ColumnParallelLinear(Linear):
         return self._adapted(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
-        """Return the gradient of x, summed over the ranks.
+        """Return the gradient with respect to x, summed over the ranks.
 
         Args:
-            grad_NO: the gradient of the output.
-            split: return this rank's n tokens.
+            grad_NO: the gradient of the loss with respect to this rank's outputs.
+            split: whether to return only the n tokens of this rank (sequence parallelism).
 
         Returns:
             (N, I), or (n, I) if split.
@@ -169,15 +178,15 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b where each rank holds a slice of the input features, the output of a column-parallel layer.
+    """y = x W^T + b where each rank holds a slice of the input features. Follows a column-parallel layer.
 
-    The ranks' partial products are summed.
+    The partial products of the ranks are summed.
 
     Args:
-        in_size: I over all ranks.
-        out_size: O.
+        in_size: I over all ranks, the number of input features.
+        out_size: O, the number of output features.
         spec: dtype, device and ranks of the weights.
-        bias: whether there is a bias.
+        bias: whether the layer has a bias.
     """
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
@@ -189,15 +198,16 @@ class RowParallelLinear(Linear):
         }
 
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
-        """Return the output.
+        """Return the output, with bias and adapter.
 
         Args:
-            x_NI: this rank's slice of the inputs.
-            split: return this rank's n tokens.
-            whole: sum over the ranks. False returns this rank's partial product, without the bias.
+            x_NI: this rank's slice of the input features.
+            split: whether to return only the n tokens of this rank (sequence parallelism).
+            whole: whether to sum over the ranks. If False, the result is this rank's partial product without the bias,
+                and `split` is ignored.
 
         Returns:
-            (N, O), the same on every rank; (n, O) if split.
+            (N, O), the same on every rank if whole; (n, O) if split.
         """
         adapter = self.stacked_adapter()
         y_NO = self._adapted(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
@@ -209,9 +219,9 @@ class RowParallelLinear(Linear):
         return y_NO.add_(self.tp.copy_in(self.bias) if split else self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient of this rank's slice of x.
+        """Return the gradient with respect to this rank's slice of x, (N, I).
 
         Args:
-            grad_NO: the gradient of the output.
+            grad_NO: the gradient of the loss with respect to the whole output.
         """
         return self._input_gradient(grad_NO)

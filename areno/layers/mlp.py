@@ -1,14 +1,15 @@
-"""The MLP of a layer: a gated MLP, or a mixture of experts sharded over the tensor-parallel ranks by whole experts.
+"""The MLP of a layer: a gated MLP, or a mixture of experts of which each tensor-parallel rank has some.
 
 In a mixture, a router gives each token a probability for each expert. The token goes through the most probable experts,
-and their outputs are summed with these weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al. 2021, "Switch
-Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens, so the ranks
-exchange only the sum of a row-parallel layer.
+and their outputs are summed with these probabilities as weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al.
+2021, "Switch Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens,
+so the ranks exchange no more than the ranks of a row-parallel layer: one sum.
 
-Both have `forward` for autograd, and `fused_forward` and `fused_backward` for the fused layers, outside autograd.
+Both kinds of MLP have `forward` for autograd, and `fused_forward` and `fused_backward` for the fused layers, outside
+autograd.
 
-Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, else of this rank), k experts of a
-token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert.
+Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, of this rank elsewhere), k experts of a
+token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert, O output features.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), arXiv 2002.05202.
+    """The MLP down(silu(gate x) * up x), arXiv 2002.05202, sharded over the tensor-parallel ranks.
 
     Args:
-        hidden_size: D.
-        inner_size: I over all ranks.
+        hidden_size: D, the hidden size of the model.
+        inner_size: I over all ranks, the output size of gate and of up.
         spec: dtype, device and ranks of the weights.
         bias: whether the linear layers have biases.
-        gelu: use the tanh form of GELU instead of SiLU.
+        gelu: whether to use the tanh form of GELU instead of SiLU.
     """
 
     def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool, gelu: bool = False):
@@ -55,23 +56,31 @@ class GatedMLP(nn.Module):
         self.down = RowParallelLinear(inner_size, hidden_size, spec, bias=bias)
 
     def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
-        """Return the output (N, D). split: input and output are this rank's tokens, as of `Linear`."""
+        """Compute the MLP, differentiable.
+
+        Args:
+            x_ND: inputs, the same on every rank unless split.
+            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism).
+
+        Returns:
+            (N, D), or (n, D) if split.
+        """
         gate, up = self.gate_up(x_ND, split).chunk(2, dim=-1)
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
     def fused_forward(
         self, x_ND: Tensor, split: bool = False, whole: bool = True
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Compute the output outside autograd, for a later `fused_backward`.
+        """Compute the output outside autograd, and the tensors that `fused_backward` needs.
 
         Args:
-            x_ND: inputs.
-            split: input and output are this rank's tokens, as of `Linear`.
-            whole: sum the output over the ranks. False returns this rank's partial sum.
+            x_ND: inputs, the same on every rank unless split.
+            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism).
+            whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
         Returns:
-            The output (N, D); an intermediate result, which `fused_backward` uses if it is kept; further tensors that
-            `fused_backward` needs.
+            The output (N, D), or (n, D) if split. The outputs of gate and up (N, 2 I), which a caller may pass to
+            `fused_backward` as `kept` or drop. An empty tuple, which is `saved` of `fused_backward`.
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -90,17 +99,20 @@ class GatedMLP(nn.Module):
         saved: tuple[Tensor, ...] = (),
         split: bool = False,
     ) -> Tensor:
-        """Compute the gradient of x outside autograd. Adds to the float32 gradients of the parameters.
+        """Return the gradient with respect to x, outside autograd.
+
+        Adds the gradients of the parameters to their `.grad`.
 
         Args:
-            grad_ND: the gradient of the output.
+            grad_ND: the gradient with respect to the output.
             x_ND: the inputs of the forward pass.
-            kept: its intermediate result. None: compute it again.
-            saved: its further tensors.
-            split: input and output are this rank's tokens, as of `Linear`.
+            kept: the second result of `fused_forward`. None: compute it again.
+            saved: the third result of `fused_forward`.
+            split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
+                parallelism).
 
         Returns:
-            (N, D).
+            (N, D), summed over the ranks; (n, D) if split.
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
 
@@ -121,14 +133,14 @@ class GatedMLP(nn.Module):
 
 
 class Router(Linear):
-    """The router's scores of the experts. Every rank has the whole weight and the same gradient.
+    """The linear layer that scores the experts. Every rank has the whole weight and computes the same gradient.
 
-    Logits are fp32 where the device supports it, and so is the softmax over all experts: a rounded logit may choose
-    another expert.
+    Outside of autograd on CUDA, logits are computed in fp32. The softmax over all experts is always in fp32. A rounded
+    logit may choose another expert.
 
     Args:
-        hidden_size: D.
-        n_experts: E.
+        hidden_size: D, the hidden size of the model.
+        n_experts: E, the number of experts.
         spec: dtype and device of the weight.
     """
 
@@ -137,18 +149,23 @@ class Router(Linear):
         self.layout: Layout = {"weight": (Part((n_experts, hidden_size)),)}
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Return the logits (N, E) float32."""
+        """Return the logits (N, E) float32 of inputs (N, D)."""
         return float32_matmul(x_ND, self.weight).float()
 
 
 class ExpertMatrices(nn.Module):
-    """The matrices of this rank's experts, stacked: `weight` is (E * O, I).
+    """One weight matrix of each expert of this rank, stacked by rows: `weight` is (E * O, I).
 
     Args:
-        n_experts: the experts of all ranks.
-        sizes: the outputs of each checkpoint tensor of an expert's matrix, from the first row.
-        in_size: I.
+        n_experts: the number of experts over all ranks.
+        sizes: the output sizes of the checkpoint tensors that are stacked in the matrix of one expert, from the first
+            row, such as those of gate and up. O is their sum.
+        in_size: I, the number of input features.
         spec: dtype, device and ranks of the weights.
+
+    Attributes:
+        n_local: E, the number of experts of this rank.
+        out_size: O, the number of output features.
     """
 
     def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
@@ -167,16 +184,16 @@ class ExpertMatrices(nn.Module):
 
     @property
     def stack_EOI(self) -> Tensor:
-        """The weight as (E, O, I)."""
+        """A view of the weight as (E, O, I)."""
         return self.weight.unflatten(0, (self.n_local, self.out_size))
 
     def accumulate(self, grad_MO: Tensor, x_MI: Tensor, groups: Groups) -> None:
-        """Add to the float32 gradient of the weight. Does nothing if it is frozen.
+        """Add the gradient of the weight to its float32 `.grad`. Does nothing if the weight is frozen.
 
         Args:
-            grad_MO: the gradients of the outputs, sorted by expert.
+            grad_MO: the gradient with respect to the outputs, sorted by expert.
             x_MI: the inputs, sorted by expert.
-            groups: the groups of the experts.
+            groups: the order of the copies of tokens, sorted by expert.
         """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
@@ -184,17 +201,18 @@ class ExpertMatrices(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """The weighted sum of down(silu(gate x) * up x) over a token's experts.
+    """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the hidden size of the model.
         experts: number and sizes of the experts.
         layer: the index among the layers with experts.
-        routing: settings and results of a pass, shared by all layers.
+        routing: the settings and results of routing, shared by all layers of the model.
         spec: dtype, device and ranks of the weights.
 
     Attributes:
-        row_multiple: the rows of an expert's products are padded to a multiple of this, for `engine.exact`.
+        row_multiple: the number of rows of an expert's products is padded to a multiple of this in `forward`. It is
+            larger than 1 only for `engine.exact`.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
@@ -207,7 +225,16 @@ class ExpertMLP(nn.Module):
         self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
 
     def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
-        """Return the output (N, D). split: input and output are this rank's tokens; every rank routes all tokens."""
+        """Route the tokens and compute their experts, differentiable.
+
+        Args:
+            x_ND: inputs, the same on every rank unless split.
+            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism). Every
+                rank still routes all tokens.
+
+        Returns:
+            (N, D), or (n, D) if split.
+        """
         if split:  # the router's gradient is the same on every rank, and `copy_in` sums the experts' gradients
             x_ND = self.tp.gather_rows_equal(x_ND)
         logits_NE = self.router(x_ND)
@@ -222,12 +249,12 @@ class ExpertMLP(nn.Module):
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
     def _groups(self, chosen_Nk: Tensor) -> Groups:
-        """Sort the copies of tokens by this rank's experts."""
+        """Sort the copies of tokens by expert. Copies for the experts of other ranks come last."""
         n_local = self.experts_gate_up.n_local
         return group_by_expert(chosen_Nk, self.tp.rank * n_local, n_local)
 
     def _weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
-        """Return the weights of the chosen experts, (N, k) float32."""
+        """Return the weight of each chosen expert in the sum of a token, (N, k) float32."""
         probs_NE = logits_NE.softmax(-1)
         if self.routing.balance_E is not None and torch.is_grad_enabled():
             n_tokens = self.routing.n_tokens
@@ -238,16 +265,17 @@ class ExpertMLP(nn.Module):
     def fused_forward(
         self, x_ND: Tensor, split: bool = False, whole: bool = True
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Compute the output outside autograd, for a later `fused_backward`.
+        """Compute the output outside autograd, and the tensors that `fused_backward` needs.
 
         Args:
-            x_ND: inputs.
-            split: input and output are this rank's tokens, as of `Linear`.
-            whole: sum the output over the ranks. False returns this rank's partial sum.
+            x_ND: inputs, the same on every rank unless split.
+            split: whether `x_ND` and the output hold only this rank's n of the N tokens (sequence parallelism).
+            whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
         Returns:
-            The output (N, D); an intermediate result, which `fused_backward` uses if it is kept; further tensors that
-            `fused_backward` needs.
+            The output (N, D), or (n, D) if split. The outputs of gate and up (M, 2 I), which a caller may pass to
+            `fused_backward` as `kept` or drop. A tuple with the chosen experts, which is `saved` of
+            `fused_backward`.
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -273,17 +301,20 @@ class ExpertMLP(nn.Module):
     def fused_backward(
         self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool = False
     ) -> Tensor:
-        """Compute the gradient of x outside autograd. Adds to the float32 gradients of the parameters.
+        """Return the gradient with respect to x, outside autograd.
+
+        Adds the gradients of the parameters to their `.grad`.
 
         Args:
-            grad_ND: the gradient of the output.
+            grad_ND: the gradient with respect to the output.
             x_ND: the inputs of the forward pass.
-            kept: its intermediate result. None: compute it again.
-            saved: its further tensors. Their experts are used, not chosen again.
-            split: input and output are this rank's tokens, as of `Linear`.
+            kept: the second result of `fused_forward`. None: compute it again.
+            saved: the third result of `fused_forward`, with the experts of the forward pass. They are not chosen again.
+            split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
+                parallelism).
 
         Returns:
-            (N, D).
+            (N, D), summed over the ranks; (n, D) if split.
         """
         if split:
             grad_ND, x_ND = self.tp.all_gather_rows(grad_ND), self.tp.all_gather_rows(x_ND)
@@ -317,7 +348,7 @@ class ExpertMLP(nn.Module):
 
 
 class _Balance(torch.autograd.Function):
-    """Identity whose backward pass adds the auxiliary loss's gradient to that of each token that is not padding."""
+    """Identity whose backward pass adds the load-balancing loss's gradient for each token except padding."""
 
     @staticmethod
     def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Root-mean-square normalisation (arXiv 1910.07467), whole and sharded over the tensor-parallel ranks.
+"""Root-mean-square normalisation (arXiv 1910.07467), with a weight that tensor parallelism copies or divides.
 
-Shape letters: N tokens, D size of the norm, I this rank's slice of it.
+Shape letters: N tokens, D size of the norm, I this rank's slice of D.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, with the mean in fp32.
 
     Args:
-        size: D.
-        eps: added to the mean.
+        size: D, the size of the last dimension.
+        eps: the constant that is added to the mean.
         spec: dtype, device and ranks of the weight.
-        own_data: each rank normalises its own heads with the same weight, so the gradient of the weight is summed over
-            the ranks. Otherwise all ranks see the same x, or each a share of its rows; the gradient of the weight is
-            partial in the latter case, see `Transformer.partial_gradients`.
-        plus_one: the factor is 1 + weight, computed in fp32.
+        own_data: whether each tensor-parallel rank normalises different data with the same weight, such as its own
+            heads. The gradient of the weight is then summed over the ranks. If False, the ranks have the same x, or
+            different tokens under sequence parallelism; for the latter, `Transformer.partial_gradients` lists the
+            weight as one whose gradient must be summed.
+        plus_one: whether the factor is 1 + weight, computed in fp32.
     """
 
     def __init__(self, size: int, eps: float, spec: WeightSpec, *, own_data: bool = False, plus_one: bool = False):
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
         self.layout: Layout = {"weight": (Part((size,)),)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x (..., D), in its dtype."""
+        """Return the norm of x (..., D), in the dtype of x."""
         if self.plus_one:
             factor = 1.0 + self.tp.copy_in(self.weight).float()
             return F.rms_norm(x.float(), factor.shape, factor, self.eps).to(x.dtype)
@@ -48,38 +49,38 @@ class RMSNorm(nn.Module):
 
         Args:
             x_ND: the residual stream.
-            delta_ND: the output to add. None: normalise x itself.
+            delta_ND: the output of attention or MLP, which is added to x. None: x itself is normalised.
 
         Returns:
-            The sum in the dtype of x, and its norm in the dtype of the weight.
+            The sum in the dtype of x, and the norm of the sum in the dtype of the weight.
         """
         from areno.kernels.elementwise.triton_norm import add_rms_norm
 
         return add_rms_norm(x_ND, delta_ND, self.weight, self.eps, self.plus_one)
 
     def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, memory: SymmetricMemory) -> tuple[Tensor, Tensor]:
-        """Add the sum of `part` over the tensor-parallel ranks to x, and normalise the result.
+        """Sum `part` over the tensor-parallel ranks, add the sum to x, and normalise the result. A collective call.
 
         Args:
             x_ND: the residual stream.
-            part_ND: this rank's partial sum.
-            memory: the symmetric memory of the ranks.
+            part_ND: this rank's partial sum of the output of attention or MLP, bfloat16.
+            memory: the symmetric memory of the ranks, which the kernel sums through.
 
         Returns:
-            The sum in the dtype of x, and its norm in the dtype of the weight.
+            The new residual stream in the dtype of x, and its norm in the dtype of the weight.
         """
         return memory.add_and_norm(x_ND, part_ND, self.weight, self.eps, self.plus_one)
 
     def sum_gradient(self, grad_ND: Tensor, grad_sum_ND: Tensor | None, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of the residual stream before the norm. Adds to the gradient of the weight.
+        """Return the gradient with respect to the input of the norm. Adds the gradient of the weight to its `.grad`.
 
         Args:
-            grad_ND: the gradient of the norm's output.
-            grad_sum_ND: the gradient of the stream from its other uses. None: there are none.
-            sum_ND: the stream, the first result of `add_and_norm`.
+            grad_ND: the gradient with respect to the norm's output.
+            grad_sum_ND: the gradient that reaches the residual stream past the norm. None: zero.
+            sum_ND: the input of the norm, which is the first result of `add_and_norm`.
 
         Returns:
-            The gradient in the dtype of sum, and in the dtype of grad.
+            The same gradient twice: in the dtype of `sum_ND`, and in the dtype of `grad_ND`.
         """
         from areno.kernels.elementwise.triton_norm import rms_norm_backward
 
@@ -87,10 +88,14 @@ class RMSNorm(nn.Module):
         return rms_norm_backward(grad_ND, grad_sum_ND, sum_ND, self.weight, self.eps, weight_grad, self.plus_one)
 
     def accumulate(self, grad_D: Tensor) -> None:
-        """Add a gradient that a kernel computed to the float32 gradient of the weight.
+        """Add a gradient that a kernel computed to the float32 `.grad` of the weight.
+
+        Does nothing if the weight is frozen.
+
+        With `own_data`, the gradient is first summed over the ranks, in place.
 
         Args:
-            grad_D: the gradient from this rank's data.
+            grad_D: the gradient of the weight from this rank's data.
         """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
@@ -98,11 +103,11 @@ class RMSNorm(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """The same norm of a vector of which each tensor-parallel rank holds a slice, as it does of the weight.
+    """The norm of `RMSNorm` for a vector that is divided over the tensor-parallel ranks, as is the weight.
 
     Args:
-        size: D over all ranks.
-        eps: added to the mean.
+        size: D, the size of the vector over all ranks.
+        eps: the constant that is added to the mean.
         spec: dtype, device and ranks of the weight.
     """
 
@@ -114,7 +119,7 @@ class ShardedRMSNorm(nn.Module):
         self.layout: Layout = {"weight": (Part((size,), dim=0, start=spec.tp.rank * local, size=local),)}
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        """Return the norm of this rank's slice (N, I), in its dtype."""
+        """Return this rank's slice (N, I) of the norm, in the dtype of x. The mean is over the slices of all ranks."""
         if self.tp.size == 1:
             return F.rms_norm(x_NI, self.weight.shape, self.weight, self.eps)
         squares_N1 = x_NI.float().square().sum(-1, keepdim=True)
@@ -123,11 +128,11 @@ class ShardedRMSNorm(nn.Module):
         return (x_NI.float() * torch.rsqrt(mean_N1 + self.eps) * self.weight.float()).to(x_NI.dtype)
 
     def backward(self, grad_NI: Tensor, x_NI: Tensor) -> Tensor:
-        """Compute the gradient of x, for the fused layers. Adds to the gradient of the weight.
+        """Return the gradient with respect to x, for the fused layers. Adds the gradient of the weight to its `.grad`.
 
         Args:
-            grad_NI: the gradient of the output.
-            x_NI: the input.
+            grad_NI: the gradient with respect to the output.
+            x_NI: the input of the forward pass.
 
         Returns:
             (N, I).

@@ -1,6 +1,7 @@
-"""A group of processes and its collectives, for tensor, sequence, context and data parallelism.
+"""A process group and its collectives, for tensor, sequence, context and data parallelism.
 
-In a group of one, every collective returns its input, so model files need not ask for the number of devices.
+In a group of one rank, every collective returns its input, so model files need not check the number of devices.
+
 Shape letters: n rows (or tokens) of one rank, N = n * size rows of all ranks.
 """
 
@@ -24,17 +25,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gat
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """This process's rank in a group, the group's size, and its collectives.
+    """This process's rank in a process group, the group's size, and its collectives.
 
-    The ranks of a tensor-parallel group hold shards of one copy of the model; `copy_in` and `reduce_out` are for its
-    layers. The ranks of a data-parallel group hold the same shard of different copies.
+    The ranks of a tensor-parallel group hold shards of one copy of the model, whose layers call `copy_in` and
+    `reduce_out`. The ranks of a data-parallel group hold the same shard in different copies of the model.
 
     Attributes:
         rank: this process's rank in the group.
         size: the number of ranks.
-        group: the torch.distributed process group. None for a group of one.
-        in_order: sum in the order of the ranks, so that a sum does not depend on its place in a tensor.
-        symmetric_memory: collectives of small tensors on GPUs. None: the process group does them.
+        group: the torch.distributed process group. None for a group of one rank.
+        in_order: whether to sum in the order of the ranks, so that the sum of an element does not depend on the
+            position of the element in its tensor.
+        symmetric_memory: faster collectives for small tensors on GPUs. None: the process group does all collectives.
     """
 
     rank: int = 0
@@ -45,23 +47,23 @@ class ParallelGroup:
 
     @property
     def sum_backend(self) -> str:
-        """The backend that sums small tensors while decoding, for messages; "" in a group of one."""
+        """The name of the backend that sums small tensors in decoding, for log lines. Empty in a group of one rank."""
         if self.size == 1:
             return ""
         return "shared memory" if self.symmetric_memory is not None else dist.get_backend(self.group)
 
     def shard(self, total: int, what: str) -> int:
-        """Divide a number by the ranks.
+        """Divide a size by the number of ranks.
 
         Args:
-            total: the number.
-            what: its name, for the message.
+            total: the size over all ranks, such as a number of heads.
+            what: the name of the size, for the error message.
 
         Returns:
-            The share of one rank.
+            The size on one rank.
 
         Raises:
-            ValueError: the ranks do not divide the number.
+            ValueError: the number of ranks does not divide the size.
         """
         if total % self.size:
             raise ValueError(f"{what} ({total}) is not divisible by the {self.size} ranks of the group")
@@ -71,11 +73,11 @@ class ParallelGroup:
         """Reduce x over the ranks, in place and outside autograd.
 
         Args:
-            x: a tensor of one shape on all ranks.
-            op: the ReduceOp. None: sum.
+            x: a tensor of the same shape and dtype on all ranks.
+            op: the `torch.distributed.ReduceOp`. None: sum.
 
         Returns:
-            x.
+            x itself.
         """
         if self.size > 2 and self.in_order and op is None:
             first, *others = self._pieces(x)
@@ -85,45 +87,51 @@ class ParallelGroup:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Any:
-        """Begin to sum x over the ranks, each rank into its own n elements of x. The other elements become undefined.
+        """Start summing x over the ranks; each rank receives the sum of its own n elements, in place.
+
+        Rank r owns the elements from r * n. The other elements become undefined.
 
         Args:
             x: (N,), changed in place.
 
         Returns:
-            A handle; call its wait() before reading x. On CUDA, wait() blocks the current stream, not the host.
+            A handle. Call its wait() before reading x. On CUDA, wait() blocks the current stream, not the host.
         """
         if self.size == 1:
             return _Done()
         return _reduce_scatter(self._own(x), x, group=self.group, async_op=True)  # type: ignore[misc]
 
     def all_gather(self, x: Tensor) -> Any:
-        """Begin to fill x from each rank's own n elements of it, in place.
+        """Start gathering x, of which each rank has its own n elements, in place.
+
+        Rank r provides the elements from r * n.
 
         Args:
             x: (N,), changed in place.
 
         Returns:
-            A handle, as of `reduce_scatter`.
+            A handle. Call its wait() before reading x. On CUDA, wait() blocks the current stream, not the host.
         """
         if self.size == 1:
             return _Done()
         return _all_gather(x, self._own(x), group=self.group, async_op=True)  # type: ignore[misc]
 
     def _own(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a vector."""
+        """Return the view of the n elements of a vector (N,) that this rank owns."""
         n = x.numel() // self.size
         return x[self.rank * n : (self.rank + 1) * n]
 
     def gather_copies(self, x: Tensor, n: int) -> Tensor:
         """Gather x from the `n` neighbouring ranks that hold copies of the same weights.
 
+        All ranks of the group call this together, each for its own set of `n` ranks.
+
         Args:
-            x: a vector, of another length for other sets of ranks.
-            n: the number of copies.
+            x: a vector, whose length may differ between sets of ranks.
+            n: the number of ranks in a set.
 
         Returns:
-            (n, x.numel()).
+            (n, x.numel()), in the order of the ranks.
         """
         counts = [x.numel() if rank // n == self.rank // n else 0 for rank in range(self.size)]
         out = x.new_empty((n, x.numel()))
@@ -131,11 +139,14 @@ class ParallelGroup:
         return out
 
     def sum_copies(self, x: Tensor, n: int) -> None:
-        """Sum x over the `n` neighbouring ranks that hold copies of the same weights, in place, exactly alike on all.
+        """Sum x over the `n` neighbouring ranks that hold copies of the same weights, in place.
+
+        The result is bitwise equal on these ranks. All ranks of the group call this together, each for its own set of
+        `n` ranks.
 
         Args:
             x: a vector.
-            n: the number of copies.
+            n: the number of ranks in a set.
         """
         if n == self.size:
             self.all_reduce(x)
@@ -151,10 +162,10 @@ class ParallelGroup:
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
 
     def reduce_out(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, perhaps in place; the backward pass is the identity. Used after a row-parallel layer.
+        """Return the sum of x over the ranks; the backward pass is the identity. Used after a row-parallel layer.
 
         Args:
-            x: this rank's partial sum.
+            x: this rank's partial sum, which may be changed in place.
         """
         if self.size == 1:
             return x
@@ -166,18 +177,26 @@ class ParallelGroup:
     # consecutive tokens. A reduce-scatter and an all-gather together move as many bytes as an all-reduce.
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Gather the ranks' rows; the backward pass sums gradients and scatters them. Replaces `copy_in`.
+        """Concatenate the rows of all ranks.
+
+        The backward pass sums the gradients and returns this rank's rows of the sum.
+
+        Replaces `copy_in` under sequence parallelism.
 
         Args:
-            x: (n, ...).
+            x: (n, ...), this rank's rows.
 
         Returns:
-            (N, ...).
+            (N, ...), the same on all ranks.
         """
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.reduce_scatter_rows)  # type: ignore[return-value]
 
     def scatter_rows(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks and return this rank's rows; the backward pass gathers. Replaces `reduce_out`.
+        """Sum x over the ranks and return this rank's rows of the sum.
+
+        The backward pass gathers the rows of the gradient.
+
+        Replaces `reduce_out` under sequence parallelism.
 
         Args:
             x: (N, ...), this rank's partial sum.
@@ -188,37 +207,39 @@ class ParallelGroup:
         return x if self.size == 1 else _Exchange.apply(x, self.reduce_scatter_rows, self.all_gather_rows)  # type: ignore[return-value]
 
     def gather_rows_equal(self, x: Tensor) -> Tensor:
-        """Gather the ranks' rows, if the gradient is the same on all ranks; the backward pass takes this rank's rows.
+        """Concatenate the rows of all ranks; the backward pass takes this rank's rows of the gradient, without a sum.
+
+        Use it if the gradient of the result is the same on all ranks.
 
         Args:
-            x: (n, ...).
+            x: (n, ...), this rank's rows.
 
         Returns:
-            (N, ...).
+            (N, ...), the same on all ranks.
         """
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.own_rows)  # type: ignore[return-value]
 
     def all_gather_rows(self, x: Tensor) -> Tensor:
-        """Gather the ranks' rows, outside autograd.
+        """Concatenate the rows of all ranks, outside autograd.
 
         Args:
-            x: (n, ...).
+            x: (n, ...), this rank's rows.
 
         Returns:
-            (N, ...).
+            (N, ...), the same on all ranks.
         """
         out, work = self.begin_all_gather_rows(x)
         wait_for(work)
         return out
 
     def begin_all_gather_rows(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Begin to gather the ranks' rows, outside autograd.
+        """Start concatenating the rows of all ranks, outside autograd.
 
         Args:
-            x: (n, ...).
+            x: (n, ...), this rank's rows.
 
         Returns:
-            (N, ...), and a handle to `wait_for` before reading it.
+            The result (N, ...), and a handle. Pass the handle to `wait_for` before reading the result.
         """
         if self.size == 1:
             return x, _Done()
@@ -226,7 +247,7 @@ class ParallelGroup:
         return out, _all_gather(out, x.contiguous(), group=self.group, async_op=True)  # type: ignore[misc]
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks and return this rank's rows, outside autograd.
+        """Sum x over the ranks and return this rank's rows of the sum, outside autograd.
 
         Args:
             x: (N, ...), this rank's partial sum.
@@ -241,85 +262,94 @@ class ParallelGroup:
         return out
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """Return this rank's rows (n, ...).
+        """Return the view (n, ...) of this rank's rows, without communication.
 
         Args:
-            x: (N, ...).
+            x: (N, ...), the rows of all ranks.
         """
         n = len(x) // self.size
         return x[self.rank * n : (self.rank + 1) * n]
 
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate the ranks' tensors along a dimension, outside autograd.
+        """Concatenate the tensors of all ranks along a dimension, outside autograd.
 
         Args:
-            x: a tensor of one shape on all ranks.
-            dim: the dimension.
+            x: a tensor of the same shape on all ranks.
+            dim: the dimension to concatenate along.
+
+        Returns:
+            The result, on every rank.
         """
         if self.size == 1:
             return x
         return torch.cat(self._pieces(x), dim=dim)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
-        """Stack the ranks' tensors, (size, *x.shape), outside autograd.
+        """Stack the tensors of all ranks along a new first dimension, outside autograd.
 
         Args:
-            x: a tensor of one shape on all ranks.
+            x: a tensor of the same shape on all ranks.
+
+        Returns:
+            (size, *x.shape), on every rank.
         """
         if self.size > 1 and self.symmetric_memory is not None and self.symmetric_memory.can_gather(x):
             return self.symmetric_memory.all_gather(x)
         return torch.stack(self._pieces(x)) if self.size > 1 else x.unsqueeze(0)
 
     def _pieces(self, x: Tensor) -> list[Tensor]:
-        """Return x of each rank."""
+        """Return the tensors x of all ranks, in the order of the ranks."""
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x.contiguous(), group=self.group)
         return pieces
 
     def columns_to_rows(self, x: Tensor) -> Tensor:
-        """Exchange this rank's columns of all rows for all columns of its rows (all-to-all). Differentiable.
+        """Exchange some columns of all rows for all columns of some rows (all-to-all). Differentiable.
 
         Args:
-            x: (N, V, ...), this rank's columns. The ranks divide N.
+            x: (N, V, ...), this rank's columns of all rows. The number of ranks must divide N.
 
         Returns:
-            (n, size * V, ...). The ranks' rows and columns are in the order of the ranks.
+            (n, size * V, ...), all columns of this rank's rows. Columns are in the order of the ranks, and rank r has
+            the rows from r * n.
         """
         return x if self.size == 1 else _Exchange.apply(x, self._columns_to_rows, self._rows_to_columns)  # type: ignore[return-value]
 
     def rows_to_columns(self, x: Tensor) -> Tensor:
-        """Exchange all columns of this rank's rows for its columns of all rows, the inverse of `columns_to_rows`.
+        """Exchange all columns of some rows for some columns of all rows (all-to-all). Differentiable.
+
+        This is the inverse of `columns_to_rows`.
 
         Args:
-            x: (n, V, ...), this rank's rows. The ranks divide V.
+            x: (n, V, ...), all columns of this rank's rows. The number of ranks must divide V.
 
         Returns:
-            (N, V / size, ...).
+            (N, V / size, ...), this rank's columns of all rows.
         """
         return x if self.size == 1 else _Exchange.apply(x, self._rows_to_columns, self._columns_to_rows)  # type: ignore[return-value]
 
     def _columns_to_rows(self, x: Tensor) -> Tensor:
-        """Do the exchange of `columns_to_rows` outside autograd."""
+        """Compute `columns_to_rows` outside autograd."""
         pieces = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(pieces, x.contiguous(), group=self.group)
         return pieces.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
 
     def _rows_to_columns(self, x: Tensor) -> Tensor:
-        """Do the exchange of `rows_to_columns` outside autograd."""
+        """Compute `rows_to_columns` outside autograd."""
         pieces = x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
         out = torch.empty_like(pieces)
         dist.all_to_all_single(out, pieces, group=self.group)
         return out
 
     def gather_to(self, x: Tensor, rank: int) -> list[Tensor]:
-        """Gather the ranks' tensors on one rank.
+        """Gather the tensors of all ranks on one rank.
 
         Args:
-            x: a tensor of one shape on all ranks.
+            x: a tensor of the same shape on all ranks.
             rank: the rank that receives.
 
         Returns:
-            The tensors, or an empty list on other ranks.
+            The tensors in the order of the ranks. On other ranks than `rank`, an empty list.
         """
         if self.size == 1:
             return [x]
@@ -329,17 +359,17 @@ class ParallelGroup:
 
 
 class _Done:
-    """The handle of a collective in a group of one."""
+    """The handle of a finished collective, in a group of one rank."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective. Stack traces of a hang show this function.
+    """Wait for an asynchronous collective. The stack trace of a hanging process shows this function.
 
     Args:
-        work: the handle of the collective.
+        work: the handle that the collective returned.
     """
     work.wait()
 
@@ -367,7 +397,7 @@ class _ReduceOut(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Applies one exchange in the forward pass, and its inverse in the backward pass."""
+    """Applies one collective in the forward pass, and another one to the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

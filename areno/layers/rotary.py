@@ -1,6 +1,7 @@
 """Rotary position embedding (arXiv 2104.09864), with the scalings that `Rope` describes.
 
-`Rotary` computes angles from positions, `rotate` applies them, and `head_order` reorders the numbers of a checkpoint.
+`Rotary` computes angles from positions, and `rotate` applies them. `head_order` gives the order in which `rotate`
+expects the elements of a head, for checkpoints that have another order.
 
 Shape letters: N tokens, H heads, D head dimension, F = D / 2 frequencies.
 """
@@ -17,11 +18,13 @@ from areno.layers.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the frequencies: radians from one position to the next, 0 for numbers that are not rotated.
+    """Return the frequencies: the angle in radians from one position to the next, for each pair of elements of a head.
+
+    Pairs that are not rotated have frequency 0.
 
     Args:
         rope: base and scaling.
-        head_dim: D.
+        head_dim: D, the size of a head.
 
     Returns:
         (F,) float32 on the CPU.
@@ -33,17 +36,18 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def head_order(rope: Rope, head_dim: int) -> Tensor | None:
-    """Return the order in which the numbers of a checkpoint's heads are stored here.
+    """Return the order in which the elements of a checkpoint's heads are stored in the model.
 
-    `rotate` turns pairs of numbers that are half a head apart. Queries and keys may have any common order, so a
-    checkpoint with other pairs is reordered once, when weights are read.
+    `rotate` turns pairs of elements that are half a head apart. Attention gives the same result if the elements of
+    queries and keys are permuted alike, so a checkpoint with other pairs is reordered once, when weights are loaded.
 
     Args:
-        rope: which numbers are rotated, and which are pairs.
-        head_dim: D.
+        rope: which elements are rotated, and which form pairs.
+        head_dim: D, the size of a head.
 
     Returns:
-        (D,) int64, the index in the checkpoint of each of our numbers. None if the orders are equal.
+        (D,) int64, for each element in the model the index of the element in the checkpoint. None if the orders are
+        equal.
     """
     dim = rope.rotary_dim(head_dim)
     if dim == head_dim and not rope.interleaved:
@@ -55,17 +59,17 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
 
 
 def in_order(rows: Tensor, order_D: Tensor) -> Tensor:
-    """Return a copy of rows with the numbers of each head in another order.
+    """Return a copy of rows with the rows of each head in another order.
 
     Args:
-        rows: (heads * D, ...).
-        order_D: the index of each number in `rows`.
+        rows: (heads * D, ...), such as the weight of a query projection.
+        order_D: int64, for each row of a head in the result, the index of the row in `rows`.
     """
     return rows.unflatten(0, (-1, len(order_D)))[:, order_D].flatten(0, 1)
 
 
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the frequencies of the head_dim numbers that are rotated."""
+    """Return the scaled frequencies (head_dim / 2,), where head_dim counts the rotated elements of a head only."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
     if rope.kind in ("default", "dynamic"):
@@ -79,14 +83,14 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _kept_by_llama3(freqs_F: Tensor, rope: Rope) -> Tensor:
-    """Return the share of each frequency that is kept: 0 if it is divided by the factor, 1 if it is kept."""
+    """Return the share of each frequency that llama3 keeps: 0 means divided by the factor, 1 means unchanged."""
     wavelengths_F = 2 * math.pi / freqs_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
-    """Return the share of each frequency that is kept, which depends on its index."""
+    """Return the share of each frequency that yarn keeps: 0 means divided by the factor, 1 means unchanged."""
 
     def index_of(turns: float) -> float:
         """Return the index of the frequency with this many turns within the original context."""
@@ -102,12 +106,18 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Computes angles from positions in each forward pass, which costs as little as a table and has no maximum length.
+    """Computes rotation angles from positions in each forward pass.
+
+    This is as fast as a table and has no maximum length.
 
     Args:
         rope: base and scaling.
-        head_dim: D.
+        head_dim: D, the size of a head.
         device: the device of the frequencies.
+
+    Attributes:
+        freqs_F: float32, the angle in radians from one position to the next.
+        scale_F: float32, the factor of queries and keys for each pair of elements. None: 1.
     """
 
     freqs_F: Tensor
@@ -117,16 +127,18 @@ class Rotary(nn.Module):
         super().__init__()
         self.register_buffer("freqs_F", frequencies(rope, head_dim).to(device), persistent=False)
         scale_F = None
-        if rope.attention_factor != 1.0:  # numbers that are not rotated are not scaled
+        if rope.attention_factor != 1.0:  # elements that are not rotated are not scaled
             scale_F = torch.where(self.freqs_F > 0, rope.attention_factor, 1.0)
         self.register_buffer("scale_F", scale_F, persistent=False)
 
     @torch.no_grad()
     def forward(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (N, 1, F) float32, multiplied by the scale of queries and keys.
+        """Return the cosines and sines of the angles, each (N, 1, F) float32.
+
+        Both are multiplied by the factor `scale_F` of queries and keys.
 
         Args:
-            positions_N: int64.
+            positions_N: int64, the position of each token in its sequence.
         """
         angles_N1F = (positions_N.float().unsqueeze(-1) * self.freqs_F).unsqueeze(1)
         cos_N1F, sin_N1F = angles_N1F.cos(), angles_N1F.sin()
@@ -134,12 +146,12 @@ class Rotary(nn.Module):
 
 
 def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    """Rotate the pairs (x[f], x[f + F]) of each head by their angle, in fp32.
+    """Rotate the pairs (x[f], x[f + F]) of each head by their angle, in fp32. Differentiable with respect to x.
 
     Args:
         x_NHD: queries or keys.
-        cos_N1F: cosines of the angles.
-        sin_N1F: sines of the angles.
+        cos_N1F: cosines of the angles, from `Rotary`.
+        sin_N1F: sines of the angles, from `Rotary`.
 
     Returns:
         (N, H, D) in the dtype of x.
@@ -154,7 +166,7 @@ def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation, of which only the angles are saved: its gradient is the inverse rotation, with the same scale."""
+    """Rotation that saves the angles but not x: its gradient is the inverse rotation, with the same scale."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:

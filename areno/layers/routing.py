@@ -1,7 +1,9 @@
-"""Settings and results of routing in a pass, shared by all expert layers of a model.
+"""Settings and results of routing tokens to experts, shared by all expert layers of a model.
 
-`Routing.begin` sets which experts to use, and what to record, for the next passes. The fields `chosen` and `loads` hold
-the results. Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token.
+`Routing.begin` sets which experts to use in the next passes, and which results to record. The fields `chosen` and
+`loads` hold the results.
+
+Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from areno.layers.config import Experts
 
 @dataclass
 class LayerLoad:
-    """How one layer spread the tokens of a pass over its experts, on the device.
+    """Statistics of how the tokens of one pass were spread over the experts of one layer. Tensors on the device.
 
     Attributes:
-        chosen_E: int64, the (token, choice) pairs of each expert.
-        probability_E: float32, the router's probabilities, summed over tokens.
-        entropy: the router's entropy, summed over tokens.
-        changed: the number of given choices that the router would not have made.
+        chosen_E: int64, for each expert, the number of times that a token used the expert.
+        probability_E: float32, the router's probability of each expert, summed over tokens.
+        entropy: scalar float32, the entropy of the router's probabilities in nats, summed over tokens.
+        changed: scalar int64, the number of used experts that the router would not have chosen, over all tokens.
     """
 
     chosen_E: Tensor
@@ -33,19 +35,23 @@ class LayerLoad:
 
 @dataclass
 class Routing:
-    """Settings and results of routing in a pass. A backward pass that recomputes needs the same settings.
+    """Settings and results of routing in a pass.
+
+    A backward pass that recomputes needs the settings of its forward pass.
 
     Attributes:
         experts: number and sizes of the experts.
-        n_layers: L.
-        given_NLk: the experts to use, any integer dtype. The router routes tokens whose first number is `none`, and
-            tokens after its end. None: the router routes all tokens.
-        balance_E: float32, the gradient of an auxiliary loss by the probabilities of each token. None: no such loss.
-        n_tokens: the number of tokens that are not padding. None: all.
-        records: keep `chosen`.
-        observes: keep `loads`.
-        chosen: the experts of each layer, (N, k) int64, after a pass.
-        loads: the load of each layer, after a pass.
+        n_layers: L, the number of layers with experts.
+        given_NLk: recorded experts to use in place of the router's choice (routing replay), of any integer dtype. The
+            router chooses for tokens whose first entry is `none`, and for tokens after the end of this tensor. None:
+            the router chooses for all tokens.
+        balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, the same
+            for each token. None: no such loss.
+        n_tokens: the number of tokens before the padding. None: there is no padding.
+        records: whether to store the used experts in `chosen`.
+        observes: whether to store statistics in `loads`.
+        chosen: for each layer, the experts that the last pass used, (N, k) int64.
+        loads: for each layer, the statistics of the last pass.
     """
 
     experts: Experts
@@ -60,12 +66,12 @@ class Routing:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of recorded expert indices."""
+        """The dtype of recorded expert indices, uint8 or int16."""
         return torch.uint8 if self.experts.id_bytes == 1 else torch.int16
 
     @property
     def none(self) -> int:
-        """The index that means no expert."""
+        """The value in place of an expert index that means "not recorded", the largest of `dtype`."""
         return torch.iinfo(self.dtype).max
 
     def begin(
@@ -77,47 +83,52 @@ class Routing:
         records: bool = False,
         observes: bool = False,
     ) -> None:
-        """Set how the next passes are routed. Without arguments the router decides, and nothing is recorded.
+        """Set how the next passes are routed, and clear the results.
+
+        By default the router chooses all experts, and nothing is recorded.
 
         Args:
-            given_NLk: the experts to use.
-            balance_E: the gradient of an auxiliary loss.
-            n_tokens: the number of tokens that are not padding.
-            records: keep `chosen`.
-            observes: keep `loads`.
+            given_NLk: recorded experts to use in place of the router's choice (routing replay). None: the router
+                chooses.
+            balance_E: the gradient of the load-balancing loss with respect to the router's probabilities. None: no such
+                loss.
+            n_tokens: the number of tokens before the padding. None: there is no padding.
+            records: whether to store the used experts in `chosen`.
+            observes: whether to store statistics in `loads`.
         """
         self.given_NLk, self.balance_E, self.n_tokens = given_NLk, balance_E, n_tokens
         self.records, self.observes = records, observes
         self.chosen, self.loads = {}, {}
 
     def recorded(self) -> Tensor:
-        """Return the experts of the last pass, (N, L, k), in `dtype`."""
+        """Return the experts that the last pass used, (N, L, k), in `dtype`. Requires `records`."""
         return torch.stack([self.chosen[layer] for layer in range(self.n_layers)], dim=1).to(self.dtype)
 
     @property
     def is_free(self) -> bool:
-        """Whether the router alone decides, and only its choices are recorded."""
+        """Whether the router chooses all experts and no statistics are recorded. A faster kernel can then be used."""
         return self.given_NLk is None and not self.observes
 
     def record_experts(self, layer: int, chosen_Nk: Tensor) -> None:
-        """Record the router's own choice of a layer.
+        """Store the experts that a layer used, if `records` is set.
 
         Args:
             layer: the index among the expert layers.
-            chosen_Nk: the experts.
+            chosen_Nk: int64, the experts of each token.
         """
         if self.records:
             self.chosen[layer] = chosen_Nk
 
     def choose(self, layer: int, logits_NE: Tensor) -> Tensor:
-        """Choose the experts of each token, and record them.
+        """Choose the experts of each token, and record the results that `begin` asked for.
 
         Args:
             layer: the index among the expert layers.
             logits_NE: the router's logits.
 
         Returns:
-            (N, k) int64: the given experts, or the most probable ones, in descending order.
+            (N, k) int64. For tokens without given experts, the most probable ones, in descending order of
+            probability.
         """
         with torch.no_grad():
             own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
@@ -133,7 +144,7 @@ class Routing:
         return chosen_Nk
 
     def _load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> LayerLoad:
-        """Return the load of a layer. own_Nk: the router's choice; chosen_Nk: the experts that were used."""
+        """Return the statistics of a layer. own_Nk: the router's own choice; chosen_Nk: the experts that were used."""
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
         flat = chosen_Nk.flatten()

@@ -1,6 +1,7 @@
-"""The places of checkpoint tensors in the parameters of this rank, as each layer declares them for loading and saving.
+"""The places of checkpoint tensors in this rank's parameters, which each layer declares for loading and saving.
 
-A parameter may hold several checkpoint tensors, stacked (fused q, k, v), and only this rank's piece of each.
+A parameter may hold several checkpoint tensors, stacked by rows (such as q, k and v), and only this rank's shard of
+each. A `Part` describes one checkpoint tensor in a parameter. A `WeightSpec` creates parameters.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from torch import Tensor, nn
 
 from areno.layers.parallel import ParallelGroup
 
-GATHERED_BYTES = 2**26  # that each rank sends at a time when a tensor is gathered
-GATHERED_ON_CPU = 2**20  # the same on the CPU, where received pieces and the gathered tensor share host memory
+GATHERED_BYTES = 2**26  # the most bytes that each rank sends at a time when a tensor is gathered
+GATHERED_ON_CPU = 2**20  # the limit on the CPU, where received shards and the result share host memory
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """How the layers of a model create their weights on this rank.
+    """Dtype, device and ranks with which the layers of a model create their weights on this rank.
 
     Attributes:
-        dtype: the dtype of weights.
-        device: their device.
-        tp: the ranks that share one copy of the model.
-        placed: allocate memory. False: a parameter has a shape, and gets its memory later (`parameter.data = view`).
+        dtype: the dtype of the weights.
+        device: the device of the weights.
+        tp: the tensor-parallel ranks that share one copy of the model.
+        placed: whether to allocate memory. If False, a parameter has a shape but no memory of its own until
+            `parameter.data = view` sets it.
     """
 
     dtype: torch.dtype
@@ -38,7 +40,7 @@ class WeightSpec:
         """Return a parameter with uninitialised values.
 
         Args:
-            shape: its shape on this rank.
+            shape: the shape on this rank.
         """
         if not self.placed:
             return nn.Parameter(torch.empty(1, dtype=self.dtype, device=self.device).expand(shape))
@@ -47,16 +49,20 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Part:
-    """The place of one checkpoint tensor in a parameter.
+    """The place of one checkpoint tensor in a parameter of this rank.
 
     Attributes:
         full_shape: the shape of the checkpoint tensor.
-        offset: the first row of the parameter that it fills.
-        dim: the dimension that is divided over the tensor-parallel ranks. None: every rank holds the whole tensor.
-        start: the begin of this rank's range along `dim`.
-        size: its length, which may be smaller on the last ranks (a padded vocabulary).
-        holder: the rank that holds the whole tensor; `dim` is 0, and `size` is 0 on other ranks. None: no such rank.
-        copies: the number of neighbouring ranks that hold the same range (fewer key-value heads than ranks).
+        offset: the first row of the parameter that the checkpoint tensor fills.
+        dim: the dimension that is divided over the tensor-parallel ranks, 0 or 1. None: every rank has the whole
+            tensor.
+        start: the first index of this rank's shard along `dim`.
+        size: the length of this rank's shard along `dim`. The last ranks may have less than the others (a padded
+            vocabulary).
+        holder: the only rank that has the tensor, all of it; used for the matrices of an expert. `dim` is 0, and `size`
+            is 0 on the other ranks. None: the tensor is divided or copied as `dim` says.
+        copies: the number of neighbouring ranks that have the same shard, if there are fewer key-value heads than
+            ranks.
     """
 
     full_shape: tuple[int, ...]
@@ -68,10 +74,10 @@ class Part:
     copies: int = 1
 
     def cut(self, full: Any) -> Tensor:
-        """Return this rank's piece of the checkpoint tensor.
+        """Return this rank's shard of the checkpoint tensor.
 
         Args:
-            full: the checkpoint tensor, or a safetensors slice.
+            full: the checkpoint tensor, or a safetensors slice of it.
         """
         if self.dim is None:
             return full[:]
@@ -79,10 +85,10 @@ class Part:
         return full[piece] if self.dim == 0 else full[:, piece]
 
     def region(self, parameter: Tensor) -> Tensor:
-        """Return the view of the parameter that holds this rank's piece.
+        """Return the view of a parameter that holds this rank's shard of the checkpoint tensor.
 
         Args:
-            parameter: the parameter.
+            parameter: the parameter of this rank.
         """
         rows = self.size if self.dim == 0 else self.full_shape[0]
         return parameter.detach()[self.offset : self.offset + rows]
@@ -90,14 +96,14 @@ class Part:
     def gather(self, parameter: Tensor, tp: ParallelGroup, owner: int, out: Tensor | None) -> None:
         """Copy the full checkpoint tensor to `out` on one rank. A collective call unless `dim` is None.
 
-        At most GATHERED_BYTES of each rank are sent at a time, which limits the memory beside a rank's own piece. A
-        copy to pinned memory may still be in progress on return.
+        Each rank sends at most GATHERED_BYTES at a time (GATHERED_ON_CPU on the CPU), which limits the memory that this
+        needs in addition to the shards. A copy to pinned memory may still be in progress on return.
 
         Args:
             parameter: the parameter of this rank.
             tp: the tensor-parallel ranks.
-            owner: the rank that receives.
-            out: the full tensor on the rank `owner`, None on the others.
+            owner: the rank that receives the tensor.
+            out: a tensor of `full_shape` on the rank `owner`, to be filled. None on the other ranks.
         """
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:

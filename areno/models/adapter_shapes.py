@@ -1,6 +1,6 @@
-"""Which layers of a model may have LoRA adapters, and how many parameters adapters take. Imports no torch.
+"""The layers of a model that may have LoRA adapters, and the number of parameters of adapters. Does not import torch.
 
-Names are those of the checkpoint, such as "q_proj", unless a docstring says otherwise.
+Module names are those of the checkpoint, such as "q_proj", unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 class _Linear(NamedTuple):
-    """A linear layer, which may compute several projections.
+    """The sizes of a linear layer, which may compute several projections.
 
-    outputs: the outputs of each projection. n_in: its inputs. n_layers: how many layers have it. row_parallel: ranks
-    divide the inputs, not the outputs. least: the fewest outputs of a projection on a rank.
+    Attributes:
+        outputs: the output size of each projection, over all ranks.
+        n_in: the input size, over all ranks.
+        n_layers: the number of layers of the model that have this linear layer.
+        row_parallel: whether ranks divide the inputs, rather than the outputs.
+        least: the smallest output size of a projection on a rank.
     """
 
     outputs: tuple[int, ...]
@@ -31,14 +35,17 @@ class _Linear(NamedTuple):
     least: int = 0
 
     def on_rank(self, layout: Layout) -> tuple[int, list[int]]:
-        """Return the inputs of one rank, and its outputs of each projection."""
+        """Return the input size, and the output size of each projection, on one rank."""
         if self.row_parallel:
             return layout.share(self.n_in), list(self.outputs)
         return self.n_in, [max(layout.share(size), self.least) for size in self.outputs]
 
 
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:
-    """Return the linear layers by module name, without experts. Models with experts adapt no other MLPs."""
+    """Return the linear layers that may have adapters, by our module name inside a layer.
+
+    Experts have none, and plain MLPs of models with experts have none either.
+    """
     size, inner, n_attend = config.hidden_size, config.intermediate_size, len(config.attention_layers)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (q_size * (1 + config.attention_gate), kv_size, kv_size)
@@ -57,9 +64,9 @@ def _linears(config: TransformerConfig) -> dict[str, _Linear]:
 
 
 def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Return the linear layers that may have adapters, except for experts: name -> (outputs, inputs).
+    """Return the sizes of the linear layers that may have adapters: name -> (outputs, inputs). Experts have none.
 
-    Projections that the checkpoint stores as one matrix count as one, as in peft.
+    Projections that the checkpoint stores as one matrix count as one layer, as in peft.
 
     Args:
         config: the shape of the model.
@@ -72,7 +79,7 @@ def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def fused_names(config: TransformerConfig) -> dict[str, str]:
-    """Return the projections that the checkpoint stores within a fused matrix: name -> name of the matrix.
+    """Return the projections that the checkpoint stores inside a fused matrix: name -> name of the fused matrix.
 
     Args:
         config: the shape of the model.
@@ -81,12 +88,12 @@ def fused_names(config: TransformerConfig) -> dict[str, str]:
 
 
 def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Return the parameters of all adapters on one rank.
+    """Return the number of parameters of all adapters on one rank.
 
     Args:
         config: the shape of the model.
         adapters: rank and targets.
-        layout: how the model is divided over devices.
+        layout: how the model is divided over devices. The default is one device.
     """
     total = 0
     for linear, groups in _adapted(config, adapters):
@@ -97,12 +104,12 @@ def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Return the elements of the copies of A that `Adapter.stack` creates on one rank, with padding.
+    """Return the number of elements that `Adapter.stack` adds to the weights on one rank: copies of A, and padding.
 
     Args:
         config: the shape of the model.
         adapters: rank and targets.
-        layout: how the model is divided over devices.
+        layout: how the model is divided over devices. The default is one device.
     """
     total = 0
     for linear, groups in _adapted(config, adapters):
@@ -113,7 +120,7 @@ def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def _adapted(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_Linear, list[list[int]]]]:
-    """Yield each linear layer that has adapters, with the groups of its projections that share an A."""
+    """Yield each linear layer with adapters, and its groups of projections (by index) that share an A."""
     for module, linear in _linears(config).items():
         stored = stored_modules(module, config)
         if groups := [group for name, group in stored.items() if name.rsplit(".", 1)[-1] in adapters.targets]:

@@ -1,7 +1,7 @@
-"""LoRA adapters of a model: created, initialised, switched off, and read from and written to peft folders.
+"""The LoRA adapters of a model: adding, initialising and disabling them, and reading and writing peft folders.
 
-A peft folder has adapter_config.json and adapter_model.safetensors. `read_adapter_config` and `load_adapters` read one,
-`adapter_writes` writes one. Tensors have peft's names.
+A peft folder has adapter_config.json and adapter_model.safetensors. `read_adapter_config` and `load_adapters` read such
+a folder, `adapter_writes` writes it. Tensors have peft's names.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from areno.models.folder import (
 from areno.models.transformer import Transformer
 from areno.models.weights import Entry, Stored, fill, gathered, order_in, reached, write_tensors
 
-PREFIX = "base_model.model."  # of every tensor name in a peft folder
+PREFIX = "base_model.model."  # the prefix of every tensor name in a peft folder
 
 
 def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
     """Add adapters with uninitialised weights to a model, and freeze all other parameters.
 
     Args:
-        model: the model.
+        model: the model, which is changed in place.
         adapters: rank, scaling and targets.
     """
     model.requires_grad_(False)
@@ -59,11 +59,11 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 
 
 def init_adapters(model: Transformer, seed: int) -> None:
-    """Initialise the adapters so that the model still equals its base.
+    """Initialise the adapters so that the model still computes the same as its base.
 
     Args:
         model: a model with adapters.
-        seed: determines the weights, for any ranks and device.
+        seed: the seed of the random generator. The weights do not depend on the number of ranks or the device.
     """
     generator = torch.Generator().manual_seed(seed)
     for _, adapter in _adapters(model):
@@ -71,10 +71,10 @@ def init_adapters(model: Transformer, seed: int) -> None:
 
 
 def stack_adapters(model: Transformer) -> None:
-    """Give the weights of adapted layers room for a copy of A, for sampling; see `Adapter.stack`.
+    """Move the weights of adapted layers into tensors with room for a copy of A, for sampling; see `Adapter.stack`.
 
     Args:
-        model: a model whose weights are placed.
+        model: a model with adapters, whose weights have memory.
     """
     for _, module in _adapted(model):
         assert module.adapter is not None
@@ -92,12 +92,14 @@ def refresh_adapters(model: Transformer) -> None:
 
 
 def adapter_table(model: Transformer) -> list[Entry]:
-    """Return every tensor of the model's adapters in a fixed order, under peft's names. Empty without adapters.
+    """Return every tensor of the model's adapters under peft's name, in a fixed order. Empty without adapters.
 
-    A matrix B that the checkpoint stores fused is a tensor for each projection here. Its A has the name of the first.
+    If the checkpoint stores several projections as one matrix, they share one A, listed under the name of the first
+    projection. Each projection has its own B in this list, although a peft folder stores their B matrices as one
+    tensor.
 
     Args:
-        model: the model.
+        model: the model, with or without adapters.
     """
     found = []
     for name, adapter in _adapters(model):
@@ -110,7 +112,7 @@ def adapter_table(model: Transformer) -> list[Entry]:
 
 
 def stored_adapters(model: Transformer) -> dict[str, Stored]:
-    """Return the tensors of a peft folder by name, with the file's order of the numbers of a head.
+    """Return the tensors of a peft folder by name, as `weights.Stored`.
 
     Args:
         model: a model with adapters.
@@ -129,12 +131,12 @@ def stored_adapters(model: Transformer) -> dict[str, Stored]:
 
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
-    """Switch all adapters off within this context, so the model computes as its base.
+    """Disable all adapters within this context, so that the model computes the same as its base.
 
-    Captured CUDA graphs do not change.
+    CUDA graphs that were captured before keep using the adapters.
 
     Args:
-        model: the model.
+        model: the model, with or without adapters.
     """
     adapters = [adapter for _, adapter in _adapters(model)]
     try:
@@ -147,14 +149,14 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 
 def _adapters(model: Transformer) -> Iterator[tuple[str, Adapter]]:
-    """Yield the name of each adapted layer, and its adapter."""
+    """Yield the name and the adapter of each adapted layer."""
     for name, module in _adapted(model):
         assert module.adapter is not None
         yield name, module.adapter
 
 
 def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
-    """Yield each adapted layer with its name."""
+    """Yield the name and the layer of each linear layer that has an adapter."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.adapter is not None:
             yield name, module
@@ -205,7 +207,7 @@ class PeftFolder(NamedTuple):
 
     Attributes:
         adapters: rank, scaling and targets.
-        base: the model that the adapters were trained on. "": not recorded.
+        base: the folder or hub id of the model that the adapters were trained on. "": not recorded.
     """
 
     adapters: AdapterSpec
@@ -216,20 +218,20 @@ def is_adapter(folder: str | Path) -> bool:
     """Return whether a local folder holds adapters and no model.
 
     Args:
-        folder: the folder, which may not exist.
+        folder: the path of the folder, which may not exist.
     """
     folder = Path(folder).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: str | Path) -> str:
-    """Return the model that the adapters of a folder were trained on.
+    """Return the folder or hub id of the model that a peft folder's adapters were trained on.
 
     Args:
         folder: a peft folder.
 
     Raises:
-        CheckpointError: the folder does not record the model.
+        CheckpointError: adapter_config.json cannot be read, or does not record the model.
     """
     file = Path(folder).expanduser() / ADAPTER_CONFIG
     raw = RawConfig(read_json(file), str(file))
@@ -242,14 +244,15 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
-    """Read the adapter_config.json of a folder or hub id.
+    """Read the adapter_config.json of a peft folder, and the adapted modules from its weight file.
 
     Args:
         path: the folder or hub id.
-        model: the shape of the model that gets the adapters.
+        model: the shape of the model that the adapters are for.
 
     Raises:
-        CheckpointError: there is no such file, or its fields ask for something unsupported; names all of them.
+        CheckpointError: the files are missing, fields ask for something unsupported, or the weights hold adapters of
+            other modules. The error lists all wrong fields.
     """
     folder = resolve(path)
     file = folder / ADAPTER_CONFIG
@@ -279,7 +282,10 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
 
 
 def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
-    """Return the adapted modules by the names of the tensors. given: target_modules, a list or a pattern."""
+    """Return the adapted modules, from the names of the tensors. given: the field target_modules, a list or a regex.
+
+    Raises CheckpointError for tensors of unknown modules, and for modules that target_modules does not include.
+    """
     with opened(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
     known = linear_shapes(model)
@@ -302,7 +308,7 @@ def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str
 
 
 def _is_named(module: str, given: object) -> bool:
-    """Return whether peft would adapt a module. given: target_modules."""
+    """Return whether peft would adapt a module. given: the field target_modules, a list or a regex."""
     if isinstance(given, str) and given != "all-linear":
         try:
             return re.fullmatch(given, module) is not None
@@ -312,10 +318,10 @@ def _is_named(module: str, given: object) -> bool:
 
 
 def load_adapters(model: Transformer, path: str | Path) -> None:
-    """Load the model's adapters from a peft folder, reading only this rank's pieces.
+    """Load the model's adapters from a peft folder. Each rank reads only its own shards.
 
     Args:
-        model: a model with the adapters of `read_adapter_config`.
+        model: a model with the adapters that `read_adapter_config` returned.
         path: the folder or hub id.
 
     Raises:
@@ -338,7 +344,7 @@ def load_adapters(model: Transformer, path: str | Path) -> None:
 
 
 def _weights_file(folder: Path) -> Path:
-    """Return the weight file of a peft folder. Raises CheckpointError if there is none."""
+    """Return the path of a peft folder's weight file. Raises CheckpointError if there is none."""
     if not (folder / WEIGHTS).is_file():
         advice = "; save it again with safe_serialization" if (folder / "adapter_model.bin").is_file() else ""
         raise CheckpointError(f"{folder} has no {WEIGHTS}{advice}")
@@ -355,16 +361,18 @@ def adapter_writes(
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """Return the work of this rank in writing a peft folder, as functions for `weights.write_all`.
+    """Yield the functions that write this rank's share of a peft folder, for `weights.write_all`.
+
+    Taking a function from the iterator is a collective call over the ranks of a copy of the model.
 
     Args:
         model: a model with adapters.
         folder: the folder, created if needed.
         adapters: rank, scaling and targets.
-        base: recorded as the model that the adapters belong to.
-        source: folders or hub ids to copy tokenizer files from; the first that has them counts.
-        dp: the ranks with copies of the model, of which the first writes. None: only the model's `tp` calls.
-        pin_memory: copy to pinned host memory.
+        base: the folder or hub id of the base model, which is recorded in adapter_config.json.
+        source: folders or hub ids to copy tokenizer files from. The first that has any is used.
+        dp: the ranks with copies of the model. Only the first copy is written. None: there is one copy.
+        pin_memory: whether to copy the weights to pinned host memory.
     """
     if dp is not None and dp.rank > 0:
         return
@@ -394,7 +402,7 @@ def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
 
 
 def _write_other_files(folder: Path, source: Sequence[str | Path], config: dict[str, Any]) -> None:
-    """Write everything but the weights."""
+    """Write adapter_config.json and the tokenizer files, and sync them to disk."""
     folder.mkdir(parents=True, exist_ok=True)
     written = copy_tokenizer_files([resolve(path) for path in source], folder, (TOKENIZER,))
     written.append(write_json(folder / ADAPTER_CONFIG, config))

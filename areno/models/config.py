@@ -1,4 +1,4 @@
-"""The shape of a model and the record of a model family, read from a Hugging Face `config.json`."""
+"""The shape of a model and the record of a model family, both read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOW_IT_RUNS = (
     "gradient_checkpointing attn_implementation use_flash_attention use_flash_attn use_flashattn"
 )
 _LENGTHS = "model_max_length tokenizer_model_max_length max_sequence_length max_seq_length seq_length"
-# Older versions of transformers kept settings of sampling in config.json: those of ours by the same names, and these.
+# Older versions of transformers wrote sampling settings to config.json: those that areno has, too, and these.
 _SAMPLING = " ".join(settings(SamplingConfig)) + (
     " max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty typical_p "
     "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences"
@@ -33,7 +33,7 @@ _TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config t
 UNUSED = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())
 """Fields of `config.json` that do not change what a model computes, whatever its family."""
 UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""Fields that change nothing without `use_sliding_window`."""
+"""Fields of `config.json` that have no effect unless `use_sliding_window` is true."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerKind:
 
     Attributes:
         rope: The rotary positions.
-        window: The number of last tokens that a token sees, including itself; None for all.
+        window: The number of last tokens that a token attends to, itself included. None: all.
     """
 
     rope: Rope
@@ -51,26 +51,30 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a decoder-only transformer (transformer.py). Fields without a description have their usual names.
+    """The shape of a decoder-only transformer (transformer.py). Fields that are not listed have their usual names.
 
     Attributes:
-        family: The name of its Family.
+        family: The name of the model's Family.
         rope: The rotary positions of most layers.
-        max_position_embeddings: The context: the most tokens of a row.
-        qk_norm: Each query and key head has a norm.
-        qk_norm_whole: All query heads of a token share one norm, and so do its key heads.
-        attention_gate: The output of attention is multiplied by a sigmoid. Its logits are computed with the queries.
-        norms: Whether norms stand before, after, or before and after attention and MLP.
-        norm_plus_one: Norms multiply by 1 + weight.
-        embed_scale: Embeddings are multiplied by this number.
-        kinds: The properties of each layer. Empty if all layers have `rope` and no window. Recurrent layers ignore it.
+        max_position_embeddings: The context length: the most tokens of a sequence.
+        qk_norm: Whether each query and key head has a norm.
+        qk_norm_whole: Whether all query heads of a token share one norm, and all key heads another one.
+        attention_gate: Whether the output of attention is multiplied by the sigmoid of a gate, which the qkv projection
+            computes.
+        norms: Where the norms are: before attention and MLP, after them, or both.
+        norm_plus_one: Whether norms multiply by 1 + weight.
+        embed_scale: The factor of the embeddings.
+        kinds: The properties of each layer. Empty if all layers have `rope` and no window. Unused for recurrent layers.
+        eos_token_ids: The token ids that end a completion.
         initializer_range: The standard deviation of random weights.
-        hf: `config.json` as read, which is written back when the model is saved.
-        experts: The experts of layers that have them in place of the plain MLP.
-        delta: The layers with a recurrent state in place of attention.
-        within: The architecture with images that transformers builds from the folder, whose tensor names peft uses.
-        head: "lm" predicts the next token. "value" gives a number for each token.
-        has_head: The checkpoint has the head. A value model made from a causal language model starts with a head of 0.
+        hf: `config.json` as read, which is written again when the model is saved.
+        experts: The mixtures of experts that layers have in place of the plain MLP. None: there are none.
+        delta: The layers with a recurrent state in place of attention. None: there are none.
+        within: The image-text architecture that transformers builds from this folder, and whose tensor names peft uses.
+            Empty for a folder with a text model only.
+        head: "lm" for a head that predicts the next token. "value" for a head that computes a value for each token.
+        has_head: Whether the checkpoint has the weights of the head. False for a critic made from a causal language
+            model, whose value head starts at 0.
     """
 
     family: str
@@ -98,8 +102,8 @@ class TransformerConfig:
     kinds: tuple[LayerKind, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
-    hf: dict[str, Any]  # config.json as read, written back when the model is saved
-    experts: Experts | None = None  # of the layers that have them in place of the plain MLP
+    hf: dict[str, Any]  # config.json as read, which is written again when the model is saved
+    experts: Experts | None = None  # in the layers that have experts in place of the plain MLP
     delta: Delta | None = None
     within: str = ""
     head: HeadName = "lm"
@@ -107,7 +111,7 @@ class TransformerConfig:
 
     @property
     def divided(self) -> list[tuple[str, str, int]]:
-        """Return the sizes that tensor-parallel ranks divide, each as (name, field of config.json, number)."""
+        """The sizes that tensor-parallel ranks divide, each as (name, field of config.json, number)."""
         sizes = [
             ("attention heads", "num_attention_heads", self.num_heads),
             ("key-value heads", "num_key_value_heads", self.num_kv_heads),
@@ -122,7 +126,7 @@ class TransformerConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Return the numbers of the layers with keys and values."""
+        """The indices of the layers with attention, which have keys and values to cache."""
         recurrent = () if self.delta is None else self.delta.layers
         return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
@@ -130,31 +134,34 @@ class TransformerConfig:
         """Return the properties of an attention layer.
 
         Args:
-            index: The number of the layer.
+            index: The index of the layer.
         """
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family. This record is the only place where it is declared; areno/models/families finds all of them.
+    """A model family. This record is its only declaration; areno/models/families finds all records.
+
+    The names of modules are those in checkpoints, such as "self_attn.q_proj".
 
     Attributes:
-        name: `model_type` in `config.json`.
-        architecture: The class of transformers with a head over the vocabulary.
-        value_architecture: The class of transformers with a head of one label.
-        read: Makes the shape of a model from `config.json`. It begins with `read_decoder`.
-        unused: Fields of `config.json` that do not change what a model of this family computes, beside UNUSED. A field
-            that is neither read nor listed is an error for the user.
-        names: The names of modules in a layer, as checkpoints have them, where they differ from LAYER_NAMES.
-        expert_names: The same for the modules of a mixture of experts. `{}` stands for the number of an expert. Names
-            of several modules are stacked, for each expert in turn.
-        stacked: Modules of the checkpoint that hold the rows of several modules. These have Llama's names elsewhere.
-        around: The architecture with images whose `text_config` describes such a model; "" if there is none.
-        assumed: Fields that `text_config` of such a model may leave out, with their values.
-        is_whole: Whether transformers builds the model with images from such a folder, even for a text model.
-        beginnings: Beginnings of tensor names in a model with images, with their beginnings in a text model.
-        unread: Beginnings of the names of tensors that belong to neither and are ignored.
+        name: The `model_type` in `config.json`.
+        architecture: The causal language model class of transformers.
+        value_architecture: The sequence classification class of transformers, whose head gives a value.
+        read: Reads the shape of a model from `config.json`. It begins with `read_decoder`.
+        unused: Fields of `config.json` that do not change the computation of this family, in addition to UNUSED. A
+            field that is neither read nor listed raises an error.
+        names: The checkpoint's names of modules in a layer, by our name, where they differ from LAYER_NAMES.
+        expert_names: The same for the modules of a mixture of experts. `{}` stands for the index of an expert. If a
+            module holds several matrices of each expert, they are stacked, expert by expert.
+        stacked: Modules that the weight files store fused, each with the separate modules that it consists of, from the
+            first row.
+        around: The image-text architecture whose `text_config` describes a model of this family; "" if there is none.
+        assumed: Default values of fields that such a `text_config` may leave out.
+        is_whole: Whether transformers builds the image-text model from such a folder, even to use it as a text model.
+        beginnings: Prefixes of tensor names in an image-text model, with the prefixes in a text model.
+        unread: Prefixes of the names of tensors that are ignored, such as those of the image encoder.
     """
 
     name: str
@@ -184,18 +191,25 @@ def read_decoder(
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
-    """Read the fields that all families share. A family replaces the other fields of the result.
+    """Read the fields of `config.json` that all families share.
+
+    The `read` function of a family replaces the other fields of the result.
 
     Args:
-        raw: The fields of `config.json`. Errors are collected in it.
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
         family: The name of the family.
-        default_head_dim: The head dimension if `head_dim` is absent. None derives it from the hidden size.
-        partial_rotary: The rotated share of a head if `config.json` has none. None requires that all of it is rotated.
-        interleaved: Neighbouring numbers are rotated together, not numbers half a head apart.
-        may_slide: Layers may have a window, see `with_windows`.
-        may_recur: Layers may have a recurrent state.
-        rope: The rotary positions if the family has read them. None reads them.
-        activation: The field with the activation, and its only supported value.
+        default_head_dim: The head dimension if `head_dim` is absent. None: hidden size divided by the number of heads.
+        partial_rotary: The share of a head that is rotated if `config.json` does not set it. None: the whole head must
+            be rotated, and another share is a problem.
+        interleaved: Whether neighbouring elements of a head are rotated together, rather than elements half a head
+            apart.
+        may_slide: Whether the family supports layers with a window, see `with_windows`.
+        may_recur: Whether the family supports layers with a recurrent state.
+        rope: The rotary positions, if the family has read them. None: read them here.
+        activation: The field that names the activation, and its only supported value.
+
+    Returns:
+        The shape. It is usable only if `raw.problems` is empty.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MAX_LAYERS)
     field, only = activation
@@ -230,7 +244,7 @@ def read_decoder(
 
 
 def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool) -> None:
-    """Report sizes that contradict each other. is_derived: the head dimension follows from the hidden size."""
+    """Add problems for sizes that contradict each other. is_derived: whether hidden_size sets the head dimension."""
     heads = f"num_attention_heads={config.num_heads}"
     if config.num_heads % config.num_kv_heads:
         raw.refuse("num_key_value_heads", f"a divisor of {heads}")
@@ -249,11 +263,11 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
-    """Report fields that ask for a computation that is not implemented."""
+    """Add problems for fields that ask for a computation that is not implemented."""
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
     for name, code in raw.get("auto_map", dict, {}).items():
-        # Some checkpoints name their own code for a class that transformers has. Its own class is used, as here.
+        # Some checkpoints name code of their own for a class that transformers has. transformers uses its own class.
         known = str(code).rpartition(".")[2] in raw.get("architectures", list, [])
         if name.startswith("AutoModel") and not known:
             raw.wrong(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
@@ -278,18 +292,18 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
 def with_windows(
     raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
 ) -> TransformerConfig:
-    """Give layers the window `sliding_window`.
+    """Return the shape with the window `sliding_window` in some layers.
 
-    A window at least as long as the context is dropped.
+    A window at least as long as the context has no effect and is dropped.
 
     Args:
-        raw: The fields of `config.json`. `layer_types` names the layers with a window.
+        raw: The fields of `config.json`. The field `layer_types` names the layers with a window.
         config: The shape without windows.
-        slides: Returns whether a layer has a window, for files without `layer_types`.
-        local_rope: The rotary positions of layers with a window. None keeps those of the other layers.
+        slides: Returns whether the layer of an index has a window. It is used for files without `layer_types`.
+        local_rope: The rotary positions of layers with a window. None: all layers keep the positions of `config`.
     """
     types = raw.get("layer_types", list, [])
-    raw.get("sliding_window", int, 0, ge=1)  # the field may be unused
+    raw.get("sliding_window", int, 0, ge=1)  # counts as read, since the field may be unused
     sliding = [kind == "sliding_attention" for kind in types] or [slides(n) for n in range(config.num_layers)]
     if len(sliding) != config.num_layers or not any(sliding):
         return config

@@ -1,7 +1,8 @@
-"""The cost of a model, computed from its config alone: FLOPs and bytes of a token, and memory on a device. No torch.
+"""The cost of a model, computed from its config alone: FLOPs and bytes per token, and memory on a device. No torch.
 
-Common arguments: `itemsize` is the bytes of a weight, an activation, or a cached key or value. `layout` is the division
-of the model over devices; results are those of one rank. Bytes count tensors, without the overhead of an allocator.
+Common arguments: `itemsize` is the bytes of a weight, an activation, or a cached key or value. `layout` describes how
+the model is divided over devices; results are those of one rank. Bytes count tensors, without the overhead of an
+allocator.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ class Cost:
     """The cost of one token in a model, over all tensor-parallel ranks.
 
     Attributes:
-        n_params: parameters of the model.
-        body_params: parameters of the layers that a token is multiplied with, including only its own experts.
-        head_params: parameters of the LM head, for tokens whose next token is predicted.
-        kv_bytes: bytes of a token's keys and values, all layers.
-        attn_flops: FLOPs of one query with one key, all layers and heads, forward.
-        itemsize: bytes of a weight, and of a cached key or value.
-        windows: attention windows of layers, and the share of layers with each. None: no window.
-        state_bytes: bytes of a sequence's recurrent states, all layers.
-        rule_flops: FLOPs of a token with the recurrent states, all layers, forward.
-        experts: number and sizes of experts.
-        expert_params: parameters of one expert, in all layers with experts.
-        adapter_params: parameters of adapters, which alone are trained. 0: all parameters are trained.
+        n_params: the number of parameters of the model.
+        body_params: the number of parameters of the layers that a token is multiplied with. Of the experts, only those
+            of the token count.
+        head_params: the number of parameters of the LM head, which only tokens need whose next token is predicted.
+        kv_bytes: the bytes of a token's keys and values, in all layers.
+        attn_flops: the forward FLOPs of one query with one key, in all layers and heads.
+        itemsize: the bytes of a weight, and of a cached key or value.
+        windows: pairs of an attention window in tokens and the share of the attention layers that have it. A window of
+            None means all tokens.
+        state_bytes: the bytes of a sequence's recurrent states, in all layers.
+        rule_flops: the forward FLOPs of a token's recurrent updates, in all layers.
+        experts: number and sizes of the experts. None: the model has none.
+        expert_params: the number of parameters of one expert in each layer, summed over the layers with experts.
+        adapter_params: the number of parameters of the adapters, if only these are trained. 0: all parameters are
+            trained.
     """
 
     n_params: int
@@ -55,7 +59,7 @@ class Cost:
 
         Args:
             config: the shape of the model.
-            itemsize: bytes of a weight, and of a cached key or value.
+            itemsize: the bytes of a weight, and of a cached key or value.
             adapters: the adapters that are trained. None: all parameters are trained.
         """
         experts, of_experts = config.experts, 0
@@ -79,14 +83,16 @@ class Cost:
 
     @property
     def active_params(self) -> int:
-        """The parameters that one token is multiplied with."""
+        """The number of parameters that one token is multiplied with, including the LM head."""
         return self.body_params + self.head_params
 
     def moved_params(self, n_tokens: float) -> float:
-        """Return the parameters that are read to compute a batch, with the expected number of distinct experts.
+        """Return the number of parameters that must be read from memory to compute a batch.
+
+        Of the experts, the expected number of distinct experts counts, see `Experts.distinct`.
 
         Args:
-            n_tokens: the tokens of the batch.
+            n_tokens: the number of tokens of the batch.
         """
         if self.experts is None:
             return self.active_params
@@ -94,12 +100,12 @@ class Cost:
 
 
 def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Return the FLOPs of scoring rows.
+    """Return the FLOPs of a forward pass over sequences, such as to compute log-probabilities.
 
     Args:
         cost: the cost of a token.
-        row_lens: the tokens of each row.
-        head_tokens: the tokens that the LM head is computed for. None: all, as is customary.
+        row_lens: the number of tokens of each sequence.
+        head_tokens: the number of tokens for which the LM head is computed. None: all, as is customary.
     """
     n_tokens = sum(row_lens)
     flops = _weight_flops(cost, n_tokens, head_tokens) + (2.0 * cost.adapter_params + cost.rule_flops) * n_tokens
@@ -107,37 +113,39 @@ def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None =
 
 
 def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Return the FLOPs of training on rows: backward takes twice those of forward, and once for frozen weights.
+    """Return the FLOPs of a forward and a backward pass over sequences.
+
+    A backward pass takes twice the FLOPs of the forward pass, but only once for products with frozen weights.
 
     Args:
         cost: the cost of a token.
-        row_lens: the tokens of each row.
-        head_tokens: the tokens that the LM head is computed for. None: all.
+        row_lens: the number of tokens of each sequence.
+        head_tokens: the number of tokens for which the LM head is computed. None: all.
     """
     frozen = _weight_flops(cost, sum(row_lens), head_tokens) if cost.adapter_params else 0.0
     return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen
 
 
 def _weight_flops(cost: Cost, n_tokens: int, head_tokens: int | None) -> float:
-    """Return the FLOPs of products with the model's own weights, forward."""
+    """Return the forward FLOPs of products with the model's own weights, without adapters and attention."""
     return 2.0 * (cost.body_params * n_tokens + cost.head_params * (n_tokens if head_tokens is None else head_tokens))
 
 
 def mean_pairs(cost: Cost, row_lens: Sequence[int]) -> float:
-    """Return the (query, key) pairs of causal attention in a layer, the mean over layers.
+    """Return the number of (query, key) pairs of causal attention, as the mean over the attention layers.
 
     Args:
-        cost: the cost of a token.
-        row_lens: the tokens of each row.
+        cost: the cost of a token, which has the windows of the layers.
+        row_lens: the number of tokens of each sequence.
     """
     return sum(share * pairs(row_lens, window) for window, share in cost.windows)
 
 
 def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
-    """Return the (query, key) pairs of causal attention in one layer.
+    """Return the number of (query, key) pairs of causal attention in one layer.
 
     Args:
-        row_lens: the tokens of each row.
+        row_lens: the number of tokens of each sequence.
         window: the number of last tokens that a token attends to, itself included. None: all.
     """
     found = 0
@@ -153,11 +161,11 @@ _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
 def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the parameters of the model on one rank.
+    """Return the number of parameters of the model on one rank.
 
     Args:
         config: the shape of the model.
-        layout: the division of the model over devices.
+        layout: how the model is divided over devices. The default is one device.
     """
     size, table = config.hidden_size, layout.share_up(config.vocab_size) * config.hidden_size
     head = size if config.head == "value" else 0 if config.tie_word_embeddings else table
@@ -165,18 +173,34 @@ def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the parameters of the layers and the final norm on one rank."""
+    """Return the number of parameters of all layers and the final norm on one rank.
+
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
+    """
     experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
     return _body(config, layout, experts)
 
 
 def active_body_parameters(config: TransformerConfig) -> int:
-    """Return the parameters of the layers that a token is multiplied with, including only its own experts."""
+    """Return the number of parameters of all layers and the final norm that one token uses, over all ranks.
+
+    Of the experts, only those of the token count.
+
+    Args:
+        config: the shape of the model.
+    """
     return _body(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
 def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the parameters of the largest layer on one rank."""
+    """Return the number of parameters of the largest layer on one rank.
+
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
+    """
     size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, layout)
     if config.delta is not None:
         of_attention = _attention(config, layout)
@@ -188,7 +212,7 @@ def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def _body(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
-    """Return the parameters of the layers and the final norm, with n_experts in each layer with experts."""
+    """Return the number of parameters of all layers and the final norm, if each expert layer has n_experts experts."""
     body = config.num_layers * _plain_layer(config, layout) + config.hidden_size
     if config.experts is not None:
         of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, layout)
@@ -205,7 +229,7 @@ def _plain_layer(config: TransformerConfig, layout: Layout) -> int:
 
 
 def _attention(config: TransformerConfig, layout: Layout) -> int:
-    """Return the parameters of attention in one layer."""
+    """Return the number of parameters of attention in one layer on one rank."""
     qkv, heads = _qkv_size(config, layout), q_size(config, layout)
     found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
@@ -214,7 +238,7 @@ def _attention(config: TransformerConfig, layout: Layout) -> int:
 
 
 def _delta(config: TransformerConfig, layout: Layout) -> int:
-    """Return the elements of the gated delta rule of one layer."""
+    """Return the number of parameters of the gated delta rule in one layer on one rank."""
     assert config.delta is not None
     return layout.share(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
 
@@ -225,35 +249,35 @@ def _plain_mlp(config: TransformerConfig, layout: Layout) -> int:
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of a token's keys and values, in all layers with attention.
+    """Return the bytes of a token's keys and values on one rank, in all layers with attention.
 
     Args:
         config: the shape of the model.
-        itemsize: bytes of a key or value.
-        layout: the division of the model over devices.
+        itemsize: the bytes of an element of a key or value.
+        layout: how the model is divided over devices. The default is one device.
     """
     return 2 * len(config.attention_layers) * kv_heads(config, layout) * config.head_dim * itemsize
 
 
 def state_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of a sequence's recurrent states, in all layers that have them.
+    """Return the bytes of a sequence's recurrent states on one rank, in all layers that have such states.
 
     Args:
         config: the shape of the model.
-        itemsize: bytes of an input of the convolution.
-        layout: the division of the model over devices.
+        itemsize: the bytes of an element of the convolution's inputs.
+        layout: how the model is divided over devices. The default is one device.
     """
     return 0 if config.delta is None else layout.share(config.delta.state_bytes(itemsize))
 
 
 def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of a row's keys and values; layers with a window need its last tokens alone.
+    """Return the bytes of a sequence's keys and values on one rank. Layers with a window keep its last tokens only.
 
     Args:
         config: the shape of the model.
-        n_tokens: the tokens of the row.
-        itemsize: bytes of a key or value.
-        layout: the division of the model over devices.
+        n_tokens: the number of tokens of the sequence.
+        itemsize: the bytes of an element of a key or value.
+        layout: how the model is divided over devices. The default is one device.
     """
     layers = config.attention_layers
     n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, layers))
@@ -261,19 +285,24 @@ def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, lay
 
 
 def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the key-value heads of one rank. With fewer heads than ranks, several ranks hold the same head."""
+    """Return the number of key-value heads on one rank. With fewer heads than ranks, several ranks hold the same head.
+
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
+    """
     return layout.share_up(config.num_kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBytes:
-    """The bytes of one model on each device. Frozen models have weights alone.
+    """The bytes of one model on each device. Frozen models have weights only.
 
     Attributes:
-        weights: bytes of the weights.
-        gradients: bytes of the gradients.
-        masters: bytes of the fp32 master weights.
-        moments: bytes of the optimizer's moments.
+        weights: the bytes of the weights.
+        gradients: the bytes of the gradients.
+        masters: the bytes of the fp32 master weights.
+        moments: the bytes of the optimizer's moments.
     """
 
     weights: int
@@ -283,7 +312,7 @@ class ModelBytes:
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """The bytes of weights, gradients, master weights and moments together."""
         return self.weights + self.gradients + self.masters + self.moments
 
 
@@ -297,18 +326,18 @@ def model_bytes(
     adapters: AdapterSpec | None = None,
     copies_a: bool = False,
 ) -> ModelBytes:
-    """Return the bytes of a model on each device of the layout that trains it.
+    """Return the bytes of a model on each device of the layout.
 
-    Padding of parameters to aligned starts is not included.
+    Padding between parameters for alignment is not included.
 
     Args:
         config: the shape of the model.
-        itemsize: bytes of a weight.
-        optimizer: the optimizer. None: the model is frozen.
-        layout: the division of the model over devices.
+        itemsize: the bytes of a weight.
+        optimizer: the optimizer that trains the model. None: the model is frozen.
+        layout: how the model is divided over devices. The default is one device.
         zero_stage: the setting `engine.zero_stage`.
         adapters: the adapters that are trained. None: all parameters are trained.
-        copies_a: the weights have copies of A below (`Adapter.stack`).
+        copies_a: whether the weights have room for copies of A, see `Adapter.stack`.
     """
     n_weights = n = parameters(config, layout)
     layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size
@@ -335,13 +364,13 @@ def model_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """The bytes that one layer holds for each token in training.
+    """The bytes of activations that one layer holds for each token in training.
 
     Attributes:
-        always: from the forward to the backward pass, also under recompute: the float32 residual stream before and
-            after attention, the output of attention, and outputs of attention and MLP if norms follow them.
+        always: bytes from the forward to the backward pass, also under recompute: the float32 residual stream before
+            and after attention, the output of attention, and the inputs of norms after attention and MLP.
         kept: additional bytes without recompute: the outputs of the qkv and gate-up products.
-        at_work: an upper bound during the layer's backward pass.
+        at_work: an upper bound of the temporary bytes during the layer's backward pass.
     """
 
     always: int
@@ -352,15 +381,15 @@ class ActivationBytes:
 def activation_bytes(
     config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
 ) -> ActivationBytes:
-    """Return the bytes of one fused layer for one token, of the larger kind if layers are of two kinds.
+    """Return the bytes of activations that one fused layer holds for one token.
 
-    With experts, a rank reserves room for all copies of a token.
+    If layers differ, each figure is the larger one. With experts, a rank reserves room for all copies of a token.
 
     Args:
         config: the shape of the model.
-        itemsize: bytes of an activation.
-        layout: the division of the model over devices.
-        split: sequence parallelism divides the residual stream over the ranks.
+        itemsize: the bytes of an activation.
+        layout: how the model is divided over devices. The default is one device.
+        split: whether sequence parallelism divides the residual stream over the ranks.
     """
     experts, inner, size = config.experts, layout.share(2 * config.intermediate_size), config.hidden_size
     residual = layout if split else ALONE
@@ -389,7 +418,7 @@ def activation_bytes(
 def _rule_bytes(delta: Delta, itemsize: int) -> int:
     """Return the bytes for one token of the backward pass of the gated delta rule between its two products.
 
-    They are the projections, the result and their gradients; and the fp32 tensors that the kernels of
+    Counted are the projections, the result and their gradients, and the fp32 tensors that the kernels of
     areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and exchange.
     """
     key, value = delta.key_dim, delta.value_dim
@@ -402,14 +431,14 @@ def _rule_bytes(delta: Delta, itemsize: int) -> int:
 def token_bytes(
     config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, recompute: bool = True, split: bool = False
 ) -> int:
-    """Return the bytes of one token in training, without logits.
+    """Return the bytes of all layers' activations for one token in training, without logits.
 
     Args:
         config: the shape of the model.
-        itemsize: bytes of an activation.
-        layout: the division of the model over devices.
-        recompute: layers recompute activations. False: all layers keep them.
-        split: sequence parallelism divides the residual stream over the ranks.
+        itemsize: the bytes of an activation.
+        layout: how the model is divided over devices. The default is one device.
+        recompute: whether layers recompute activations. If False, all layers keep them.
+        split: whether sequence parallelism divides the residual stream over the ranks.
     """
     layer = activation_bytes(config, itemsize, layout, split=split)
     kept = 0 if recompute else layer.kept
@@ -417,23 +446,28 @@ def token_bytes(
 
 
 def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, layout: Layout = ALONE) -> int:
-    """Return the bytes of float32 logits and their gradients.
+    """Return the bytes of float32 logits and their gradients on one rank.
 
     Args:
         config: the shape of the model.
-        n_positions: the number of positions.
-        itemsize: bytes of a gradient.
-        layout: the division of the model over devices.
+        n_positions: the number of positions whose logits are computed at once.
+        itemsize: the bytes of an element of the gradients.
+        layout: how the model is divided over devices. The default is one device.
     """
     return n_positions * layout.share_up(config.vocab_size) * (4 + itemsize)
 
 
 def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the elements of one token's queries on one rank."""
+    """Return the number of elements of one token's queries, in one layer on one rank.
+
+    Args:
+        config: the shape of the model.
+        layout: how the model is divided over devices. The default is one device.
+    """
     return layout.share(config.num_heads) * config.head_dim
 
 
 def _qkv_size(config: TransformerConfig, layout: Layout) -> int:
-    """Return the outputs of the qkv product on one rank, including gates."""
+    """Return the output size of the qkv projection on one rank, including gates."""
     of_queries = layout.share(config.num_heads) * (1 + config.attention_gate)
     return (of_queries + 2 * kv_heads(config, layout)) * config.head_dim

@@ -1,7 +1,7 @@
 """Model folders: finding or downloading them, reading config.json, and listing their weight and tokenizer files.
 
 `resolve` turns a path or hub id into a local folder. `RawConfig` looks up fields of a JSON file, and collects all
-problems, so that one error reports them together. `tensor_files` reads the headers of weight files.
+problems, so that a single error reports all of them. `tensor_files` reads the headers of weight files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areno.errors import CheckpointError, Key, Problem, printable
 MODEL = Key("actor.path")  # the usual setting of a model's path; callers with another setting rename it
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-TIMEOUT_S = 5.0  # of the one request before a download, so that a machine without network gets an error quickly
+TIMEOUT_S = 5.0  # of the request before a download, so that a machine without network fails quickly
 
 
 def resolve(path: str | Path, what: str = "model") -> Path:
@@ -35,7 +35,7 @@ def resolve(path: str | Path, what: str = "model") -> Path:
         what: "model" or "adapter", for messages.
 
     Raises:
-        CheckpointError: the path is neither, or cannot be downloaded.
+        CheckpointError: the path is neither a folder nor a hub id, or the repository cannot be downloaded.
     """
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # unlike Path.is_dir, no error for a name that is too long
@@ -49,7 +49,10 @@ def resolve(path: str | Path, what: str = "model") -> Path:
 
 
 def _download(repo: str, what: str) -> Path:
-    """Return the folder of a hub repository, from the cache if the hub cannot be reached."""
+    """Download a hub repository and return its local folder, or the cached one if the hub cannot be reached.
+
+    Raises CheckpointError if neither is possible. what: "model" or "adapter", for messages.
+    """
     # Imported here, as local folders do not need it.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -62,7 +65,7 @@ def _download(repo: str, what: str) -> Path:
     except RepositoryNotFoundError as error:
         message = "{} is neither a local folder nor a repository that the hub shows us; check {}"
         raise CheckpointError(message, repo, MODEL) from error
-    except Exception as error:  # the client passes on exceptions of its transport
+    except Exception as error:  # the client also raises exceptions of its HTTP library
         try:
             return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
@@ -85,10 +88,10 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Args:
-        file: the file.
+        file: the path of the file.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else.
+        CheckpointError: the file cannot be read, or does not hold a JSON object.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -100,21 +103,21 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> Path:
-    """Write a JSON file, and return its path.
+    """Write a JSON object to a file, and return the path of the file.
 
     Args:
-        file: the file.
-        values: its contents.
+        file: the path of the file.
+        values: the object.
     """
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return file
 
 
 def listing(names: list[str]) -> str:
-    """Join names for an error message, at most SHOWN of them.
+    """Join names for an error message. Names after the first SHOWN are only counted.
 
     Args:
-        names: the names.
+        names: the names to join.
     """
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -123,12 +126,13 @@ def listing(names: list[str]) -> str:
 class RawConfig:
     """The fields of a JSON file, or of a section in it.
 
-    A failed look-up adds to `problems` and returns a value of the right type, so that reading can continue.
+    A failed look-up adds to `problems` and returns a value of the requested type, so that reading can continue. The
+    caller raises `error()` at the end if there are problems.
 
     Args:
         values: the fields.
         origin: the file and section, for messages.
-        problems: the list to add to. None: a new one.
+        problems: the list to which problems are added. None: a new list.
 
     Attributes:
         problems: all problems so far. Each names the file and the field.
@@ -141,15 +145,19 @@ class RawConfig:
         self._assumed: dict[str, Any] = {}
 
     def assume(self, **values: Any) -> None:
-        """Set defaults of absent fields that differ from those of `get`, as transformers has them for a family.
+        """Set defaults of absent fields. They take precedence over the default that `get` is called with.
+
+        A family uses this for fields whose defaults in transformers differ from those of other families.
 
         Args:
-            values: the defaults by field.
+            values: the default of each field.
         """
         self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
-        """Return the object in a field, without fields if it is absent or null.
+        """Return the object in a field as a RawConfig that shares `problems`.
+
+        It is empty if the field is absent or null.
 
         Args:
             name: the field.
@@ -166,15 +174,15 @@ class RawConfig:
         gt: float | None = None,
         le: float | None = None,
     ) -> T:
-        """Return a field.
+        """Return the value of a field, after checks of its type and bounds. A failed check adds a problem.
 
         Args:
             name: the field.
-            kind: its type. An int is at most MOST, a float is finite.
-            default: returned if the field is absent or null. None: the field is required.
-            ge: the smallest number.
-            gt: numbers must be larger than this.
-            le: the largest number.
+            kind: the type of the value. An int must be at most MOST, and a float must be finite.
+            default: the value for a field that is absent or null. None: the field is required.
+            ge: the smallest allowed number. None: no bound.
+            gt: a number that the value must exceed. None: no bound.
+            le: the largest allowed number. None: no bound.
         """
         self._read.add(name)
         value: Any = self.values.get(name, self._assumed.get(name))
@@ -195,10 +203,10 @@ class RawConfig:
         return cast(T, kind(1) if kind in (int, float) else kind())  # type: ignore[call-arg]
 
     def wrong(self, what: str) -> None:
-        """Add a problem.
+        """Add a problem to `problems`.
 
         Args:
-            what: the problem, which names the field.
+            what: the message, which should name the field. The file and section are put before it.
         """
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
@@ -207,18 +215,20 @@ class RawConfig:
 
         Args:
             name: the field.
-            supported: the supported values.
-            found: the value to show. None: that of the field.
+            supported: a text that describes the supported values.
+            found: the value to show in the message. None: the value of the field.
         """
         shown = reprlib.repr(self.values.get(name) if found is None else found)
         self.wrong(f"{name} is {shown}, which is not supported; expected {supported}")
 
     def refuse_unknown(self, harmless: Collection[str], where: str = "") -> None:
-        """Add a problem for each unknown field: a field without look-up whose value is set.
+        """Add a problem for each unknown field: a field that was never looked up and is set.
+
+        An empty value, 0 and false count as not set.
 
         Args:
-            harmless: fields that do not change the computation. Names with a leading underscore are harmless, too.
-            where: the place of the fields, for messages.
+            harmless: fields that do not change the computation. Names with a leading underscore are ignored, too.
+            where: a text that is added after "a field that areno does not know", to say where the field is.
         """
         for name, value in self.values.items():
             if name in self._read or name in harmless or name.startswith("_") or not value:
@@ -228,12 +238,12 @@ class RawConfig:
             self.wrong(f"{name} is {reprlib.repr(value)}, a field that areno does not know{where}; {advice}")
 
     def error(self) -> CheckpointError:
-        """Return one error with all problems, each once."""
+        """Return an error with all problems, without duplicates. The caller raises it."""
         return CheckpointError(dict.fromkeys(self.problems))
 
 
 def _holds(value: Any, kind: type, ge: float | None, gt: float | None, le: float | None) -> bool:
-    """Return whether a value has a type and is within bounds. A bool is no int, and floats must be finite."""
+    """Return whether a value has the type `kind` and is within bounds. A bool is no int, and floats must be finite."""
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
         return False
     if kind not in (int, float):
@@ -246,13 +256,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor.
+    """Return the weight file of each tensor, by the tensor's name in the file.
 
     Args:
         folder: a model folder.
 
     Raises:
-        CheckpointError: there are no weights, or files are missing, truncated or damaged; names all of them.
+        CheckpointError: there are no weights, or files are missing, truncated or damaged. The error lists all of
+            them.
     """
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
@@ -282,7 +293,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the files that an index names. Raises CheckpointError unless all are plain names."""
+    """Return the file names that an index lists.
+
+    Raises CheckpointError unless all are plain names of safetensors files.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
@@ -294,16 +308,16 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is a safetensors file in the same folder, which file systems allow."""
+    """Return whether a name is that of a .safetensors file without any folder, and not too long for file systems."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0") and len(os.fsencode(name)) <= 255
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file within this context.
+    """Open a safetensors file for this context, which gives the object of `safetensors.safe_open`.
 
     Args:
-        file: the file.
+        file: the path of the file.
 
     Raises:
         CheckpointError: the file cannot be read, or is damaged.
@@ -340,15 +354,15 @@ ADAPTER_CONFIG = "adapter_config.json"
 def copy_tokenizer_files(
     sources: Sequence[Path], folder: Path, sets: Sequence[Sequence[str]] = (TOKENIZER, GENERATION)
 ) -> list[Path]:
-    """Copy tokenizer, chat template and generation settings to a folder.
+    """Copy tokenizer files, chat template and generation settings to a folder.
 
     Args:
-        sources: model folders. A set of files comes from the first folder that has any of them.
+        sources: model folders. Each set of files comes from the first folder that has any file of the set.
         folder: the destination.
-        sets: the sets of files.
+        sets: the sets of file names.
 
     Returns:
-        The copies: files and folders in `folder`.
+        The paths of the copies, which are files and folders in `folder`.
     """
     copies = []
     for names in sets:
@@ -367,10 +381,10 @@ def copy_tokenizer_files(
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Return whether a folder is empty, or has only the files of a model, so that a new model may replace it.
+    """Return whether a folder is empty or has only the files of a model, so that a new model may replace it.
 
     Args:
-        folder: the folder, which may not exist.
+        folder: the path of the folder. The result is False if it is not a folder.
     """
     if not folder.is_dir():
         return False

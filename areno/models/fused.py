@@ -1,15 +1,15 @@
-"""A layer as one autograd function: fused kernels between the matrix products, and a backward pass written out.
+"""A layer as one autograd function: fused kernels between the matrix products, and a handwritten backward pass.
 
-Compared with the plain layer this saves three things. No elementwise result is kept for the backward pass, since the
-kernels compute it again on the way. Under recompute, attention and the two products whose results the backward pass
-does not need (the output projection and the MLP's `down`) are not computed again. And the matrix products accumulate
-the weight gradients in the fp32 gradient buffer themselves.
+Compared with `Layer.forward` this saves three things. No elementwise result is kept for the backward pass, since the
+kernels compute it again. Under recompute, attention and the two products whose results the backward pass does not need
+(the output projection and the MLP's `down`) are not computed again. And the matrix products accumulate the weight
+gradients in the fp32 gradient buffer themselves.
 
 The residual stream is float32 for any dtype of the weights. Rounding it to bf16 after each addition would be the
 largest source of error in log-probabilities, and of disagreement between rollout and training.
 
 This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters as in
-`transformer.py`; X outputs of the qkv product.
+`transformer.py`; X outputs of the qkv product, P outputs of the input projection of the gated delta rule.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ Angles = tuple[Tensor, Tensor]
 
 
 def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool = True) -> Forward:
-    """Compute attention, or the gated delta rule, outside autograd.
+    """Compute attention or the gated delta rule of a layer, outside autograd.
 
     Args:
-        layer: the layer.
-        x_ND: its normalised input.
-        angles: cos and sin of the rotary embedding.
+        layer: the layer to compute.
+        x_ND: the normalised input.
+        angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
         attend: attention over all tokens.
-        split: the ranks have different tokens, as of `Layer`.
-        whole: sum the output over the ranks. False returns this rank's partial sum.
+        split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
+        whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
     Returns:
-        The output (N, D); the result of the input product, which `mix_tokens_backward` uses if it is kept; further
-        tensors that it needs.
+        The output (N, D), or this rank's share of its tokens if split. The output of the input projection (qkv, or that
+        of the delta rule), which a caller may pass to `mix_tokens_backward` as `kept` or drop. A tuple of tensors,
+        which is `needed` of `mix_tokens_backward`.
     """
     if layer.attention is not None:
         return _attended(layer.attention, x_ND, angles, attend, split, whole)
@@ -65,20 +66,20 @@ def mix_tokens_backward(
     attend: PackedAttend,
     split: bool,
 ) -> Tensor:
-    """Compute the gradient of the input of `mix_tokens`. Adds to the float32 gradients of the parameters.
+    """Return the gradient with respect to the input of `mix_tokens`. Adds the gradients of the parameters to `.grad`.
 
     Args:
-        layer: the layer.
-        grad_ND: the gradient of the output.
-        x_ND: the input of the forward pass.
-        kept: the result of its input product. None: compute it again.
-        needed: its further tensors.
-        angles: cos and sin of the rotary embedding.
+        layer: the layer whose gradients are computed.
+        grad_ND: the gradient with respect to the output of `mix_tokens`.
+        x_ND: the input of `mix_tokens`.
+        kept: the second result of `mix_tokens`. None: compute it again.
+        needed: the third result of `mix_tokens`.
+        angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
         attend: attention over all tokens.
-        split: the ranks have different tokens, as of `Layer`.
+        split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
 
     Returns:
-        (N, D).
+        (N, D), or this rank's share of the tokens if split.
     """
     module: Attention | GatedDelta | None = layer.attention or layer.delta
     assert module is not None
@@ -88,7 +89,7 @@ def mix_tokens_backward(
         x_ND, work = tp.begin_all_gather_rows(x_ND)
 
     def recompute() -> Tensor:
-        """Return the result of the input product."""
+        """Return the output of the input projection: the kept tensor, or computed again."""
         if kept is not None:
             return kept
         if work is not None:
@@ -107,18 +108,18 @@ def mix_tokens_backward(
 
 
 def _input_product(module: Attention | GatedDelta) -> Any:
-    """Return the linear layer of the input."""
+    """Return the input projection: qkv of attention, or that of the gated delta rule."""
     return module.qkv if isinstance(module, Attention) else module.in_proj
 
 
 def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
-    """Compute attention; arguments and results as of `mix_tokens`."""
+    """Compute attention outside autograd, with the arguments and results of `mix_tokens`."""
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
     heads = _to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(*heads, attention.window)
-    else:  # of the decoder, which has no backward pass
+    else:  # decoding has no backward pass
         out_NHC, saved = attend(attention.index, *heads, attention.window), ()
     del heads, qkv_NX
     out_ND = attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split, whole)
@@ -133,7 +134,7 @@ def _attended_backward(
     angles: Angles,
     attend: PackedAttend,
 ) -> Tensor:
-    """Compute the gradient of the qkv product. recompute: returns the result of that product."""
+    """Return the gradient with respect to the qkv output. recompute: a function that returns the qkv output."""
     out_NHC, *saved = needed
     grad_gate_NQ = None
     if attention.gated:
@@ -163,7 +164,7 @@ def _attended_backward(
 def _to_heads(
     attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values by heads, normalised and rotated. decodes: the decode kernels come next."""
+    """Return normalised, rotated queries, keys and values (N, heads, C). decodes: whether decode kernels read them."""
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
@@ -172,7 +173,10 @@ def _to_heads(
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
-    """Return the weights of the query and key norms, their eps, and whether factors are 1 + weight."""
+    """Return the weights of the query and key norms, their eps, and whether the factor is 1 + weight.
+
+    The weights are None unless each head has a norm.
+    """
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
         return None, None, 0.0, False
@@ -190,37 +194,41 @@ def fused_layer(
     split: bool = False,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run a layer on the residual stream + delta.
+    """Run a layer on the residual stream plus the output of the previous MLP.
 
-    The addition of the MLP's output is left to the next norm, which adds and normalises in one pass.
+    The output of this layer's MLP is returned, not added, because the next norm adds and normalises in one pass.
 
     Args:
-        layer: the layer.
+        layer: the layer to compute.
         stream_ND: the residual stream, float32.
-        delta_ND: the output to add to it. None: nothing.
+        delta_ND: the output of the previous layer's MLP, which is added to the stream. None: nothing is added.
         cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
-        sin: its sines.
-        attend: attention over all tokens.
-        keep: keep the large intermediate results of attention and MLP for the backward pass. False: recompute them.
-        split: the ranks have different tokens, as of `Layer`.
-        memory: delta, and the MLP's output, are partial sums of this rank, which the next norm sums through this
-            symmetric memory. Only without gradients, and not with `split`. None: they are whole.
+        sin: sines of the rotary embedding, (N, 1, C / 2) float32.
+        attend: attention over all tokens. With gradients, a PackedAttend.
+        keep: whether to keep the large intermediate results of attention and MLP for the backward pass. If False, the
+            backward pass computes them again.
+        split: whether each tensor-parallel rank has a different share of the tokens in `stream_ND` (sequence
+            parallelism).
+        memory: symmetric memory through which norms sum over the ranks. `delta_ND` and the returned output of the MLP
+            are then partial sums of this rank. Requires that gradients are off and `split` is False. None: the ranks'
+            outputs are summed before the norms.
 
     Returns:
-        The residual stream before the MLP, and the output of the MLP.
+        The residual stream before the addition of the MLP's output, and the MLP's output.
     """
     stream_ND = _tracked(stream_ND, layer)
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None = None) -> Tensor:
-    """Return the norm of stream + delta, the last step of a model of fused layers.
+    """Return the norm of the residual stream plus the last MLP's output, after the last fused layer.
 
     Args:
         norm: the final norm.
-        stream_ND: the residual stream.
+        stream_ND: the residual stream, float32.
         delta_ND: the output of the last MLP.
-        memory: delta is a partial sum, as of `fused_layer`.
+        memory: symmetric memory through which the kernel sums `delta_ND` over the ranks. None: `delta_ND` is summed
+            already.
     """
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
@@ -228,9 +236,10 @@ def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: Symme
 
 
 def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
-    """Return the stream as a leaf of autograd, if the module has the first parameters with gradients.
+    """Return the stream, as a new autograd leaf if the module is the first with parameters to train.
 
-    Parameters are not inputs of the functions below. Autograd calls their backward pass because of the stream.
+    Parameters are not inputs of the autograd functions below. Autograd calls their backward pass because the stream
+    requires a gradient.
     """
     if not torch.is_grad_enabled() or stream_ND.requires_grad:
         return stream_ND
@@ -245,7 +254,10 @@ def _add_norm(
     dtype: torch.dtype,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return stream + delta, and its norm in the dtype of the weights. Without a norm, the latter is the sum itself."""
+    """Return stream + delta, and the norm of this sum in the dtype of the weights (the sum itself without a norm).
+
+    Without delta, the first result is the stream. With memory, delta is first summed over the ranks.
+    """
     if memory is not None and delta_ND is not None:
         assert norm is not None
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)
@@ -258,7 +270,7 @@ def _add_norm(
 def _add_norm_backward(
     norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the sum of `_add_norm`, in the dtypes of the sum and of grad."""
+    """Return the gradient with respect to the sum of `_add_norm`, in the dtypes of the sum and of `grad_ND`."""
     if norm is not None:
         return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
     grad_sum_ND = grad_sum_ND + grad_ND
@@ -266,17 +278,17 @@ def _add_norm_backward(
 
 
 def _post_norm(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
-    """Return the norm after attention or MLP, or x if there is none."""
+    """Return the normalised output of attention or MLP, or x itself without a norm."""
     return x_ND if norm is None else norm.add_and_norm(x_ND, None)[1]
 
 
 def _post_norm_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
-    """Return the gradient of the input of `_post_norm`."""
+    """Return the gradient with respect to the input of `_post_norm`."""
     return grad_ND if norm is None or x_ND is None else norm.sum_gradient(grad_ND, None, x_ND)[1]
 
 
 class _FusedLayer(torch.autograd.Function):
-    """A fused layer. Parameters are not inputs: their gradients are added to their buffers."""
+    """The autograd function of `fused_layer`. Parameters are not inputs: their gradients are added to `.grad`."""
 
     @staticmethod
     def forward(

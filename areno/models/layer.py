@@ -20,22 +20,24 @@ from areno.models.config import TransformerConfig
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary embedding. `attend` reaches the keys and values of all tokens.
+    """Grouped-query attention with rotary embedding.
 
-    With `config.attention_gate`, the product has a gate after the query of each head, by whose sigmoid the head's
-    output is multiplied.
+    The argument `attend` of `forward` reaches the keys of all tokens.
+
+    With `config.attention_gate`, the qkv projection computes a gate next to the query of each head. The head's output
+    is multiplied by the sigmoid of the gate.
 
     Args:
         config: the shape of the model.
-        index: the index of the layer.
+        index: the index of the layer in the model.
         spec: dtype, device and ranks of the weights.
 
     Attributes:
         index: the index among the layers with attention.
-        window: the number of last tokens that a token attends to. None: all.
+        window: the number of last tokens that a token attends to, itself included. None: all.
         sizes: the sizes of queries, keys and values on this rank, without gates: Q, P, P.
-        q_norm: the norm of queries: of each head, of all heads together, or None.
-        k_norm: the norm of keys, likewise.
+        q_norm: the norm of queries: an RMSNorm of each head, a ShardedRMSNorm of all heads together, or None.
+        k_norm: the norm of keys, of the same type as `q_norm`.
     """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         self.index, self.window = config.attention_layers.index(index), config.kind(index).window
         self.head_dim, self.gated = config.head_dim, config.attention_gate
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        copies = max(1, spec.tp.size // config.num_kv_heads)  # of each key-value head
+        copies = max(1, spec.tp.size // config.num_kv_heads)  # the number of ranks that hold each key-value head
         outputs = (q_size * (1 + self.gated), kv_size, kv_size)
         self.qkv = ColumnParallelLinear(
             config.hidden_size, outputs, spec, bias=config.qkv_bias, copies=(1, copies, copies)
@@ -61,7 +63,18 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        """Return the output (N, D). split: input and output are this rank's tokens, as of `Linear`."""
+        """Compute attention, differentiable.
+
+        Args:
+            x_ND: inputs, the same on every tensor-parallel rank unless split.
+            cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
+            sin: sines of the rotary embedding, (N, 1, C / 2) float32.
+            attend: attention over all tokens.
+            split: whether `x_ND` and the result hold only this rank's share of the N tokens (sequence parallelism).
+
+        Returns:
+            (N, D), or (N / ranks, D) if split.
+        """
         qkv_NX, gate_NQ = self.split_gate(self.qkv(x_ND, split))
         parts = self.norm_all_heads(qkv_NX).split(self.sizes, dim=-1)
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
@@ -71,13 +84,14 @@ class Attention(nn.Module):
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
 
     def split_gate(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split the projection into queries, keys and values, and the gate, if there is one.
+        """Split the output of the qkv projection into queries, keys and values, and the gate of gated attention.
 
         Args:
-            qkv_NX: the output of the qkv product.
+            qkv_NX: the output of the qkv projection.
 
         Returns:
-            Queries, keys and values, side by side (N, Q + 2 P), and the gate (N, Q) or None.
+            Queries, keys and values side by side (N, Q + 2 P), and the gate (N, Q). Without gates, `qkv_NX` itself
+            and None.
         """
         if not self.gated:
             return qkv_NX, None
@@ -86,11 +100,11 @@ class Attention(nn.Module):
         return torch.cat((q_NHC.flatten(-2), keys_values), dim=-1), gate_NHC.flatten(-2)
 
     def join_gate_gradient(self, grad_NX: Tensor, grad_gate_NQ: Tensor | None) -> Tensor:
-        """Return the gradient of the qkv product from those of the results of `split_gate`.
+        """Return the gradient with respect to the output of the qkv projection, (N, X), the backward of `split_gate`.
 
         Args:
-            grad_NX: the gradient of queries, keys and values.
-            grad_gate_NQ: the gradient of the gate, or None.
+            grad_NX: the gradient with respect to queries, keys and values, (N, Q + 2 P).
+            grad_gate_NQ: the gradient with respect to the gate. None without gates; `grad_NX` is then returned.
         """
         if grad_gate_NQ is None:
             return grad_NX
@@ -100,22 +114,24 @@ class Attention(nn.Module):
 
     @staticmethod
     def gate(out_NQ: Tensor, gate_NQ: Tensor | None) -> Tensor:
-        """Return the gated output of attention, the input of the output projection.
+        """Multiply the output of attention by the sigmoid of the gate.
+
+        The result is the input of the output projection.
 
         Args:
             out_NQ: the output of attention.
-            gate_NQ: the gate, or None.
+            gate_NQ: the gate. None without gates; `out_NQ` is then returned.
         """
         return out_NQ if gate_NQ is None else out_NQ * torch.sigmoid(gate_NQ)
 
     def norm_all_heads(self, qkv_NX: Tensor) -> Tensor:
-        """Normalise the queries of all heads together, and the keys, if the family does so.
+        """Normalise the queries of all heads together, and likewise the keys, for families with such norms.
 
         Args:
-            qkv_NX: queries, keys and values, side by side.
+            qkv_NX: queries, keys and values, side by side (N, Q + 2 P).
 
         Returns:
-            The same with the norms applied, or qkv_NX itself.
+            The normalised queries and keys and the values, side by side; `qkv_NX` itself for other families.
         """
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return qkv_NX
@@ -123,11 +139,11 @@ class Attention(nn.Module):
         return torch.cat((self.q_norm(q_NQ), self.k_norm(k_NP), v_NP), dim=-1)
 
     def norm_all_heads_backward(self, grad_NX: Tensor, qkv_NX: Tensor) -> Tensor:
-        """Return the gradient of the input of `norm_all_heads`. Adds to the gradients of the norms' weights.
+        """Return the gradient with respect to the input of `norm_all_heads`. Adds the gradients of the norms' weights.
 
         Args:
-            grad_NX: the gradient of its result.
-            qkv_NX: its input.
+            grad_NX: the gradient with respect to the result of `norm_all_heads`.
+            qkv_NX: the input of `norm_all_heads`.
         """
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return grad_NX
@@ -137,13 +153,13 @@ class Attention(nn.Module):
 
 
 def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None) -> GatedMLP | ExpertMLP:
-    """Create the MLP of a layer: a mixture of experts, or a gated MLP.
+    """Create the MLP of a layer: a mixture of experts or a gated MLP, as the config says.
 
     Args:
         config: the shape of the model.
         index: the index of the layer.
         spec: dtype, device and ranks of the weights.
-        routing: shared by all layers with experts. None: the model has none.
+        routing: the routing that all layers with experts share. None: the model has no experts.
     """
     experts = config.experts
     if experts is not None and routing is not None and index not in experts.dense_layers:
@@ -155,7 +171,9 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each with a norm before it, after it, or both, and added to the residual stream.
+    """A transformer layer: attention and an MLP.
+
+    Each has a norm before it, after it, or both, and a residual addition.
 
     A layer with a recurrent state has `delta` in place of `attention`.
 
@@ -163,13 +181,16 @@ class Layer(nn.Module):
         config: the shape of the model.
         index: the index of the layer.
         spec: dtype, device and ranks of the weights.
-        routing: shared by all layers with experts. None: the model has none.
+        routing: the routing that all layers with experts share. None: the model has no experts.
 
     Attributes:
-        input_norm: before attention, or None.
-        post_attention_norm: after attention, before the addition, or None.
-        pre_mlp_norm: before the MLP, or None.
-        post_mlp_norm: after the MLP, before the addition, or None.
+        input_norm: the norm before attention, or None.
+        attention: the attention, or None in a layer with a recurrent state.
+        delta: the gated delta rule, or None in a layer with attention.
+        post_attention_norm: the norm between attention and the residual addition, or None.
+        pre_mlp_norm: the norm before the MLP, or None.
+        mlp: the gated MLP or mixture of experts.
+        post_mlp_norm: the norm between the MLP and the residual addition, or None.
     """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
@@ -193,14 +214,18 @@ class Layer(nn.Module):
         self.post_mlp_norm = norm("after", "both")
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        """Return the new residual stream (N, D).
+        """Compute the layer without fused kernels, differentiable.
 
         Args:
             x_ND: the residual stream.
             cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
-            sin: its sines.
+            sin: sines of the rotary embedding, (N, 1, C / 2) float32.
             attend: attention over all tokens.
-            split: the tensor-parallel ranks have different tokens of the residual stream. Attention sees all tokens.
+            split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence
+                parallelism). Attention still covers all tokens.
+
+        Returns:
+            The new residual stream, in the shape of `x_ND`.
         """
         y_ND = self._mix_tokens(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
         x_ND = x_ND + (y_ND if self.post_attention_norm is None else self.post_attention_norm(y_ND))
@@ -215,7 +240,7 @@ class Layer(nn.Module):
         return module.out.weight.dtype
 
     def _mix_tokens(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool) -> Tensor:
-        """Return the output of attention, or of the gated delta rule."""
+        """Return the output of attention or, in a layer with a recurrent state, of the gated delta rule."""
         if self.attention is not None:
             return self.attention(x_ND, cos, sin, attend, split)
         assert self.delta is not None

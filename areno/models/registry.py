@@ -1,6 +1,6 @@
-"""Finds the family and the shape of a model folder, and builds the model.
+"""Functions that find the family and the shape of a model folder, and build the model.
 
-MISSING lists known architectures that are not supported, each with what it would need.
+MISSING lists known architectures that are not supported, each with the features that areno lacks for it.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
 
     Args:
         path: A model folder or hub id.
-        head: "lm" requires a ...ForCausalLM. "value" requires a ...ForSequenceClassification with one label, or takes
-            the body of a ...ForCausalLM.
-        needs_head: With head="value", refuse a ...ForCausalLM.
+        head: "lm" for a language model, which requires a ...ForCausalLM. "value" for a critic or reward model, which is
+            a ...ForSequenceClassification with one label, or a ...ForCausalLM without its head.
+        needs_head: Whether head="value" requires a trained value head, so that a ...ForCausalLM is an error.
 
     Raises:
         CheckpointError: There is no `config.json`, its architecture is not supported or has another head, or fields
-            are wrong, unknown or ask for a computation that is not implemented. The error lists all fields.
+            are wrong, unknown or ask for a computation that is not implemented. The error lists all such fields.
     """
     folder = resolve(path)
     file = folder / "config.json"
@@ -111,7 +111,7 @@ def has_value_head(folder: Path) -> bool:
     """Return whether a model folder holds a ...ForSequenceClassification.
 
     Args:
-        folder: The folder. Without `config.json`, the result is False.
+        folder: The folder. The result is False if it has no `config.json`.
 
     Raises:
         CheckpointError: The architecture is not supported.
@@ -122,22 +122,23 @@ def has_value_head(folder: Path) -> bool:
 
 
 def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
-    """Return the sizes of a model that the ranks of a layout cannot divide.
+    """Return the problem of a model whose sizes the ranks of a layout cannot divide.
 
-    If there are fewer key-value heads than ranks of a copy, equally many ranks hold each head. The ranks of a context
-    divide the heads of each rank.
+    A tensor-parallel size that is a multiple of the number of key-value heads is no problem, because equally many
+    ranks then hold each head, unless the family has a norm over the keys of all heads. Context parallelism further
+    divides the heads of each tensor-parallel rank.
 
     Args:
         config: Shape of the model.
-        layout: Ranks that share the model and the rows.
+        layout: The ranks that share the model and the rows.
         whose: Name of the model in the message.
 
     Returns:
-        One problem of engine.tp_size or engine.cp_size, or none.
+        A list of one problem, of engine.tp_size or engine.cp_size. Empty if the layout fits.
     """
     tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
-    if tp_size % config.num_kv_heads == 0 and not config.qk_norm_whole:  # whose norm is over different keys of a rank
+    if tp_size % config.num_kv_heads == 0 and not config.qk_norm_whole:  # the norm of all keys needs distinct heads
         wrong = [each for each in wrong if each[1] != "num_key_value_heads"]
     shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
     fields = ", ".join(f"{name}={size}" for _, name, size in wrong)
@@ -166,17 +167,17 @@ def build_model(
     tp: ParallelGroup | None = None,
     placed: bool = True,
 ) -> Transformer:
-    """Build a model with uninitialised weights. It has the shards of this rank only.
+    """Build a model with uninitialised weights. The parameters are the shards of this rank only.
 
     Args:
         config: The shape of the model.
-        dtype: The type of the weights.
+        dtype: The dtype of the weights.
         device: The device of the weights.
-        tp: The tensor-parallel ranks that share the model. None is one rank.
-        placed: See WeightSpec.
+        tp: The tensor-parallel ranks that share the model. None: a single rank.
+        placed: Whether to allocate memory for the weights; see WeightSpec.
 
     Raises:
-        ConfigError: The ranks cannot divide the model.
+        ConfigError: The number of ranks does not divide the sizes of the model.
     """
     tp = tp or ParallelGroup()
     if problems := layout_problems(config, Layout.one_copy(tp.size)):
@@ -185,7 +186,7 @@ def build_model(
 
 
 def _text_of(raw: RawConfig) -> RawConfig:
-    """Return the fields of the text model. For a model with images of a supported family, this is `text_config`."""
+    """Return the fields of the text model, which image-text models of supported families have in `text_config`."""
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)
@@ -199,7 +200,10 @@ def _text_of(raw: RawConfig) -> RawConfig:
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, bool]:
-    """Return the family by `architectures`, else by `model_type`, and whether the model has a value head."""
+    """Return the family, found by `architectures` or else `model_type`, and whether the model has a value head.
+
+    Raises CheckpointError if no supported family matches.
+    """
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
@@ -219,13 +223,13 @@ def _find_family(raw: RawConfig) -> tuple[Family, bool]:
 
 
 def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
-    """Raise CheckpointError unless the model has a value head with one label."""
+    """Raise CheckpointError unless the model has a value head with exactly one label."""
     if not has_value_head:
         found = raw.values.get("architectures") or raw.values.get("model_type")
         wrong = "{}: architectures is {!r}, which has no trained value head; "
         expected = "expected a reward model in {}: {}, with one label"
         raise CheckpointError(wrong + expected, raw.origin, found, MODEL, VALUE_ARCHITECTURES)
-    # transformers writes the number of labels as id2label, and nothing where it is its default of two.
+    # transformers writes the labels as id2label, and omits the field for its default of two labels.
     n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2, ge=1)
     if n_labels != 1:
         wrong = "{}: the model has {} labels (id2label), expected 1; "
@@ -234,7 +238,7 @@ def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
 
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
-    """Report a model with an impossible number of parameters, before memory runs out."""
+    """Add a problem if the sizes give an impossible number of parameters, before memory runs out."""
     if (size := parameters(config)) > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
         limit = f"expected at most {MAX_PARAMETERS:.0e}"
@@ -242,7 +246,7 @@ def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
 
 
 def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:
-    """Return the ids of `eos_token_id`, which is an int, a list of ints, or null."""
+    """Return the ids of `eos_token_id`, which is an int, a list of ints, or null. Adds a problem for other values."""
     value = raw.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):

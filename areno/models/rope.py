@@ -1,4 +1,4 @@
-"""Rotary positions as `config.json` describes them, read as transformers reads them."""
+"""Rotary positions read from `config.json`, with the defaults of transformers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ def read_rope(
     interleaved: bool = False,
     unused: Collection[str] = (),
 ) -> Rope:
-    """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (before).
+    """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
 
-    If both are there, transformers uses `rope_scaling` alone. So a different `rope_parameters` is an error.
+    If a file has both, transformers uses `rope_scaling` alone. So contradicting `rope_parameters` are a problem here.
 
     Args:
-        raw: The fields of `config.json`. Errors are collected in it.
-        max_positions: The context of the model, in tokens.
-        partial: The rotated share of a head if the file has none. None requires that all of it is rotated.
-        interleaved: Neighbouring numbers are rotated together, not numbers half a head apart.
-        unused: More fields of the section that change nothing.
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+        max_positions: The context length of the model, in tokens.
+        partial: The share of a head that is rotated if the file does not set it. None: the whole head must be rotated,
+            and another share is a problem.
+        interleaved: Whether neighbouring elements of a head are rotated together, rather than elements half a head
+            apart.
+        unused: Further fields of the section that do not change the computation.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     if not scaling.values:
@@ -46,18 +48,18 @@ def read_rope(
 
 
 def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
-    """Read the rotary positions of layers without a window, and of layers with one.
+    """Read the rotary positions of a model whose layers with a window have positions of their own.
 
-    `rope_parameters` has a section for each. Before transformers 5, `rope_theta` and `rope_scaling` described layers
-    without a window.
+    `rope_parameters` has a section for each of the two. Before transformers 5, `rope_theta` and `rope_scaling`
+    described the layers without a window.
 
     Args:
-        raw: The fields of `config.json`. Errors are collected in it.
-        max_positions: The context of the model, in tokens.
-        local_theta: The older field with the base of layers with a window.
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+        max_positions: The context length of the model, in tokens.
+        local_theta: The older field with the base of the layers with a window.
 
     Returns:
-        The positions of layers without a window, and those of layers with one.
+        The positions of the layers without a window, and those of the layers with a window.
     """
     sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
     full, local = sections.section("full_attention"), sections.section("sliding_attention")
@@ -76,7 +78,7 @@ def _read_section(
     theta: float | None = None,
     unused: Collection[str] = (),
 ) -> Rope:
-    """Read a section. theta: the base if the section has none; None takes the field outside of the section."""
+    """Read one section. theta: the base if the section has no rope_theta; None takes rope_theta of `raw`."""
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
@@ -84,26 +86,26 @@ def _read_section(
         params.refuse("rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}")
         return Rope(theta)
     share = partial or 1.0
-    for section in (raw, params):  # the field in the section counts more
+    for section in (raw, params):  # the field in the section takes precedence
         share = section.get("partial_rotary_factor", float, share, gt=0, le=1)
         if partial is None and share != 1.0:
             section.refuse("partial_rotary_factor", "1.0")
             break
     name = "original_max_position_embeddings"
     original = params.get(name, int, max_positions, ge=1)
-    original = raw.get(name, int, original, ge=1)  # the field outside of the section counts more
+    original = raw.get(name, int, original, ge=1)  # the field outside of the section takes precedence
     rope = Rope(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
     params.refuse_unknown({*HARMLESS_IN_ROPE, *unused}, f" with rope_type {kind!r}")
     return rope
 
 
 def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read the fields of the default: none."""
+    """Return no fields, for the default without scaling."""
     return {}
 
 
 def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read the factor of linear and dynamic scaling."""
+    """Read the factor of linear or dynamic scaling."""
     return {"factor": params.get("factor", float, ge=1)}
 
 
@@ -116,7 +118,10 @@ def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, A
 
 
 def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read YaRN. As in transformers, an absent `factor` follows from both lengths, and `attention_factor` from it."""
+    """Read YaRN.
+
+    As in transformers, an absent `factor` is computed from both lengths, and `attention_factor` from it.
+    """
     factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
     above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))
     if not (above and below):
@@ -134,7 +139,7 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
 
 
 def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read longrope as transformers does. The factors of longer texts are required, but not used."""
+    """Read longrope as transformers does. `long_factor` must be present, but is not used."""
     params.get("long_factor", list)
     factors = params.get("short_factor", list)
     if not all(type(each) in (int, float) and each > 0 for each in factors):
@@ -159,5 +164,5 @@ _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
 
 
 def _spelled(rope: Rope) -> str:
-    """Return a rope in words, for messages."""
+    """Return the kind, base and factor of a rope, for error messages."""
     return f"rope_type={rope.kind}, rope_theta={rope.theta}, factor={rope.factor}"

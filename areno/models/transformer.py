@@ -1,9 +1,10 @@
-"""The decoder-only transformer of all families: norms, rotary positions, grouped heads, gated MLP or experts.
+"""The decoder-only transformer of all families, with grouped-query attention and gated MLPs or experts.
 
-Rows are packed end to end. `attend` decides which tokens attend to which, so the same model trains and decodes.
+Sequences are packed end to end into one dimension of tokens. The argument `attend` decides which tokens attend to
+which, so the same model trains and decodes.
 
 Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, V vocabulary; H, K and V are this
-rank's share under tensor parallelism. In logits and values, K is the number of positions.
+rank's share under tensor parallelism. In the shapes of logits and values, K is the number of positions instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from areno.models.layer import Layer
 class Transformer(nn.Module):
     """The decoder-only transformer of all families.
 
-    Parameters have a fixed order, may be replaced by views of a flat buffer (`parameter.data = view`), and a tied
+    Parameters have a fixed order and may be replaced by views of a flat buffer (`parameter.data = view`). A tied
     embedding is one parameter. Norm weights and biases have one dimension, matrices two.
 
     Args:
@@ -42,9 +43,10 @@ class Transformer(nn.Module):
         spec: dtype, device and ranks of the weights.
 
     Attributes:
-        row_multiple: the tokens of a pass are padded to a multiple of this, for `engine.exact`.
-        on_stage_backward: called in the backward pass with a stage when the gradients of all parameters from that
-            stage on are complete; see `stage`.
+        row_multiple: the number of tokens of a pass is padded to a multiple of this. It is larger than 1 only for
+            `engine.exact`.
+        on_stage_backward: a function that the backward pass calls with a stage when the gradients of all parameters of
+            that stage and later ones are complete; see `stage`. None: no function.
     """
 
     def __init__(self, config: TransformerConfig, spec: WeightSpec):
@@ -80,13 +82,14 @@ class Transformer(nn.Module):
         """Return the hidden states after the final norm, (N, D), the same on every rank.
 
         Args:
-            tokens_N: int64 token ids.
-            positions_N: int64, the position of each token in its row, from 0.
+            tokens_N: int64 token ids of all sequences, packed.
+            positions_N: int64, the position of each token in its sequence, from 0.
             attend: attention over all tokens.
-            recompute: keep little of each layer for the backward pass, and compute the rest again.
-            n_kept: the number of last layers that keep everything nevertheless.
-            split: sequence parallelism. Each tensor-parallel rank has a share of the residual stream's tokens. The
-                ranks must divide their number.
+            recompute: whether to keep little of each layer for the backward pass, and compute the rest again
+                (activation checkpointing).
+            n_kept: the number of last layers that keep everything in spite of `recompute`.
+            split: whether to use sequence parallelism, in which each tensor-parallel rank has a share of the residual
+                stream's tokens. N must be a multiple of the number of ranks.
         """
         assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, (
             "the ranks do not divide the tokens"
@@ -126,7 +129,11 @@ class Transformer(nn.Module):
         return self.tp.gather_rows_equal(hidden_ND) if split else hidden_ND
 
     def _memory_for_norms(self, x_ND: Tensor) -> SymmetricMemory | None:
-        """Return the symmetric memory for sums in norms, if these tokens are few and have no gradient; else None."""
+        """Return the symmetric memory for sums in norms, or None if the norms cannot use it in this pass.
+
+        They can without gradients, for few tokens, in models that only have norms before attention and MLP and no
+        biases after the row-parallel layers, unless sums must have a fixed order (`engine.exact`).
+        """
         memory, config, (n, size) = self.tp.symmetric_memory, self.config, x_ND.shape
         if memory is None or torch.is_grad_enabled() or not memory.can_add_and_norm(n, size, self.embed.weight.dtype):
             return None
@@ -135,17 +142,21 @@ class Transformer(nn.Module):
         return memory if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 
     def _hook_stage(self, x_ND: Tensor, stage: int) -> None:
-        """Call `on_stage_backward` when the backward pass reaches the input of a stage. Later stages come first."""
+        """Make the backward pass call `on_stage_backward` when it reaches x, the input of a stage.
+
+        All gradients of this and later stages are complete then, because autograd runs later nodes first.
+        """
         if self.on_stage_backward is not None and x_ND.requires_grad:
             x_ND.register_hook(partial(_call_stage_hook, self.on_stage_backward, stage))
 
     def stage(self, parameter: str) -> int:
         """Return the stage of a parameter. The backward pass completes the gradients of the largest stage first.
 
-        The stage of a layer is its index. The parameters after the layers have the largest stage, the embedding -1.
+        The stage of a layer's parameter is the index of the layer. The final norm and the head have the largest stage,
+        and the embedding has -1.
 
         Args:
-            parameter: the name of the parameter.
+            parameter: the name of the parameter, as in `named_parameters`.
         """
         module, _, rest = parameter.partition(".")
         if module == "layers":
@@ -153,10 +164,11 @@ class Transformer(nn.Module):
         return -1 if module == "embed" else len(self.layers)
 
     def runs_fused(self, attend: Attend) -> bool:
-        """Return whether the layers run as fused kernels (`models/fused.py`), with the same results as plain layers.
+        """Return whether the layers run as the fused kernels of `models/fused.py`.
 
-        With gradients, this requires a float32 `grad` of every trained parameter, to accumulate in, and a
-        `PackedAttend`, which has a backward function.
+        This requires Triton. With gradients, it also requires a float32 `grad` of every trained parameter, to
+        accumulate in, and a `PackedAttend`, which has a backward function. Results are those of `Layer.forward`, except
+        for rounding.
 
         Args:
             attend: attention over all tokens.
@@ -176,70 +188,72 @@ class Transformer(nn.Module):
 
     @property
     def output(self) -> VocabParallelEmbedding:
-        """The LM head, this rank's rows of it; the embedding itself if tied."""
+        """This rank's rows of the LM head. For tied weights this is the embedding."""
         assert self.score is None, "a value model has no vocabulary head"
         return self.embed if self.head is None else self.head
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return the logits (K, vocab_size) float32, gathered over the ranks; without gradient if there are several.
+        """Return the logits (K, vocab_size) float32, gathered over the ranks.
+
+        Without gradient if there are several ranks.
 
         Args:
-            hidden_KD: hidden states.
+            hidden_KD: hidden states of the positions.
         """
         return self.tp.gather(self.logit_columns(hidden_KD))[:, : self.config.vocab_size]
 
     def logit_columns(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, (K, V) float32, equally many on each rank. Padding is zero.
+        """Return this rank's columns of the logits, (K, V) float32. V is equal on all ranks; padding columns are zero.
 
         Args:
-            hidden_KD: hidden states.
+            hidden_KD: hidden states of the positions.
         """
         return self.output.product(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits without padding, (K, n_valid) float32.
+        """Return this rank's columns of the logits without padding columns, (K, n_valid) float32.
 
         Args:
-            hidden_KD: hidden states.
+            hidden_KD: hidden states of the positions.
         """
         return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
-        """Return the values (K,) float32 of a value head.
+        """Return the values (K,) float32 that the head of a critic or reward model computes.
 
         Args:
-            hidden_KD: hidden states.
+            hidden_KD: hidden states of the positions.
         """
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)
 
     def layout(self, parameter: str) -> tuple[Part, ...]:
-        """Return the places of the checkpoint tensors in a parameter, from the first row.
+        """Return the places of the checkpoint tensors that a parameter holds, from the first row.
 
         Args:
-            parameter: the name of the parameter.
+            parameter: the name of the parameter, as in `named_parameters`.
         """
         layer, kind = parameter.rsplit(".", 1)
         return self.get_submodule(layer).layout[kind]  # type: ignore[return-value, index]
 
     def is_sharded(self, parameter: str) -> bool:
-        """Return whether the ranks hold different pieces of a parameter, rather than copies.
+        """Return whether the ranks hold different shards of a parameter, rather than copies of it.
 
         Args:
-            parameter: the name of the parameter.
+            parameter: the name of the parameter, as in `named_parameters`.
         """
         return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
 
     def partial_gradients(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
-        """Return the elements of a parameter whose gradient is partial on each rank after a backward pass.
+        """Return the elements of a parameter whose gradient must still be summed over ranks after a backward pass.
 
         Args:
-            parameter: the name of the parameter.
-            split: the pass was sequence-parallel.
+            parameter: the name of the parameter, as in `named_parameters`.
+            split: whether the pass was sequence-parallel.
 
         Returns:
-            For each range of elements, the number of neighbouring ranks that hold copies of it. Their gradients must be
-            summed.
+            Pairs of a range of elements of the flattened parameter, and the number of neighbouring ranks that hold
+            copies of this range. The gradient is the sum over these ranks. Empty if the gradient is complete.
         """
         whole = self.get_parameter(parameter)
         module = self.get_submodule(parameter.rsplit(".", 1)[0])
@@ -251,14 +265,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialise the weights.
+        """Initialise the weights at random.
 
-        Matrices are normal with the config's `initializer_range`, norm factors are 1, biases and a value head are 0.
-        Decay rates of recurrent states are uniform. The full tensors depend on the seed and the device type alone, not
-        on the ranks.
+        Matrices are normal with the config's `initializer_range`. Norm factors are 1, biases and the weights of a value
+        head are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full tensors depend on the seed and
+        the device type alone, not on the number of ranks.
 
         Args:
-            seed: determines the weights.
+            seed: the seed of the random generator.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -287,5 +301,5 @@ class Transformer(nn.Module):
 
 
 def _call_stage_hook(on_stage_backward: Callable[[int], None], stage: int, _grad: Tensor) -> None:
-    """Call `on_stage_backward` as a gradient hook."""
+    """Call `on_stage_backward` with the stage, as a gradient hook of autograd."""
     on_stage_backward(stage)

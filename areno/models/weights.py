@@ -1,7 +1,7 @@
-"""Loading and saving weights of Hugging Face safetensors folders.
+"""Loading and saving the weights of Hugging Face folders, in safetensors files.
 
-`stored_tensors` is the one table of names, for both directions. `load_weights` reads this rank's pieces.
-`save_weights` writes a folder; `file_writes` gives the same work as functions that can run in another thread.
+`stored_tensors` is the table of tensor names, for both directions. `load_weights` reads this rank's shards.
+`save_weights` writes a folder. `file_writes` returns the same work as functions that can run in another thread.
 """
 
 from __future__ import annotations
@@ -34,13 +34,19 @@ from areno.models.transformer import Transformer
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-MAPPED_BYTES = 2**26  # read from a file before it is closed and opened again
-FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank has half of its share in memory at a time
-MAX_SHARD_BYTES = 2**32  # of a file with several tensors; pinned memory is allocated in powers of two
+MAPPED_BYTES = 2**26  # the bytes read from a file before it is closed and opened again
+FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank holds half of its share at a time
+MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memory is allocated in powers of two
 
 
 class Entry(NamedTuple):
-    """A checkpoint tensor, the parameter that holds it, and its place there. Names are Llama's, or the family's."""
+    """A checkpoint tensor and where the model keeps it.
+
+    Attributes:
+        name: the name in Llama's or the family's naming, in which no modules are fused.
+        parameter: the parameter that holds the tensor.
+        part: the place of the tensor in the parameter.
+    """
 
     name: str
     parameter: Tensor
@@ -48,10 +54,10 @@ class Entry(NamedTuple):
 
 
 def checkpoint_table(model: Transformer) -> list[Entry]:
-    """Return every tensor of the model's checkpoint in a fixed order, without adapters; a tied head counts once.
+    """Return every tensor of the model's checkpoint in a fixed order, without adapters. A tied head is listed once.
 
     Args:
-        model: the model.
+        model: the model whose tensors are listed.
     """
     return [
         Entry(name, parameter, part)
@@ -62,11 +68,12 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
 
 
 class Stored(NamedTuple):
-    """A tensor of the weight files, which is one entry or several, stacked.
+    """A tensor of the weight files. It holds several entries, stacked by rows, if the files fuse their modules.
 
     Attributes:
         entries: the entries, from the first row.
-        orders: for each entry, the index in the file of each number of a head. None: the orders are equal.
+        orders: for each entry, the permutation of the rows of a head that turns the file's order into the model's, as
+            of `head_order`. None: the orders are equal.
     """
 
     entries: list[Entry]
@@ -74,16 +81,16 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the file."""
+        """The shape of the tensor in the file, with the rows of all entries."""
         shapes = [entry.part.full_shape for entry in self.entries]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def stored_tensors(model: Transformer) -> dict[str, Stored]:
-    """Return the tensors of the weight files by name, in the order of `checkpoint_table`.
+    """Return the tensors of the weight files by their names in the files, in the order of `checkpoint_table`.
 
     Args:
-        model: the model.
+        model: the model whose tensors are listed.
     """
     config = model.config
     order = head_order(config.rope, config.head_dim)
@@ -100,7 +107,13 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
 
 
 def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Return the file's order of the numbers of a head for a module of a layer, or None if the order is ours."""
+    """Return the permutation of the rows of a head for a module, or None if the file has the model's order.
+
+    Args:
+        inner: the module inside a layer, such as "self_attn.q_proj".
+        order: the permutation of `head_order`, or None.
+        config: the shape of the model.
+    """
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
     if inner.endswith("_norm"):
@@ -111,13 +124,19 @@ def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Ten
 
 
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
-    """Return the checkpoint tensors that a parameter such as "layers.3.attention.qkv.weight" holds, in order."""
+    """Return the names of the checkpoint tensors in a parameter such as "layers.3.attention.qkv.weight", in order."""
     module, kind = parameter.rsplit(".", 1)
     return tuple(f"{name}.{kind}" for name in module_names(module, model.config))
 
 
 class _Matched(NamedTuple):
-    """The tensors of weight files and of a model. stored_as: our name of a tensor -> its name in the file."""
+    """The tensors of weight files, matched with those of a model.
+
+    Attributes:
+        table: the tensors by the names of `stored_tensors`.
+        stored_as: the name in the files, for each of these names. An image-text model has other prefixes.
+        file_of: the file of each tensor.
+    """
 
     table: dict[str, Stored]
     stored_as: dict[str, str]
@@ -125,7 +144,10 @@ class _Matched(NamedTuple):
 
 
 def _matched(model: Transformer, folder: Path) -> _Matched:
-    """Match the tensors of a folder with those of the model. Raises CheckpointError with all names that differ."""
+    """Match the tensors of a folder with those of the model.
+
+    Raises CheckpointError, which lists the names that differ.
+    """
     found, family = tensor_files(folder), FAMILIES[model.config.family]
     stored_as = {_own_name(name, family): name for name in found}
     file_of = {name: found[stored] for name, stored in stored_as.items()}
@@ -145,17 +167,18 @@ def _matched(model: Transformer, folder: Path) -> _Matched:
 
 
 def check_weights(model: Transformer, folder: Path) -> str:
-    """Compare the headers of weight files with a model, which may be on the device `meta`. Reads no weights.
+    """Compare the headers of weight files with a model. Reads no weights.
 
     Args:
-        model: the model.
+        model: the model, which may be on the device `meta`.
         folder: the model folder.
 
     Returns:
-        The number of tensors and files, and their size, in words.
+        A text with the number of tensors and files and their size, such as "310 tensors in 1 file, 1,137.0 MiB".
 
     Raises:
-        CheckpointError: files are missing or truncated, or tensors differ in name, shape or dtype; names all of them.
+        CheckpointError: files are missing or truncated, or tensors differ in name, shape or dtype. The error lists
+            them.
     """
     table, stored_as, file_of = _matched(model, folder)
     problems, files = [], sorted(set(file_of.values()))
@@ -172,10 +195,10 @@ def check_weights(model: Transformer, folder: Path) -> str:
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Load weights from a folder or hub id, one tensor at a time, reading only this rank's pieces.
+    """Load weights from a folder or hub id, one tensor at a time. Each rank reads only its own shards.
 
     Args:
-        model: the model.
+        model: the model to load the weights into.
         folder: the folder or hub id.
 
     Raises:
@@ -219,17 +242,17 @@ def save_weights(
 ) -> None:
     """Write a folder that `transformers` loads, with adapters merged into the weights. A collective call.
 
-    Every rank writes its share of the files, which are on the disk when the call returns. The caller has to make the
-    folder appear whole or not at all.
+    Every rank writes its share of the files and syncs them to disk. The folder is incomplete until all ranks have
+    returned, so a caller that needs atomic replacement must write to a temporary folder and rename it.
 
     Args:
-        model: the model.
+        model: the model to save.
         folder: the folder, created if needed.
-        source: folders or hub ids to copy tokenizer, chat template and generation settings from; the first that has
-            them counts.
+        source: folders or hub ids to copy tokenizer, chat template and generation settings from. The first that has any
+            is used.
         dtype: the dtype of the written weights. None: the model's.
-        max_shard_bytes: more weights go into several files.
-        dp: the ranks with copies of the model, which share the work. None: only the model's `tp` calls.
+        max_shard_bytes: the largest size of a file with several tensors, in bytes.
+        dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
 
     Raises:
         CheckpointError: this rank cannot write its files.
@@ -247,11 +270,21 @@ def file_writes(
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """Return the work of `save_weights` on this rank, as functions for `write_all`; arguments as there.
+    """Yield the functions that write this rank's share of the files of `save_weights`, for `write_all`.
 
     Taking a function from the iterator is a collective call, and copies the weights of one file to host memory. Calling
-    the function writes them. A caller that takes all functions before the next update may call them later, in any
-    thread. pin_memory: copy to pinned host memory.
+    the function writes them. If all functions are taken before the next update of the weights, they may be called
+    later, in any thread.
+
+    Args:
+        model: the model to save.
+        folder: the folder, created if needed.
+        source: folders or hub ids to copy tokenizer, chat template and generation settings from. The first that has any
+            is used.
+        dtype: the dtype of the written weights. None: the model's.
+        max_shard_bytes: the largest size of a file with several tensors, in bytes.
+        dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
+        pin_memory: whether to copy the weights to pinned host memory.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
     dtype = dtype or model.embed.weight.dtype
@@ -284,9 +317,19 @@ def file_writes(
 
 
 def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
-    """Call the functions of `file_writes`. Raises CheckpointError if a file of the folder cannot be written."""
+    """Take and call all functions of `file_writes` or `adapter_writes`.
+
+    After a failure the remaining functions are taken but not called, because taking them is a collective call.
+
+    Args:
+        folder: the folder, for the error message.
+        writes: the functions, as these two functions yield them.
+
+    Raises:
+        CheckpointError: a file of the folder cannot be written.
+    """
     failure: Exception | None = None
-    for write in writes:  # all of them, even after a failure: taking one is a collective call
+    for write in writes:  # take all, even after a failure: taking a function is a collective call
         try:
             if failure is None:
                 write()
@@ -299,7 +342,10 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
 
 
 def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
-    """Divide files over ranks: the largest first, each to the rank with the fewest bytes so far."""
+    """Divide files over n ranks: the largest first, each to the rank with the fewest bytes so far.
+
+    Returns their names.
+    """
     shares: list[list[str]] = [[] for _ in range(n)]
     loads = [0] * n
     for file in sorted(sizes, key=lambda file: -sizes[file]):
@@ -314,7 +360,17 @@ def gathered(
 ) -> dict[str, Tensor]:
     """Gather tensors into host memory of the tensor-parallel rank `owner`. A collective call.
 
-    Adapters are merged, and heads have our order. The result is empty on other ranks.
+    Adapters are merged. The rows of heads are in the model's order; `write_tensors` restores that of the file.
+
+    Args:
+        named: the tensors by name.
+        model: the model that holds them.
+        owner: the tensor-parallel rank that receives the tensors.
+        dtype: the dtype of the result.
+        pin_memory: whether to use pinned host memory. Copies may then still be in progress on return.
+
+    Returns:
+        The full tensors by name. Empty on other ranks than `owner`.
     """
     entries = [entry for stored in named.values() for entry in stored.entries]
     shapes = [entry.part.full_shape for entry in entries]
@@ -340,12 +396,28 @@ def gathered(
 
 
 def reached(device: torch.device) -> Any:
-    """Record an event after all work queued on a device. None for a CPU, which has no queue."""
+    """Record a CUDA event after all work queued on a device, for `write_tensors`.
+
+    Args:
+        device: the device whose copies to host memory are in progress.
+
+    Returns:
+        The event. None for a CPU, which has no queue.
+    """
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
-    """Write the tensors of `gathered` to a file, after the event of `reached`. Restores the file's order of heads."""
+    """Write the tensors of `gathered` to a safetensors file and sync it to disk.
+
+    The rows of heads are first put into the file's order, in place.
+
+    Args:
+        tensors: the full tensors by name.
+        named: the description of the same tensors.
+        file: the path of the file.
+        copied: the event of `reached`, which is waited for first. None: the tensors are complete.
+    """
     if copied is not None:
         copied.synchronize()
     for name, stored in named.items():
@@ -363,7 +435,7 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
 def _write_other_files(
     model: Transformer, folder: Path, source: str | Path | Sequence[str | Path], dtype: torch.dtype, plan: Any
 ) -> None:
-    """Write everything but the weights: config.json, tokenizer files and the index."""
+    """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = [source] if isinstance(source, str | Path) else source
     written = copy_tokenizer_files([resolve(path) for path in sources], folder)
@@ -377,7 +449,7 @@ def _write_other_files(
 
 
 def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
-    """Return the difference between the layers of the weight files and of config.json."""
+    """Return a message if the weight files and config.json have different numbers of layers, else None."""
     layers = [name.split(".", 3)[2] for name in names if name.startswith("model.layers.")]
     found = 1 + max((int(layer) for layer in layers if layer.isdecimal() and len(layer) < 10), default=-1)
     if found in (0, num_layers):
@@ -387,10 +459,20 @@ def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
 
 
 def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
-    """Copy this rank's piece of a tensor into the model, and return whether all numbers are finite.
+    """Copy this rank's shard of a tensor from a weight file into the model.
 
-    source: the safetensors slice. shaped_by: the source of the expected shape, for messages. Raises CheckpointError if
-    the tensor has another shape, or a dtype that cannot be loaded.
+    Args:
+        name: the name of the tensor, for messages.
+        target: where the model keeps the tensor.
+        source: the safetensors slice of the tensor.
+        file: the file, for messages.
+        shaped_by: where the expected shape comes from, for messages.
+
+    Returns:
+        Whether all loaded values are finite.
+
+    Raises:
+        CheckpointError: the tensor has another shape, or a dtype that cannot be loaded.
     """
     if wrong := _header_problem(name, target, source, shaped_by):
         raise CheckpointError(f"{file}: {wrong}")
@@ -408,7 +490,7 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
 
 
 def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> str | None:
-    """Return the difference between a tensor's header and the model."""
+    """Return a message if a tensor's shape or dtype in the file does not fit the model, else None."""
     shape = tuple(source.get_shape())
     if shape != target.shape:
         return f"{name} has shape {shape}, expected {target.shape} from {shaped_by}"
@@ -418,7 +500,7 @@ def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> s
 
 
 def _own_name(name: str, family: Family) -> str:
-    """Return our name of a checkpoint tensor, whose text model may be a part of a model with images."""
+    """Return the name in a text model for a tensor of the files, which may be those of an image-text model."""
     for within, own in family.beginnings.items():
         if name.startswith(within):
             return own + name.removeprefix(within)
@@ -426,17 +508,17 @@ def _own_name(name: str, family: Family) -> str:
 
 
 def _is_harmless(name: str, model: Transformer) -> bool:
-    """Return whether a tensor may be ignored.
+    """Return whether a tensor that the model has no place for may be ignored.
 
-    These are computed tables, the copy of a tied head, the LM head of a model that becomes a value model, and the
-    tensors that a family does not read.
+    These are tables of rotary positions, the copy of a tied head, the LM head of a model that becomes a critic, and the
+    tensors that the family lists as `unread`.
     """
     is_unread = name.startswith(FAMILIES[model.config.family].unread)
     return is_unread or name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
 
 
 def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
-    """Return config.json as it was read, with the dtype of the written weights and the model's head."""
+    """Return config.json as it was read, with the written dtype and the architecture of the model's head."""
     family, values = FAMILIES[model.config.family], dict(model.config.hf)
     values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[dtype]
     if model.score is None:

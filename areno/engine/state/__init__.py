@@ -1,1 +1,1 @@
-"""The state of a run on disk: what the next optimizer step of every trained role depends on."""
+"""The state of a run on disk: all tensors that the next optimizer step of each trained role depends on."""

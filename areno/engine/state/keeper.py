@@ -1,4 +1,4 @@
-"""The state of a worker's trained roles: saved in a background thread, and loaded."""
+"""Saving the state of a worker's trained roles in a background thread, and loading it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.storage import HostFile
     from areno.engine.state.transfer import ShardSavePlanner
 
-PART_BYTES = 2**28  # of host memory taken at once: torch rounds pinned memory up to a power of two
-COPY_BYTES = 2**26  # copied at once: what the decoder sends to the host meanwhile may have to wait for that long
+PART_BYTES = 2**28  # of host memory allocated at once: torch rounds pinned memory up to a power of two
+COPY_BYTES = 2**26  # copied at once: copies from the decoder to the host may have to wait this long
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Share:
     Attributes:
         role: Name of the role.
         buffer: Name of the buffer.
-        shards: The shards inside of elements `start` to `stop`.
+        shards: The shards to write, in the order of the buffer.
     """
 
     role: str
@@ -43,21 +43,21 @@ class _Share:
 
     @property
     def start(self) -> int:
-        """First element of the share in the buffer."""
+        """The first element of the share in the buffer."""
         return self.shards[0].start
 
     @property
     def stop(self) -> int:
-        """The element after the share."""
+        """The element after the last element of the share in the buffer."""
         return self.shards[-1].stop
 
 
 class StateKeeper:
-    """Save and load the training state of one worker. All ranks call its methods together, except `close`.
+    """Saves and loads the training state of one worker. All ranks must call each method together, except `close`.
 
     Args:
         roles: The models of the worker.
-        context: Its parallel groups and device.
+        context: The parallel groups and the device of the worker.
     """
 
     def __init__(self, roles: Roles, context: ParallelContext):
@@ -71,17 +71,17 @@ class StateKeeper:
         self._closed = threading.Event()
 
     def save(self, folder: Path, with_moments: bool = True) -> None:
-        """Start writing the state to a folder. Later updates are not part of it.
+        """Start writing the state to a folder, in a background thread. Later updates do not change the written state.
 
-        On CUDA a copy to pinned host memory runs beside the following work. Only the next optimizer update waits for
-        it.
+        On CUDA, the state is copied to pinned host memory while the following work runs. Only the next optimizer update
+        waits for this copy. `written` reports when the files are complete.
 
         Args:
             folder: The new folder of the state.
-            with_moments: Write the moments of the optimizers, too.
+            with_moments: Whether to write the moments of the optimizers, too.
         """
         if self._thread is not None:
-            self._thread.join()  # another rank may have been told first that all have written
+            self._thread.join()  # another rank may know earlier that all ranks have written
         self._failure = None
         if with_moments not in self._plans:
             self._plans[with_moments] = self._planned(with_moments)
@@ -90,7 +90,7 @@ class StateKeeper:
         failure: Exception | None = None
         try:
             files = self._copy(shares)
-        except (EngineError, RuntimeError) as error:  # no memory; the other ranks, which write already, must hear of it
+        except (EngineError, RuntimeError) as error:  # no memory; `check` stops the other ranks, which already write
             failure = error
 
         def check() -> None:
@@ -106,10 +106,10 @@ class StateKeeper:
         self._thread.start()
 
     def written(self) -> bool:
-        """Return whether the state of the last `save` is completely on the disk.
+        """Return whether the state of the last `save` is complete on disk, with the files of all ranks.
 
         Raises:
-            CheckpointError: Writing failed. Raised once.
+            CheckpointError: Writing failed. Only the first call after the failure raises the error.
         """
         if self._thread is not None and self._thread.is_alive():
             return False
@@ -119,16 +119,16 @@ class StateKeeper:
         return True
 
     def load(self, folder: Path, with_moments: bool = True) -> None:
-        """Load a state that ranks of any layout wrote.
+        """Load a state, which may have been written by ranks with another layout.
 
-        All checks are made before anything is loaded.
+        The state is loaded only if the checks of all ranks succeed.
 
         Args:
             folder: The folder of the state.
-            with_moments: Load the moments. Without them, here or in the state, the moments start at zero.
+            with_moments: Whether to load the moments. If False, or if the state has none, the moments start at zero.
 
         Raises:
-            CheckpointError: The folder is damaged or no state.
+            CheckpointError: The folder is damaged or is not a run state.
             EngineError: The state belongs to other roles, models or optimizers.
         """
         from areno.engine.state.storage import Reader
@@ -153,24 +153,24 @@ class StateKeeper:
                 with role.on_device(training=True) as backend:
                     trained(backend)[0].from_masters()
 
-        self._plans.clear()  # they hold what is known of the moments
+        self._plans.clear()  # they contain facts about the moments
         if self._together(check) and self._together(load):
-            spread()  # ranks wait for each other in it
+            spread()  # a collective call
 
     def forget(self) -> None:
-        """Free plans and host memory. Call it before roles are added or removed."""
+        """Free the plans and the host memory for copies. Call this before roles are added or removed."""
         self._wait_for_copies()
         self._plans.clear()
         self._memory.clear()
 
     def close(self) -> None:
-        """Stop an unfinished writing."""
+        """Stop writing a state that is not complete, and wait for the thread to end."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def _planned(self, with_moments: bool) -> tuple[list[_Share], ShardSavePlanner]:
-        """Return the shares of this rank and the plan to write them."""
+        """Return the elements that this rank writes of each buffer, and the planner that writes them."""
         from areno.engine.state.transfer import ShardSavePlanner
 
         shares: list[_Share] = []
@@ -187,7 +187,7 @@ class StateKeeper:
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
-        """Start copying the shares to host memory, and return the files that will contain them."""
+        """Start copying this rank's shares to host memory, and return the files that consist of these copies."""
         from areno.engine.state.storage import HostFile
 
         roles = self._roles.trained()
@@ -210,7 +210,10 @@ class StateKeeper:
         ]
 
     def _provide_memory(self, sources: dict[str, list[Tensor]]) -> None:
-        """Allocate host memory for copies of these tensors. EngineError if too little is free."""
+        """Allocate host memory for copies of these tensors. Raises EngineError if too little is free.
+
+        sources: for each buffer, the tensors to copy. Memory that exists is used again.
+        """
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
         if n_bytes > host_bytes_free() // self._context.n_ranks_on_machine:
@@ -221,29 +224,32 @@ class StateKeeper:
 
     @contextmanager
     def _beside(self, roles: list[Role]) -> Iterator[None]:
-        """Run copies on a stream of their own: after the work launched so far, and before the next update."""
+        """Run the copies within this context on a separate CUDA stream, concurrently with later work.
+
+        They start after the work launched so far. The next optimizer update waits for them.
+        """
         if self._stream is None:
             yield
             return
         if any(role.spec.offload for role in roles):
-            torch.cuda.current_stream().synchronize()  # what rests in host memory has arrived there
+            torch.cuda.current_stream().synchronize()  # copies of offloaded buffers to host memory are complete
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
-        self._copied = torch.cuda.Event(blocking=True)  # a thread that waits for it leaves the processor to others
+        self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         self._copied.record(self._stream)
         for role in roles:
             assert role.backend.optimizer is not None
             role.backend.optimizer.copied = self._copied
 
     def _wait_for_copies(self) -> None:
-        """Block until the copies to host memory are complete."""
+        """Block the calling thread until the copies to host memory are complete."""
         if (copied := self._copied) is not None:
             copied.synchronize()
             self._copied = None
 
     def _write(self, folder: Path, files: list[HostFile], planner: ShardSavePlanner, check: Callable[[], None]) -> None:
-        """Write the files in the background thread, and keep the error of a failure."""
+        """Write the files in the background thread, and store a CheckpointError for `written` to raise."""
         from areno.engine.state.transfer import save
 
         try:
@@ -252,10 +258,10 @@ class StateKeeper:
             self._failure = error
 
     def _together(self, step: Callable[[], None]) -> bool:
-        """Run a step on all ranks.
+        """Run a function on all ranks, and agree on whether it succeeded.
 
         Returns:
-            Whether the step succeeded on every rank. A rank whose step failed raises its own error.
+            Whether the function succeeded on every rank. A rank on which it failed raises its own error instead.
         """
         failure = None
         try:
@@ -270,7 +276,10 @@ class StateKeeper:
 
 
 def _parts(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
-    """Return a stretch of a buffer in parts of PART_BYTES, on the device or in the memory of an offloaded role."""
+    """Return views of elements `start` to `stop` of a buffer, each of at most PART_BYTES.
+
+    They are on the device, or in host memory for a role that is offloaded.
+    """
     size, parts, begin = PART_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:
         low, high = max(start - begin, 0), min(stop - begin, whole.numel())

@@ -1,14 +1,14 @@
 """The files of a run state: raw bytes of the buffers, an index of their contents, and checksums.
 
-torch.distributed.checkpoint plans which rank writes and reads which shard, and reports a failure of one rank to all.
-Its
-own file format is not used for three reasons: it has no checksums; it holds Python's interpreter lock while it writes,
-which would stall decoding; and its metadata is a pickle, which executes code when a damaged or foreign file is read.
+torch.distributed.checkpoint plans which rank writes and reads which shard, and reports a failure of one rank to all
+ranks. Its own file format is not used for three reasons: it has no checksums; it holds Python's interpreter lock while
+it writes, which would stall decoding; and its metadata is a pickle, which executes code when a damaged or foreign file
+is read.
 
 A folder holds `index.json` and one file for each buffer and rank. The index has two lines. The first is {"format",
-"crc32"}, the checksum of the second line. The second is {"about", "tensors", "files"}:
+"crc32"}, with the checksum of the second line. The second is {"about", "tensors", "files"}:
 
-    about     facts about each role, see `tensor_shards.about`
+    about     facts about each role, see `shards.about`
     tensors   name -> {"dtype", "shape", "chunks": [[offsets, sizes, file, first byte], ...]}
     files     name -> {"bytes", "crc32": [one for every BLOCK_BYTES]}
 """
@@ -44,19 +44,19 @@ from areno.errors import CheckpointError
 from areno.files.durable import sync
 
 INDEX, FORMAT = "index.json", 1
-BLOCK_BYTES = 2**24  # of a file, which have one checksum
-_THREADS = 4  # that read or write files beside each other; they wait for the disk or compute checksums
+BLOCK_BYTES = 2**24  # of a file that share one checksum
+_THREADS = 4  # that read or write files concurrently; they wait for the disk or compute checksums
 T = TypeVar("T")
 
 
 @dataclass
 class HostFile:
-    """One file to write: a stretch of a buffer, copied to host memory.
+    """A file to write: a range of one buffer's elements, copied to host memory.
 
     Attributes:
         name: File name.
-        start: Element of the buffer that the file begins with.
-        parts: Consecutive 1-D tensors in host memory.
+        start: The first element of the buffer in the file.
+        parts: Consecutive 1-D tensors in host memory, which together are the file's contents.
         shards: The shards that the file contains.
     """
 
@@ -66,7 +66,10 @@ class HostFile:
     shards: list[TensorShard]
 
     def blocks(self) -> Iterable[memoryview]:
-        """Yield the file in blocks of BLOCK_BYTES. Each part but the last is a multiple of BLOCK_BYTES long."""
+        """Yield the contents of the file in blocks of BLOCK_BYTES. The last block may be shorter.
+
+        All parts except the last must be a multiple of BLOCK_BYTES long, so that blocks are aligned in the file.
+        """
         for part in self.parts:
             data = part.view(torch.uint8).numpy().data
             for at in range(0, len(data), BLOCK_BYTES):
@@ -81,22 +84,25 @@ class _Sums:
 
 
 class Writer(StorageWriter):
-    """Write the files of this rank and, on the coordinator, the index. Everything is synced to the disk at the end.
+    """Writes the files of this rank and, on the coordinator, the index. All files are synced to disk at the end.
+
+    torch.distributed.checkpoint calls its methods.
 
     Args:
         folder: The folder of the state.
         files: The files of this rank.
-        check: Called at the start and between blocks. An exception that it raises stops the writing on all ranks.
+        check: A function called at the start and before each block. An exception that it raises stops the writing on
+            all ranks.
     """
 
     def __init__(self, folder: Path, files: Sequence[HostFile], check: Callable[[], None]):
         self._folder, self._files, self._check = folder, files, check
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a Writer writes one state."""
+        """Do nothing: a Writer writes a single state."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Create the folder."""
+        """Create the folder, after a call of `check`."""
         self._check()
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -117,7 +123,8 @@ class Writer(StorageWriter):
         """Write the files of this rank in threads.
 
         Returns:
-            A completed future. Its results are those of the files (checksums) and of the shards (file, first byte).
+            A completed future with a result for each file (its checksums) and for each shard (its file and first
+            byte).
         """
         results = in_threads(self._write, self._files)
         sync(self._folder)
@@ -135,7 +142,7 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, file: HostFile) -> WriteResult:
-        """Write and sync one file."""
+        """Write one file and sync it to disk. Returns its size and checksums."""
         n_bytes, sums = 0, _Sums()
         with open(self._folder / file.name, "wb", buffering=0) as out:
             for block in file.blocks():
@@ -148,7 +155,12 @@ class Writer(StorageWriter):
         return WriteResult(MetadataIndex(file.name), n_bytes, sums)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index from the results of all ranks."""
+        """Write the index. The coordinator calls this.
+
+        Args:
+            metadata: Names, dtypes, shapes and chunks of all tensors.
+            results: The results of `write_data` of each rank.
+        """
         files, places = {}, {}
         for result in (result for of_rank in results for result in of_rank):
             if isinstance(result.storage_data, _Sums):
@@ -174,10 +186,13 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Read shards from a folder that a Writer wrote.
+    """Reads shards from a folder that a Writer wrote. torch.distributed.checkpoint calls most of its methods.
+
+    Args:
+        folder: The folder of the state.
 
     Attributes:
-        about: Facts about each role, see `tensor_shards.about`.
+        about: Facts about each role, see `shards.about`.
         metadata: Names, dtypes, shapes and chunks of the stored tensors, for torch.distributed.checkpoint.
 
     Raises:
@@ -197,11 +212,11 @@ class Reader(StorageReader):
         self.metadata = Metadata({name: _tensor_metadata(tensor) for name, tensor in body["tensors"].items()})
 
     def verify(self, rank: int, size: int) -> None:
-        """Compare the files of this rank's share with their checksums.
+        """Compare this rank's share of the files with their checksums.
 
         Args:
-            rank: Rank of this process among all ranks that verify.
-            size: Number of these ranks. Each verifies every `size`-th file.
+            rank: The rank of this process among the ranks that verify.
+            size: The number of ranks that verify. Each verifies every `size`-th file.
 
         Raises:
             CheckpointError: A file is missing, unreadable, of another size or damaged.
@@ -232,10 +247,10 @@ class Reader(StorageReader):
             raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); {advice}") from error
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a Reader reads one state."""
+        """Do nothing: a Reader reads a single state."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata from the index."""
+        """Return the metadata that the constructor read from the index."""
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -255,7 +270,10 @@ class Reader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the shards of a plan into the planner's tensors, in threads."""
+        """Read the shards of a plan into the tensors that the planner gives, in threads.
+
+        Returns a completed future.
+        """
         shares = [plan.items[number::_THREADS] for number in range(_THREADS)]
         in_threads(lambda items: self._read(items, planner), shares)
         done: Future[None] = Future()
@@ -283,13 +301,16 @@ class Reader(StorageReader):
 
 
 def in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-    """Call `work` on each item in threads, and return the results in order."""
+    """Call `work` on each item in a few threads, and return the results in the order of the items.
+
+    An exception of `work` is raised here.
+    """
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "areno-state-files") as pool:
         return list(pool.map(work, items))
 
 
 def _read_into(view: memoryview, file: Any) -> None:
-    """Fill a buffer from a file. OSError if the file ends early."""
+    """Fill a buffer from a file. Raises OSError if the file is too short."""
     while view:
         n = file.readinto(view)
         if not n:
@@ -298,7 +319,7 @@ def _read_into(view: memoryview, file: Any) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Return the second line of the index, once its checksum and format are verified."""
+    """Return the second line of the index, after its checksum and format are verified. Raises CheckpointError."""
     path = folder / INDEX
     try:
         head_line, _, body = path.read_bytes().partition(b"\n")

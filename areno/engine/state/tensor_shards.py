@@ -1,9 +1,9 @@
-"""The stored form of a model's training state: named tensors, cut into shards, and where this rank keeps each shard.
+"""The stored form of a model's training state: named tensors, cut into boxes, and where this rank keeps each box.
 
-Master weights and fp32 moments are stored under the names and full shapes of the checkpoint's tensors. So a run may be
-resumed with another layout than the one that wrote the state. 8-bit moments share one scale for a block of elements,
-and the blocks follow the layout of one rank. So their codes and scales are stored as each tensor-parallel rank holds
-them.
+A box is a range of indices in each dimension of a tensor. Master weights and fp32 moments are stored under the names
+and full shapes of the checkpoint's tensors, so a run may be resumed with another layout than that of the run that
+wrote the state. 8-bit moments share one scale for a block of elements, and the blocks follow the layout of one rank.
+So their codes and scales are stored as each tensor-parallel rank holds them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TensorShard:
         sizes: Size of the box in each dimension.
         buffer: Name of the buffer that contains the box, such as "actor.master".
         start: First element of the box in the buffer. `_boxes` counts elements of the undivided buffer of parameters
-            (or blocks of them, for scales); `shards_of` converts to elements of the buffer that this rank owns.
-        repeated: Whether a lower tensor-parallel rank holds the same box, so that this rank need not write it.
+            (or blocks of elements, for scales); `shards_of` converts to elements of the buffer that this rank owns.
+        repeated: Whether a lower rank holds the same box and writes it, so that this rank does not write the box.
     """
 
     name: str
@@ -55,34 +55,33 @@ class TensorShard:
 
     @property
     def stop(self) -> int:
-        """The element after the box in the buffer."""
+        """The element after the last element of the box in the buffer."""
         return self.start + math.prod(self.sizes)
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return the box as a view of `buffer`, shaped `sizes`."""
+        """Return the box as a view of `buffer`, of shape `sizes`."""
         return buffer[self.start : self.stop].view(self.sizes)
 
 
 def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
-    """Return the flat buffers and the optimizer of a model that is trained."""
+    """Return the flat buffers and the optimizer of a backend whose model is trained."""
     assert backend.flat is not None
     assert backend.optimizer is not None
     return backend.flat, backend.optimizer
 
 
 def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
-    """Return the facts beside the model that decide the stored form of a role.
+    """Return facts about a role that the index of a state records, because the stored form depends on them.
 
     Args:
         backend: The train backend of the role.
         with_moments: Whether the state holds the moments of the optimizer.
 
     Returns:
-        "optimizer": the type of the optimizer. "tp_size": the number of tensor-parallel ranks. "moments":
-        `with_moments`.
-        "moments_from": the update before which the moments were zero. States that older versions wrote lack the last
-        two
-        entries; they hold moments, which began with the first update.
+        A dict with four entries. "optimizer": the type of the optimizer. "tp_size": the number of tensor-parallel
+        ranks. "moments": `with_moments`. "moments_from": the number of updates before the moments were last set to
+        zero. States that older versions wrote lack the last two entries. They hold moments, which began with the
+        first update.
     """
     _, optimizer = trained(backend)
     found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
@@ -92,7 +91,14 @@ def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
 def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> dict[str, Tensor]:
     """Return the buffers of a role by name, such as "actor.master", on their devices.
 
-    The update counters are a new tensor of two int64 numbers: all updates, and the skipped ones.
+    Args:
+        role: Name of the role.
+        backend: The train backend of the role.
+        with_moments: Whether to include the moments of the optimizer.
+
+    Returns:
+        The master weights, the moments, and the update counters. The counters are a new tensor of two int64 values:
+        the number of all updates, and of the skipped updates.
     """
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps])
@@ -101,17 +107,24 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
 
 
 def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
-    """Return the stored shape of each trained parameter by its checkpoint name."""
+    """Return the stored shape of each trained parameter.
+
+    Args:
+        backend: The train backend of a trained role.
+
+    Returns:
+        The shapes by the names of the checkpoint tensors.
+    """
     return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 
 def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[TensorShard]:
-    """Return the shards of a role that this rank holds, ordered by buffer and position.
+    """Return the shards of a role that this rank holds, ordered by buffer and position. The counters come last.
 
     Args:
         role: Name of the role.
-        backend: Its train backend.
-        with_moments: Include the moments of the optimizer.
+        backend: The train backend of the role.
+        with_moments: Whether to include the moments of the optimizer.
     """
     flat, optimizer = trained(backend)
     kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.in_8_bits else [MASTER]
@@ -153,10 +166,10 @@ def vector(
     Args:
         role: Name of the role.
         kind: Kind of the buffer, such as "exp_avg" or "exp_avg_scale".
-        name: Name of the parameter in our model.
-        holder: The tensor-parallel rank and group size that the stored name carries.
-        stretch: Elements of the buffer that belong to the parameter.
-        repeated: See TensorShard.
+        name: Name of the parameter in the model.
+        holder: The tensor-parallel rank and group size, which become a part of the stored name.
+        stretch: The elements of the buffer that belong to the parameter.
+        repeated: Whether a lower rank holds and writes the same elements, so that this rank does not write them.
     """
     size = (stretch.stop - stretch.start,)
     *before, module, leaf = name.split(".")
@@ -170,8 +183,8 @@ def written_by(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, li
 
     Args:
         shards: All shards of this rank, ordered by buffer and position.
-        dp: The ranks that hold the same shards. Each of them writes an equal share of every buffer, without large
-            gaps.
+        dp: The ranks that hold the same shards. Each of them writes a part of every buffer. The parts are of about
+            equal size and consist of neighbouring shards.
     """
     by_buffer: dict[str, list[TensorShard]] = {}
     for shard in shards:
@@ -187,7 +200,7 @@ def written_by(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, li
 
 
 def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
-    """Yield checkpoint name, name in our model and place of each trained tensor."""
+    """Yield the checkpoint name, the name of the parameter, and the place in it, of each trained checkpoint tensor."""
     flat, _ = trained(backend)
     own_names = {id(parameter): name for name, parameter in backend.model.named_parameters()}
     for entry in [*checkpoint_table(backend.model), *adapter_table(backend.model)]:
@@ -196,13 +209,20 @@ def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
 
 
 def _stored_shape(part: Part) -> tuple[int, ...]:
-    """Return the stored shape. Dimensions after the first are joined: a convolution's weight has three."""
+    """Return the stored shape of a checkpoint tensor, which has at most two dimensions.
+
+    Dimensions after the first are joined: the weight of a convolution has three.
+    """
     first, *rest = part.full_shape
     return (first, math.prod(rest)) if len(rest) > 1 else part.full_shape
 
 
 def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
-    """Yield the shards of one kind of buffer that is stored by checkpoint names, before copies divide them."""
+    """Yield the shards of master weights or fp32 moments, before data parallelism divides them.
+
+    They are stored by the names of the checkpoint tensors. kind: the kind of the buffer, such as "master" or
+    "exp_avg".
+    """
     flat, _ = trained(backend)
     for name, own, part in _table(backend):
         row = math.prod(flat.shapes[own][1:])
@@ -225,7 +245,7 @@ def _boxes(
     start: int,
     repeated: bool,
 ) -> Iterator[TensorShard]:
-    """Yield one box of a tensor, cut by rows into shards of at most MAX_SHARD_ELEMENTS or one row."""
+    """Yield one box of a tensor, cut by rows into shards of at most MAX_SHARD_ELEMENTS elements (at least a row)."""
     (first, *offsets), (n_rows, *sizes) = offsets, sizes
     row = math.prod(sizes)
     step = max(1, MAX_SHARD_ELEMENTS // max(1, row))
@@ -237,9 +257,8 @@ def _boxes(
 def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[TensorShard]:
     """Yield the parts of a shard that this data-parallel rank owns, as boxes.
 
-    `shard.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a row,
-    so it
-    becomes up to three boxes: the rest of a row, whole rows, and the beginning of a row.
+    `shard.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a
+    row, so it becomes up to three boxes: the rest of a row, whole rows, and the beginning of a row.
     """
     row = math.prod(shard.sizes[1:])
     for place, local in flat.owned(slice(shard.start * unit, shard.stop * unit)):
@@ -256,7 +275,7 @@ def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[
 
 
 def by_name(shards: Iterable[TensorShard]) -> Mapping[str, list[TensorShard]]:
-    """Return the shards of each tensor by its name."""
+    """Group shards by the name of the stored tensor."""
     found: dict[str, list[TensorShard]] = {}
     for shard in shards:
         found.setdefault(shard.name, []).append(shard)

@@ -1,6 +1,7 @@
 """Writing the state of the trained roles to a folder, and loading it into roles with the same or another layout.
 
-Planners tell torch.distributed.checkpoint which shards this rank writes or reads; `storage.py` has the file format.
+The planners of this file tell torch.distributed.checkpoint which shards this rank writes or reads. `storage.py` has the
+file format.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from areno.models.transformer import Transformer
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Plan the writing of shards.
+    """The planner for writing shards of a state.
 
     The plan is made once and reused for later states of the same layout, since planning delays the decoding thread.
 
     Args:
-        shards: Pieces that this rank writes.
-        dtypes: Dtype of each buffer by name.
-        about: Facts about each role, stored in the index as they are.
+        shards: The shards that this rank writes.
+        dtypes: The dtype of each buffer by name.
+        about: Facts about each role, which are stored in the index unchanged.
     """
 
     def __init__(self, shards: Iterable[TensorShard], dtypes: Mapping[str, torch.dtype], about: Mapping[str, Any]):
@@ -70,11 +71,15 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._global: Metadata | None = None  # on the coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return the shards of this rank, or an empty plan once the plan of all ranks is known."""
+        """Return the plan of this rank's shards, or an empty plan once an earlier state has made the final plan."""
         return SavePlan([] if self._final else [self._item(shard) for shard in self._shards])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the plans of all ranks.
+        """Join the plans of all ranks in the first call, and keep the metadata of the result.
+
+        Returns:
+            The plans, and the metadata. Later calls return the given plans unchanged, and the metadata of the first
+            call.
 
         Raises:
             ValueError: The shards of all ranks do not cover each tensor exactly once.
@@ -85,7 +90,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return all_plans, self._global
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Keep and return the final plan of this rank."""
+        """Store the final plan of this rank at the first call, and return it."""
         self._final = self._final or new_plan
         return self._final
 
@@ -96,11 +101,11 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """Plan the reading of shards into buffers. The stored chunks may be cut in any other way.
+    """The planner for reading shards into buffers. The stored chunks may have other borders than the shards.
 
     Args:
-        shards: Pieces that this rank needs.
-        buffers: Destination buffers by name.
+        shards: The shards that this rank needs.
+        buffers: The destination buffers by name.
     """
 
     def __init__(self, shards: Iterable[TensorShard], buffers: Mapping[str, Tensor]):
@@ -108,12 +113,12 @@ class ShardLoadPlanner(LoadPlanner):
         self._shard_at = {(shard.name, shard.offsets): shard for found in self._shards.values() for shard in found}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Keep the metadata of the stored tensors."""
+        """Store the metadata of the stored tensors for `create_local_plan`."""
         assert metadata is not None
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the overlaps of this rank's shards with the stored chunks."""
+        """Return a plan that reads the overlaps of this rank's shards with the stored chunks."""
         items: list[ReadItem] = []
         for name, shards in self._shards.items():
             tensor = self._metadata[name]
@@ -122,7 +127,7 @@ class ShardLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged: each rank reads by itself."""
+        """Return the plans unchanged: each rank reads independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -130,11 +135,11 @@ class ShardLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Fail: a run state holds tensors only."""
+        """Raise AssertionError: a run state holds tensors only."""
         raise AssertionError("a run state holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of a destination buffer that an item is read into."""
+        """Return the view of a destination buffer that an item must be read into."""
         index = read_item.dest_index
         assert index.offset is not None
         shard = self._shard_at[index.fqn, tuple(index.offset)]
@@ -144,7 +149,7 @@ class ShardLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Count progress."""
+        """Report progress to the watchdog after an item is read."""
         heartbeat.beat()
 
 
@@ -153,38 +158,43 @@ def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
 
 
-# One worker alone is no mistake of ours.
+# A single worker has no process group, which is not a mistake.
 warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialized, assuming the intent")
 
 
 def save(
     folder: Path, files: Sequence[HostFile], planner: ShardSavePlanner, check: Callable[[], None], group: Any
 ) -> None:
-    """Write the files of this rank, and return when all ranks have written theirs.
+    """Write the files of this rank. A collective call, which returns when all ranks have written their files.
 
     Args:
         folder: The folder of the state.
         files: The files of this rank, in host memory.
         planner: The plan of this rank's shards.
-        check: Called between blocks; an exception stops the writing on all ranks.
-        group: Process group of the ranks that write. None for a single rank.
+        check: A function called before each block. An exception that it raises stops the writing on all ranks.
+        group: The process group of the ranks that write. None for a single rank.
 
     Raises:
-        CheckpointError: A rank failed. Raised on every rank.
+        CheckpointError: Writing failed on some rank. Raised on every rank.
     """
     try:
         dcp.save(
             {}, storage_writer=Writer(folder, files, check), planner=planner, process_group=group, no_dist=not group
         )
-    except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
+    except BaseException as error:  # CheckpointException does not derive from Exception
         raise _failure(error, f"{folder}: the state of the run cannot be written") from error
 
 
 def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
-    """Check that a state belongs to these roles.
+    """Check that a state belongs to the given roles.
+
+    Args:
+        reader: The state.
+        roles: The trained roles by name.
+        folder: The folder of the state, for messages.
 
     Raises:
-        EngineError: The roles, the type of an optimizer or the shapes of a model differ.
+        EngineError: The names of the roles, the type of an optimizer or the shapes of a model differ.
     """
     if reader.about.keys() != roles.keys():
         raise EngineError(
@@ -219,14 +229,14 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 def load_role(
     reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None, with_moments: bool = True
 ) -> None:
-    """Load master weights, moments and update counters of one role. Each rank reads its own part.
+    """Load master weights, moments and update counters of one role. Each rank reads only the elements that it holds.
 
     Args:
         reader: The state.
-        role: Name of the role. Its buffers must be on their device.
-        backend: Its train backend.
-        lora: Adapters of the role's spec.
-        with_moments: Load the moments. Without them, here or in the state, the moments start at zero.
+        role: Name of the role. Its buffers must be on the device.
+        backend: The train backend of the role.
+        lora: The adapters of the role. None: the role trains all weights.
+        with_moments: Whether to load the moments. If False, or if the state has none, the moments start at zero.
 
     Raises:
         CheckpointError: A file cannot be read.
@@ -246,7 +256,7 @@ def load_role(
 
 
 def _read(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Tensor]) -> None:
-    """Read shards into buffers."""
+    """Read shards from a state into buffers. Raises CheckpointError if a file cannot be read."""
     try:
         dcp.load({}, storage_reader=reader, planner=ShardLoadPlanner(shards, buffers), no_dist=True)
     except CheckpointException as error:
@@ -254,10 +264,10 @@ def _read(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, T
 
 
 def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int, lora: LoraSpec | None) -> None:
-    """Fill 8-bit moments from a state with another tensor-parallel size.
+    """Fill 8-bit moments from a state that was written with another tensor-parallel size.
 
-    The blocks that share a scale follow the layout of a rank, so the stored moments are dequantised, assembled to whole
-    tensors, cut for this rank and quantised again.
+    The blocks that share a scale follow the layout of one rank, so the stored moments are dequantised, assembled to
+    full tensors, cut for this rank and quantised again.
     """
     flat, _ = trained(backend)
     model = backend.model
@@ -283,7 +293,11 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
 
 
 def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
-    """Return the fp32 moments of each checkpoint tensor inside one parameter, assembled from all stored ranks."""
+    """Return the fp32 moments of each checkpoint tensor in a parameter, assembled from all stored ranks.
+
+    kind: the buffer of the moments, such as "exp_avg". name: the parameter. stored: a model on the device `meta` for
+    each stored tensor-parallel rank, which has the shapes and places of that rank.
+    """
     wholes = [torch.zeros(part.full_shape) for part in stored[0].layout(name)]
     for model in stored if stored[0].is_sharded(name) else stored[:1]:
         shape = model.get_parameter(name).shape
@@ -303,7 +317,7 @@ def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list
 
 
 def _failure(error: BaseException, what: str) -> CheckpointError:
-    """Return the error of the lowest rank that failed as a CheckpointError that begins with `what`."""
+    """Return a CheckpointError with `what` and the error of the lowest rank that failed."""
     ranks = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
     first: BaseException = ranks[min(ranks)][0]
     if isinstance(first, OSError) and first.strerror:

@@ -1,7 +1,7 @@
-"""The model families, and the names that their checkpoints give to the tensors of a model. Imports no torch.
+"""The model families, and the names that their checkpoints give to the modules of a model. Does not import torch.
 
-Each file of this folder has the records of some families. A `Family` in any of them is a family that runs: no other
-place lists it.
+Each file of this folder has the `Family` records of some families. A record in any of these files registers the family:
+no other list needs an entry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {
 """The families by `model_type`, in the order of their files."""
 
 
-# Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
+# Our module -> the checkpoint modules that are stacked in it, from the first row. LAYER_NAMES: inside a layer.
 NAMES = {"embed": ("model.embed_tokens",), "final_norm": ("model.norm",), "head": ("lm_head",), "score": ("score",)}
 LAYER_NAMES = {
     "input_norm": ("input_layernorm",),
@@ -42,8 +42,8 @@ def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
         config: The shape of the model.
 
     Returns:
-        The modules of the checkpoint that are stacked in it, from the first row down. Names are those of Llama or of
-        the family, even where the files keep several modules as one.
+        The checkpoint's modules that are stacked in the module, from the first row down. They have the names of Llama
+        or of the family and are listed separately, even if the weight files fuse several of them into one.
     """
     if module in NAMES:
         return NAMES[module]
@@ -52,11 +52,14 @@ def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
-    """Return the names that a checkpoint has for a module of a layer.
+    """Return the names that a checkpoint has for a module of a layer, without "model.layers.N".
 
     Args:
         module: The name inside the layer, such as "attention.qkv".
         config: The shape of the model.
+
+    Returns:
+        The checkpoint's modules that are stacked in the module, from the first row down.
     """
     family = FAMILIES[config.family]
     if config.experts is not None and module in family.expert_names:
@@ -68,20 +71,24 @@ def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def stored_names(config: TransformerConfig) -> dict[str, str]:
-    """Return each module of a layer that the files keep together with others, with the name of the file's module."""
+    """Return the names of modules that the weight files store fused: module of a layer -> the fused module.
+
+    Args:
+        config: The shape of the model.
+    """
     return {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
 
 
 def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int]]:
-    """Return the modules of the files that are stacked in a module of a layer.
+    """Return the modules of the weight files that are stacked in a module of a layer.
 
     Args:
         module: The name inside the layer, such as "attention.qkv".
         config: The shape of the model.
 
     Returns:
-        Each module of the files, with the numbers of the projections in it. There is one, or several where the files
-        keep them as one.
+        For each module of the weight files, the indices of the projections in it. These are several indices if the
+        files fuse the projections, else a single one.
     """
     whole, found = stored_names(config), {}
     for index, name in enumerate(layer_names(module, config)):

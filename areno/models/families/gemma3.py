@@ -1,8 +1,9 @@
 """Gemma 3 (arXiv 2503.19786), the text model.
 
-Five of six layers have a window and a rope of their own. Norms stand before and after attention and MLP and multiply by
-1 + weight. Embeddings are scaled, and the MLP has GELU. The caps of Gemma 2 on logits and scores are not implemented,
-because Gemma 3 has none. The models of 4B and more have images. Their text model is read, and saved without images.
+Five of six layers have a window and their own rotary positions. Norms are before and after attention and MLP and
+multiply by 1 + weight. Embeddings are scaled, and the MLP uses GELU. Gemma 2 is not supported, because its caps on
+logits and attention scores are not implemented; Gemma 3 has none. The models of 4B and more also read images. areno
+reads their text model, and saves it without the image encoder.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from areno.models.rope import read_two_ropes
 
 
 def read(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. Scores are divided by the root of `query_pre_attn_scalar`, which may differ from the head size."""
+    """Read the shape of a Gemma 3 model.
+
+    Attention scores are divided by the square root of `query_pre_attn_scalar`, which may differ from the head size.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(sliding_window=4096, rope_theta=1e6, tie_word_embeddings=True, num_key_value_heads=4)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if raw.get(name, float, 0.0):

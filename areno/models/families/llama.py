@@ -2,8 +2,8 @@
 
 - Llama 2, 3.x and models of that shape: no norms of queries and keys, optional biases, rope scaling by frequency bands.
 - Mistral 7B, Nemo, Small 3 (text): all layers may have a window.
-- Phi-3 and Phi-4 (text): other names of tensors, and a part of each head may be rotated. With `longrope`, the context
-  ends at `original_max_position_embeddings`.
+- Phi-3 and Phi-4 (text): fused tensors in the weight files, and the share of a head that is rotated can be set. With
+  `longrope`, the context ends at `original_max_position_embeddings`.
 - SmolLM3: some layers have no rotary positions (NoPE, arXiv 2501.18795).
 """
 
@@ -17,7 +17,13 @@ from areno.models.folder import RawConfig
 
 
 def read_llama(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. `attention_bias` covers q, k, v and o. `mlp_bias` covers gate, up and down."""
+    """Read the shape of a Llama model.
+
+    `attention_bias` sets the biases of q, k, v and o. `mlp_bias` sets those of gate, up and down.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
     return replace(read_decoder(raw, "llama"), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
@@ -32,16 +38,22 @@ LLAMA = Family(
 
 
 def read_mistral(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. An absent `sliding_window` is 4096, and null is no window."""
+    """Read the shape of a Mistral model.
+
+    An absent `sliding_window` means 4096, and null means no window.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(sliding_window=4096, num_key_value_heads=8)
     return with_window(raw, read_decoder(raw, "mistral", may_slide=True))
 
 
 def with_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """Give all layers the window `sliding_window`, or none without it.
+    """Return the shape with the window `sliding_window` in all layers, or unchanged if the model has no window.
 
     Args:
-        raw: The fields of `config.json`. A `layer_types` that says something else is refused.
+        raw: The fields of `config.json`. A `layer_types` that contradicts `sliding_window` is a problem.
         config: The shape without windows.
     """
     types = raw.get("layer_types", list, [])
@@ -61,7 +73,13 @@ MISTRAL = Family(
 
 
 def read_phi3(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. All layers have the window `sliding_window`."""
+    """Read the shape of a Phi-3 or Phi-4 model.
+
+    All layers have the window `sliding_window`, if the field is set.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(rms_norm_eps=1e-5)
     config = read_decoder(raw, "phi3", partial_rotary=1.0, may_slide=True)
     for name in ("resid_pdrop", "embd_pdrop"):
@@ -87,7 +105,14 @@ PHI3 = Family(
 
 
 def read_smollm3(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. `no_rope_layers` has a 1 for each layer with a rope. Without it, each fourth layer has none."""
+    """Read the shape of a SmolLM3 model.
+
+    `no_rope_layers` has a 1 for each layer with rotary positions, and a 0 for each layer without. If the field is
+    absent, every `no_rope_layer_interval`-th layer has none (default: every fourth).
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
     config = read_decoder(raw, "smollm3", may_slide=True)
     bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)

@@ -1,8 +1,8 @@
 """Qwen3-MoE and Mixtral: the MLP of a layer is a mixture of experts.
 
-Qwen3-MoE has the attention of Qwen3 and experts with an inner size of their own. Some layers may have a plain MLP.
-Mixtral has the attention of Llama without biases, and experts in every layer. The weights of the chosen experts always
-add up to 1.
+Qwen3-MoE has the attention of Qwen3, and sets the inner size of experts separately. Some layers may have a plain MLP.
+Mixtral has the attention of Llama without biases, and experts in every layer. The weights of the chosen experts of
+Mixtral always add up to 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from areno.models.folder import RawConfig
 
 
 def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. Layers in `mlp_only_layers` are plain, and so are all but each `decoder_sparse_step`-th layer."""
+    """Read the shape of a Qwen3-MoE model.
+
+    A layer has experts if its index + 1 is a multiple of `decoder_sparse_step` and `mlp_only_layers` does not list it.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     config = read_decoder(raw, "qwen3_moe")
     bias, step = raw.get("attention_bias", bool, False), raw.get("decoder_sparse_step", int, 1, ge=1)
     if raw.get("use_sliding_window", bool, False):
@@ -36,7 +42,13 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
 
 
 def read_mixtral(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. `intermediate_size` is the inner size of an expert."""
+    """Read the shape of a Mixtral model.
+
+    `intermediate_size` is the inner size of an expert.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     config = read_decoder(raw, "mixtral")
     if raw.get("sliding_window", int, -1, ge=0) >= 0:
         raw.refuse("sliding_window", "null, since sliding-window attention is not implemented")
@@ -52,7 +64,7 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
 
 
 def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Experts:
-    """Read the experts. The number of experts has one of the two names in `fields`."""
+    """Read the experts. fields: the two possible fields for the number of experts. more: other fields of `Experts`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
     if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
@@ -64,7 +76,10 @@ def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Exper
 
 
 def _layers(raw: RawConfig, field: str, num_layers: int) -> set[int]:
-    """Return the numbers of layers that a field lists."""
+    """Return the layer indices that a field lists.
+
+    An index that does not exist is a problem, and gives an empty set.
+    """
     listed = raw.get(field, list, [])
     if not all(type(index) is int and 0 <= index < num_layers for index in listed):
         raw.refuse(field, f"numbers of layers, 0 to {num_layers - 1}")

@@ -1,6 +1,6 @@
-"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and MLP, and over all queries and keys of a token.
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and MLP, and over all queries and all keys of a token.
 
-Three of four layers of OLMo 3 have a window. Only the other layers have a scaled rope.
+Three of four layers of OLMo 3 have a window. Only the layers without a window have rope scaling.
 """
 
 from __future__ import annotations
@@ -15,13 +15,25 @@ _NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm":
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. No layer has a window."""
+    """Read the shape of a OLMo 2 model.
+
+    No layer has a window.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(rms_norm_eps=1e-5)
     return _with_norms(raw, read_decoder(raw, "olmo2"))
 
 
 def read_olmo3(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. Without `layer_types`, all layers but each fourth have a window."""
+    """Read the shape of a OLMo 3 model.
+
+    Without `layer_types`, three of four layers have a window.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     raw.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
     rope, local = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_theta")
     config = read_decoder(raw, "olmo3", may_slide=True, rope=rope)
@@ -31,7 +43,7 @@ def read_olmo3(raw: RawConfig) -> TransformerConfig:
 
 
 def _with_norms(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """Add the norms and the biases of both families."""
+    """Return the shape with the norms and biases that OLMo 2 and OLMo 3 share."""
     bias = raw.get("attention_bias", bool, False)
     return replace(config, qkv_bias=bias, o_bias=bias, qk_norm_whole=True, norms="after")
 

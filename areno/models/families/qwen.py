@@ -1,11 +1,11 @@
 """The dense Qwen models: Qwen2 and 2.5, Qwen3, and the text model of Qwen3.5.
 
 - Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v.
-- Qwen3: Llama's layers with a norm on each query and key head before the rope.
+- Qwen3: Llama's layers with a norm on each query and key head before the rotation.
 - Qwen3.5: three of four layers have the gated delta rule in place of attention (arXiv 2412.06464). The others have the
   attention of Qwen3 with a gate at its output, and a quarter of each head is rotated. Norms multiply by 1 + weight.
-  Without images, positions of images (mrope) equal those of text. Of a model with images, the text model is read, and
-  saved without images.
+  For text, multimodal rotary positions (mrope) equal ordinary ones. areno reads the text model of an image-text model,
+  and saves it without the image encoder.
 """
 
 from __future__ import annotations
@@ -19,15 +19,25 @@ from areno.models.rope import read_rope
 
 
 def read_qwen2(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. q, k and v always have biases: `config.json` has no field for them."""
+    """Read the shape of a Qwen2 or Qwen2.5 model.
+
+    q, k and v always have biases: `config.json` has no field for them.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     return with_late_windows(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
 
 
 def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """Give the layers from `max_window_layers` on the window `sliding_window`, if `use_sliding_window` is true.
+    """Return the shape with the window `sliding_window` in the layers from the index `max_window_layers` on.
+
+    If the file has `layer_types`, this field names the layers instead. The shape is unchanged unless
+    `use_sliding_window` is true.
 
     Args:
-        raw: The fields of `config.json`.
+        raw: The fields of `config.json`. If `use_sliding_window` is false, a sliding layer in `layer_types` is a
+            problem.
         config: The shape without windows.
     """
     raw.assume(sliding_window=4096)
@@ -49,7 +59,13 @@ QWEN2 = Family(
 
 
 def read_qwen3(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. An absent `head_dim` is 128, whatever the hidden size."""
+    """Read the shape of a Qwen3 model.
+
+    An absent `head_dim` is 128, whatever the hidden size.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     bias = raw.get("attention_bias", bool, False)
     config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True)
     return with_late_windows(raw, replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True))
@@ -71,7 +87,13 @@ _MAX_KEY_DIM = (
 
 
 def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
-    """Read a shape. Without `layer_types`, each `full_attention_interval`-th layer has attention."""
+    """Read the shape of a Qwen3.5 model.
+
+    Without `layer_types`, every `full_attention_interval`-th layer has attention.
+
+    Args:
+        raw: The fields of `config.json`. Problems are added to `raw.problems`.
+    """
     bias = raw.get("attention_bias", bool, False)
     if not raw.get("attn_output_gate", bool, True):
         raw.refuse("attn_output_gate", "true")
