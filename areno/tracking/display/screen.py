@@ -251,9 +251,7 @@ class Above(io.TextIOBase):
 
 
 def _in_foreground(terminal: int) -> bool:
-    """Return whether this process is in the terminal's foreground. After Ctrl-Z and `bg` it is not, and must not
-    draw.
-    """
+    """Return whether this process owns the terminal. After Ctrl-Z and `bg`, the shell owns it."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:  # not the terminal that controls this process
