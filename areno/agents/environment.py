@@ -38,7 +38,7 @@ from areno.types import Message
 logger = logging.getLogger("areno")
 
 StepResult = tuple[Sequence[Message], float, bool]
-"""(messages for the model, reward of this step, whether the task is over)."""
+"""A tuple (messages for the model, reward of this step, whether the task is over)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,11 @@ from areno.user_processes.pool import Failure, WorkerPool
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
-_GROUPS = (math.inf, 8, 1)  # items sent to a process at once: at first, then after each process that died on them
+_GROUPS = (
+    math.inf,
+    8,
+    1,
+)  # largest number of items per process, by how many processes have died while they ran the item
 
 
 @dataclass(slots=True)

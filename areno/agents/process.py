@@ -37,9 +37,9 @@ from areno.server.errors import CONTEXT_FULL
 from areno.user_processes.process import MAX_TEXT, ForkedCopies, event_loop, is_async
 
 DEFAULT_FUNCTION = "run_agent"
-_THREADS = 64  # agents at once if run_agent is not a coroutine function
-# Iterations of the event loop before the next agent begins. Building a request takes milliseconds, and a client sends
-# it in two pieces: if all agents began at once, every second piece would be sent after the last request is built.
+_THREADS = 64  # largest number of concurrent agents if run_agent is a plain function
+# Iterations of the event loop between the starts of two agents. Building a request takes milliseconds, and a client
+# sends it in two writes. If all agents started at once, no second write would happen before the last request is built.
 _START_ITERATIONS = 3
 _TICK_S = 0.25
 _BLOCKED_S = 5.0  # an agent that blocks the event loop for longer is reported
@@ -200,7 +200,6 @@ class _Runner:
         return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
 
     def _failure(self, error: BaseException) -> Answer:
-        # The server's error for a full context, which the agent did not catch.
         """Return the answer for an exception of the agent. A full context has the status "filtered"."""
         is_full = vars(error).get("code") == CONTEXT_FULL
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
@@ -212,7 +211,7 @@ class _Runner:
                 self._open.discard(position)
                 self._connection.send((position, answer))
 
-    # -- which agent blocks the event loop --------------------------------------------------------------------------
+    # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
         """Make an asyncio task, and record the item that it belongs to."""

@@ -22,9 +22,9 @@ from areno.server.threads import ServerThread
 from areno.types import Message, SamplingParams
 
 POLICY = "policy"
-"""Name of the model in a session. The name of its folder is accepted, too."""
+"""The name of the model in requests to a session. The name and the path of its folder are also accepted."""
 _MAX_SAMPLES = 65_536
-_MAX_PREFETCHED = 64  # prompts: while more are built, the agents of the first would wait
+_MAX_PREFETCHED = 64  # prompts; with more, the first agents would wait until all are tokenized
 
 
 class SessionProxy:

@@ -186,8 +186,9 @@ class LossMaskPolicy:
 PlainTurn = dict[str, Any]
 """A turn as JSON values.
 
-The keys are `messages`, `tools`, `tool_choice`, `message` (the model's), `finish_reason` and `tokens` (the extra field
-`areno`). The last turn of a trajectory with a reward also has `reward`, which is (reward, parts).
+The keys are `messages`, `tools` and `tool_choice` of the request, and `message`, `finish_reason` and `tokens` of the
+response. `tokens` is the extra field `areno` that the session's endpoint adds to a response. If a trajectory has a
+reward, its last turn also has the key `reward`, which is (reward, parts).
 """
 
 

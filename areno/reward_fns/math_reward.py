@@ -38,7 +38,7 @@ from sympy import FiniteSet, nan, zoo
 
 from areno.reward_fns.answers import boxes, last_box
 
-# math-verify warns that its own time limit is off. That is an alarm for each step; ours is one limit for a whole call.
+# math-verify warns that its own time limit, a signal for each parsing step, is off. `_limited` limits a whole call.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
@@ -58,7 +58,7 @@ _IN_MATH_MODE = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+\\\)|\\\[.+\\\]", re.
 _AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
 # OpenAI's pattern for GSM8K, `#### (\-?[0-9\.\,]+)`, which also lets a currency, bold type and a percent sign pass.
 _HASHED_NUMBER = re.compile(rf"{_CURRENCY}(-?[0-9.,]*[0-9])(\s*{_PERCENT})?[.,]?(?=$|[\s*_)!?;])", re.I)
-_GOES_ON = re.compile(r"\s*[-+*/^=<>:\d\\\u00d7\u00f7\u00b7]")  # behind a number: it belongs to a formula
+_GOES_ON = re.compile(r"\s*[-+*/^=<>:\d\\\u00d7\u00f7\u00b7]")  # after a number: the number is a part of a formula
 
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"(?<!\\)\\[(),;!\[\] ]|\\?\$|\*\*|\s+")
@@ -142,7 +142,7 @@ class _Solution:
 
 def _solution_parts(solution: Any) -> tuple[str, ...]:
     """Return the answers that a solution requires together: its boxes, or one answer. Empty if it cannot be used."""
-    if not isinstance(solution, str | Number) or solution != solution:  # not a number is not itself
+    if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
     text = _ascii(str(solution)).strip()
     answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _last_line(text) or text,)
@@ -349,12 +349,12 @@ def _limited(function: Callable[[], bool]) -> bool:
 
     def look(*_: Any) -> None:
         if time.thread_time() > end:
-            raise TimeoutException  # it is no Exception, which sympy and math-verify would swallow
+            raise TimeoutException  # a BaseException, since sympy and math-verify catch every Exception
 
     before = signal.signal(signal.SIGPROF, look)
     try:
         try:
-            signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)  # again and again: a bare except may swallow one
+            signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)  # repeatedly: a bare except may catch the first
             return function()
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)

@@ -24,7 +24,8 @@ from pathlib import Path
 
 MAX_OUTPUT = 4000  # characters that are kept, half from the beginning and half from the end
 _AF_UNIX, _EACCES = 1, 13
-# (audit architecture, socket, then calls to refuse: io_uring_setup, which opens sockets, too, setpgid and setsid)
+# (audit architecture, number of the call socket, numbers of the calls to refuse). The refused calls are io_uring_setup,
+# which can also open sockets, setpgid and setsid.
 _MACHINES = {"x86_64": (0xC000003E, 41, 425, 109, 112), "aarch64": (0xC00000B7, 198, 425, 154, 157)}
 
 
@@ -136,7 +137,7 @@ def refuse_calls() -> None:
     allow, refuse, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x80000000
     # Offsets in struct seccomp_data: 0 the number of the call, 4 the architecture, 16 the call's first argument.
     program = [
-        # End the process if the architecture is another one, since its calls have other numbers.
+        # Kill the process if it uses another architecture, whose calls have other numbers.
         (load, 0, 0, 4),
         (equal, 1, 0, architecture),
         (give, 0, 0, end),

@@ -19,7 +19,7 @@ DEFAULT_FUNCTION = "reward_fn"
 
 
 Given = Callable[..., Any] | Sequence[Callable[..., Any]]
-"""What a script may pass as reward_fn."""
+"""The type of reward_fn in a script: a function of one RewardRecord, or a list of functions."""
 
 
 def reward_functions(config: RewardConfig, given: Given | None = None) -> list[RewardFunction]:

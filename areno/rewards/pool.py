@@ -35,7 +35,7 @@ _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them o
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _HOPELESS = 4  # give up after this many timeouts per process without an answer, since the rest could take hours
 _LOOK_S = 0.5
-_BREATH_S = 0.001  # between turns, so that one turn handles several answers
+_BREATH_S = 0.001  # pause between two iterations of the thread, so that one iteration handles several answers
 _QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
@@ -157,7 +157,7 @@ class Scoring(AbstractContextManager["Scoring"]):
     def __init__(self, pool: RewardPool):
         self._pool, self._calls = pool, _Calls()
         self._added: deque[tuple[int, Record]] = deque()
-        self._turns = 0  # counts the turns of the thread
+        self._turns = 0  # the number of iterations of the thread
         self._is_last = self._is_dropped = False
         self._error: BaseException | None = None
         self._wake, self._woken = Pipe(duplex=False)
@@ -191,7 +191,7 @@ class Scoring(AbstractContextManager["Scoring"]):
         slow, turns = SlowTimer(), -1
         while self._thread.is_alive():
             self._thread.join(_LOOK_S)
-            if turns != self._turns:  # the thread works; it also enforces the time limit of each call
+            if turns != self._turns:  # the thread is alive, and it enforces the time limit of each call
                 turns = self._turns
                 heartbeat.beat()
             if slow.is_due() and self._calls.n_open:
@@ -284,7 +284,7 @@ class _Calls:
         again, one at a time.
         """
         if worker.is_async and worker.sent > 1:
-            self.alone.extend(worker.chunk)  # one of them ended the process; sent one at a time, it is found
+            self.alone.extend(worker.chunk)  # sent one at a time, the sample that crashed the process is found
         elif worker.chunk:
             first, *others = worker.chunk
             self.settle(first, RewardOutcome(None, status, text))

@@ -116,7 +116,7 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
                 if file not in modules:
                     modules[file] = load_module(file, key)
                 function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
-            with contextlib.suppress(ValueError):  # some callables have no signature to look at
+            with contextlib.suppress(ValueError):  # some callables have no signature to inspect
                 inspect.signature(function).bind(None)
             loaded.append(_Function(function, source.name, source.weight, path, is_async(function), warm_up))
         except ArenoError as error:
@@ -187,7 +187,7 @@ class _Scorer:
         async def call(payload: bytes) -> list[Any]:
             record = pickle.loads(payload)
             with self.copies.user_code():
-                # Plain functions come first. If one raises, no async call is left open.
+                # Plain functions come first, so that no coroutine is left unawaited if a plain function raises.
                 in_order = sorted(self.functions, key=lambda function: function.is_async)
                 results = {function.name: function.call(record) for function in in_order}
                 waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("areno")
 under_way: list[Progress] = []
-"""The progress contexts that are open, the outermost first. The live display reads them."""
+"""The Progress objects whose `with` block is open, outermost first. The live display shows the last."""
 Self = TypeVar("Self", bound="Progress")  # typing has it from Python 3.11 on
 
 
@@ -144,7 +144,7 @@ class RolloutProgress(Progress):
 
 
 _LABELS = {"rollout/rewards_mean": "reward_mean", "rollout/logprobs_mean": "rollout_logprob_mean"}
-# Metrics of evaluations that describe the answers and not their quality.
+# Evaluation metrics without a log line, because they do not measure the quality of the answers.
 _WITHOUT_LINE = {"response_len_mean", "truncated", "num_sequences"}
 _OF_EACH_SET = {"accuracy", "loss"}  # with several validation sets, only the mean has lines for the other metrics
 
@@ -222,7 +222,7 @@ class Console(Tracker):
         self._headline = headline
         self._total_steps = total_steps
         self._step: int | None = None
-        self._scalars: dict[str, float] = {}  # those of this step so far
+        self._scalars: dict[str, float] = {}  # of the current step so far
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log a line for each kind of scalar that is present.
@@ -244,7 +244,7 @@ class Console(Tracker):
         for name, value in scalars.items():
             metric = name.rpartition("/")[2]
             if name in _LABELS or (name.startswith("eval/") and metric not in _WITHOUT_LINE):
-                is_mean = name.count("/") == 1  # eval/gsm8k/accuracy is that of one set among several
+                is_mean = name.count("/") == 1  # eval/gsm8k/accuracy belongs to one of several sets
                 shown = OF_STEP if name not in _LABELS and (is_mean or metric in _OF_EACH_SET) else IN_FULL
                 logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value, extra=shown)
         stats = {name.removeprefix("train/"): value for name, value in scalars.items() if name.startswith("train/")}

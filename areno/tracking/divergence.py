@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST, LAST = 5, 5
-"""How many of the first and of the last steps with a scalar are averaged and compared."""
+"""The numbers of first and last steps over which a scalar is averaged, to compare the two means."""
 N_FLAT = 10
 """Warn after this many steps in a row in which all advantages are 0."""
 N_TRUNCATED = 5

@@ -32,9 +32,9 @@ from areno.tracking.tracker import END_OF_STEP, Tracker, Trackers
 logger = logging.getLogger("areno")
 
 FILE = "trackers.json"
-"""In the run's folder: the id of the run at each service."""
+"""The file in the run's folder with the id that each service has given to the run."""
 RESUMED = "run/resumed_after"
-"""The scalar that marks where a run resumed. Its value is the last step before."""
+"""The scalar that marks where a run resumed. Its value is the last step of the earlier session that is kept."""
 _END_S = 60.0  # how long the end of a run waits for scalars that are still being sent
 
 

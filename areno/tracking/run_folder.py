@@ -312,12 +312,22 @@ def folder_of(config: ExperimentConfig, name: str) -> Path:
 
 
 def is_described(folder: Path) -> bool:
-    """Return whether a folder holds a run, so that config.yaml exists. It is the last file that `describe` writes."""
+    """Return whether a folder holds a run, which is the case if config.yaml exists.
+
+    `NewFolder.describe` writes config.yaml after all other files.
+
+    Args:
+        folder: The folder. It need not exist.
+    """
     return os.path.exists(folder / SETTINGS)  # unlike Path.exists, no error for a name that is too long
 
 
 def is_sweep(folder: Path) -> bool:
-    """Return whether a folder holds a sweep, which is a set of runs started by one command."""
+    """Return whether a folder holds a sweep, which is a set of runs started by one command.
+
+    Args:
+        folder: The folder. It need not exist.
+    """
     return os.path.exists(folder / SWEEP)
 
 

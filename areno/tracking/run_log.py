@@ -18,11 +18,11 @@ logger = logging.getLogger("areno")
 
 _MOST_EARLIER = 1000  # lines that are kept until the log file is open
 Console = Literal["live", "lines", "full", "quiet"]
-"""Which lines stderr shows, see stats_logger.console."""
+"""The kinds of lines that stderr shows, as described for the setting stats_logger.console."""
 IN_FULL: dict[str, Any] = {"consoles": ("full",)}
-"""Argument `extra` of a log call: only the console `full` shows the line. logs/run.log has it, too."""
+"""The argument `extra` for a log line that only the console `full` shows. logs/run.log contains the line, too."""
 OF_STEP: dict[str, Any] = {"consoles": ("full", "lines")}
-"""Argument `extra` of a log call: the consoles `full` and `lines` show the line. The live display has its own form."""
+"""The argument `extra` for a log line that the consoles `full` and `lines` show. The live display has its own form."""
 
 
 class RunLog:
@@ -72,13 +72,13 @@ class RunLog:
         RunLog._open.append(self)
         if own_process:
             logger.propagate = False
-        # A host that has a handler and asked for no file gets the records of its own level.
+        # If the host program receives the records and no log file is asked for, the host's own level applies.
         if logger.level == logging.NOTSET and (log_file is not None or not host_listens()):
             RunLog._has_set_level = True
             logger.setLevel(logging.INFO)
 
     def write_earlier(self) -> None:
-        """Write the lines that were logged before this log's file was opened to the file."""
+        """Copy the lines that were logged before this log's file was opened to the file."""
         without_file = [log for log in RunLog._open if log._earlier is not None]
         source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
         if self._file is not None and source is not None and source._earlier is not None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from areno.types import ScoredSample
 
 END_OF_STEP = "time/step"
-"""The scalar that comes last in a step."""
+"""The scalar that is logged last in a step."""
 
 
 class Tracker:

@@ -38,7 +38,7 @@ def main(fd: int, driver_pid: int, module: str) -> None:
         module: The name of the module whose function `serve` the process runs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    # The signals are blocked and waited for. A handler could run just before a blocking call, which would not return.
+    # Block the signals, and wait for them with sigtimedwait. A handler could run just before a call that then blocks.
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
@@ -78,7 +78,7 @@ def _become_worker(fd: int, module: str) -> None:
 
 
 def _was_stopped() -> bool:
-    """Wait until a child ends, SIGTERM arrives or _POLL_S seconds pass. Return whether SIGTERM arrived."""
+    """Wait at most _POLL_S seconds until a child ends or SIGTERM arrives. Return whether SIGTERM arrived."""
     if sys.platform == "linux":
         found = signal.sigtimedwait(_AWAITED, _POLL_S)
         return found is not None and found.si_signo == signal.SIGTERM

@@ -24,7 +24,10 @@ from areno.user_processes.worker import Output, Worker
 
 _CGROUP = Path("/sys/fs/cgroup")
 MIN_WORKERS, MAX_WORKERS = 2, 64
-"""At least two, so that one hanging process does not block all calls. Each takes memory and time to start."""
+"""The limits of the default number of processes.
+
+With two processes, a process that hangs does not block all calls. More processes take more memory and time to start.
+"""
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
@@ -53,7 +56,7 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
 
 def _quota(cgroup: Path) -> float:
     """Return the container's limit on CPU time as a number of cores, or infinity if there is no limit."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroup versions 2 and 1
         try:
             quota, period = " ".join((cgroup / name).read_text() for name in names).split()
             if quota != "max" and int(quota) > 0:

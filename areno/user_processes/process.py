@@ -138,7 +138,7 @@ class ForkedCopies:
             yield
         except SystemExit:
             if os.getpid() != self._original:
-                os._exit(0)  # a proper end of a copy
+                os._exit(0)  # the copy has ended itself, as it should
             raise
         finally:
             self.end_copy()

@@ -64,7 +64,7 @@ class Output:
                     logger.warning("%s: more than 256 KiB printed in this step; the rest is left out", self._name)
 
 
-# The process of an async function enforces the time limit itself. It counts as hung if it is this much late.
+# A process with an async function enforces the time limit itself. It counts as hung this long after the limit.
 _ASYNC_SPARE_S = 5.0
 _END_S = 10.0  # for a keeper to end
 _CODE_S = 5.0  # for a keeper's exit code after its process has closed the connection
@@ -103,7 +103,7 @@ class Worker:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # not the run's, which processes of the user code would hold open
+                stdout=subprocess.PIPE,  # not the driver's stdout, which processes of the user code would keep open
                 stderr=subprocess.STDOUT,
                 pass_fds=[fd],
                 start_new_session=True,
