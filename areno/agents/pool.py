@@ -22,11 +22,8 @@ from areno.user_processes.pool import Failure, WorkerPool
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
-_GROUPS = (
-    math.inf,
-    8,
-    1,
-)  # largest number of items per process, by how many processes have died while they ran the item
+# The largest number of items that a process gets at once: at first, then after one and after two lost processes.
+_GROUPS = (math.inf, 8, 1)
 
 
 @dataclass(slots=True)

@@ -374,7 +374,11 @@ def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, 
 
 
 def last_step(metrics: Mapping[str, Series]) -> int:
-    """Return the last step that has a recorded scalar, or 0 if there is none."""
+    """Return the last step that has a recorded scalar, or 0 if there is none.
+
+    Args:
+        metrics: The recorded values of each scalar, as returned by `RunReader.metrics`.
+    """
     return max((series.steps[-1] for series in metrics.values()), default=0)
 
 

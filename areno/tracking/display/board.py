@@ -211,7 +211,7 @@ class Board(Tracker):
 
     @property
     def has_steps(self) -> bool:
-        """Return whether any scalar has been recorded."""
+        """Return whether any scalar other than time/* has been recorded."""
         return bool(self._trends)
 
     def begin(self, step: int) -> None:
