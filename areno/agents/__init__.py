@@ -1,1 +1,1 @@
-"""What an agent is: its items, trajectories, environments and processes, above the server that it sends requests to."""
+"""Agents: their items and trajectories, environments with tools, and the processes that run the user's agent."""

@@ -1,6 +1,6 @@
-"""Write a task with tools as a class, and let areno run the loop between it and the model.
+"""Environments: write a task with tools as a class, and let areno alternate between the environment and the model.
 
-`agent_of` turns an environment into an agent function, and `reward_of` into a reward function:
+`agent_of` turns an environment into an agent function, and `reward_of` turns it into a reward function:
 
     class Counter(Environment):
         tools = [{"type": "function", "function": {"name": "add", "parameters": {...}}}]
@@ -38,17 +38,17 @@ from areno.types import Message
 logger = logging.getLogger("areno")
 
 StepResult = tuple[Sequence[Message], float, bool]
-"""(messages for the model, reward of this step, whether the task is over)."""
+"""A tuple (messages for the model, reward of this step, whether the task is over)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of the model.
+    """A tool call that the model made.
 
     Attributes:
-        id: Id of the call, which its result refers to.
-        name: Name of the tool.
-        arguments: Arguments as an object. They are not checked against the tool's schema.
+        id: The id of the call. The tool message with its result carries the same id.
+        name: The name of the tool.
+        arguments: The parsed JSON object of arguments. It is not checked against the tool's schema.
     """
 
     id: str
@@ -56,21 +56,21 @@ class Call:
     arguments: dict[str, Any]
 
     def result(self, content: str) -> Message:
-        """Return the tool message that answers the call.
+        """Return the tool message with the result of this call.
 
         Args:
-            content: Result of the tool, as text for the model.
+            content: The result of the tool, as text for the model.
         """
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
 class Environment:
-    """One task for one sample. Derive from it and override `reset` and `step`.
+    """Base class for a task with tools. An instance handles one sample. Override `reset` and `step`.
 
-    The methods may be `async`. Other methods run in a thread.
+    A method may be `async`. A plain method is called in a thread, so that it does not block other episodes.
 
     Attributes:
-        tools: Tool definitions in OpenAI's form. They are read before each turn, so they may change.
+        tools: The tool definitions in OpenAI's format. They are read before each request, so they may change.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -79,48 +79,49 @@ class Environment:
         """Start the task.
 
         Returns:
-            The messages that the model answers first.
+            The messages of the first request to the model, in OpenAI's format.
         """
         raise NotImplementedError
 
     def step(self, tool_calls: list[Call]) -> StepResult | Awaitable[StepResult]:
-        """Run the tool calls of one turn.
+        """Run the tool calls in one answer of the model.
 
-        Only calls of known tools whose arguments are an object arrive here. The loop answers other calls with an error
-        message. The arguments are not checked against the schema.
+        The loop passes only calls of tools in `tools` with an object of arguments. It answers every other call with an
+        error message.
 
         Args:
-            tool_calls: The calls.
+            tool_calls: The calls, in the order in which the model wrote them.
 
         Returns:
-            (one message for each call, reward of this step, whether the task is over).
+            A tuple (messages, reward, done): one message for each call, the reward of this step, and whether the
+            task is over.
         """
         raise NotImplementedError
 
     def answer(self, text: str) -> StepResult | Awaitable[StepResult]:
-        """Handle a turn in which the model wrote text and called no tool.
+        """Handle an answer of the model that is text without tool calls.
 
         Args:
-            text: The model's text.
+            text: The content of the model's message.
 
         Returns:
-            (messages for the model, reward of this step, whether the task is over). By default the task is over, with
-            reward 0.
+            A tuple (messages, reward, done): further messages for the model, the reward of this step, and whether the
+            task is over. The default ends the task with reward 0.
         """
         return [], 0.0, True
 
     def close(self) -> Any:
-        """Release the resources of the task. Called once, also after an error."""
+        """Release the resources of the task. It is called once at the end of the episode, also after an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request to the model and its answer.
+    """A request to the model, with the response.
 
     Attributes:
-        messages: Messages of the request.
-        response: The client's response object.
-        tools: Tools of the request, or None.
+        messages: The messages in the request.
+        response: The response object of the OpenAI client.
+        tools: The tool definitions in the request, or None if it had no tools.
     """
 
     messages: list[Message]
@@ -130,13 +131,14 @@ class Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """The record of one episode.
+    """The record of one episode, which is one run of an environment from `reset` until its end.
 
     Attributes:
-        turns: Requests and answers, in order.
+        turns: The requests and responses, in order.
         messages: The whole conversation.
-        rewards: Reward of each step.
-        ended: Why the episode ended: the environment is done, the model reached its length limit, or `max_turns`.
+        rewards: The reward of each step of the environment.
+        ended: The reason for the end: "done" if the environment ended, "length" if an answer was truncated, "max_turns"
+            after the largest number of turns. "" while the episode is in progress.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -146,24 +148,27 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """Reward of the whole episode, the sum over its steps."""
+        """Return the reward of the whole episode, which is the sum of the rewards of its steps."""
         return math.fsum(self.rewards)
 
 
 async def run_episode(
     environment: Environment, client: Any, *, model: str = "policy", max_turns: int = 16, **request: Any
 ) -> Episode:
-    """Let the model act until the environment is done or a limit is reached.
+    """Alternate between the model and an environment until the environment is done or a limit is reached.
 
     Args:
-        environment: The task. It is closed at the end.
+        environment: The environment of the task. It is closed at the end.
         client: An `openai.AsyncOpenAI`.
-        model: Name of the model.
-        max_turns: The most answers of the model.
+        model: The name of the model in each request.
+        max_turns: The largest number of requests to the model.
         **request: Further fields of each request, such as top_p.
 
+    Returns:
+        The record of the episode.
+
     Raises:
-        DataError: If a method of the environment returns a wrong value.
+        DataError: A method of the environment returned a wrong value.
         Exception: Any exception that the environment or the client raises.
     """
     episode = Episode()
@@ -189,13 +194,20 @@ async def run_episode(
 
 
 async def replay(environment: Environment, messages: Sequence[Message]) -> float:
-    """Compute the reward of a finished conversation by running its assistant messages again.
+    """Compute the reward of a finished conversation by passing its assistant messages to a new environment.
 
-    The result equals the episode's reward if the environment is deterministic.
+    The result equals the reward of the episode if the environment is deterministic.
 
     Args:
-        environment: A new environment of the same task. It is closed at the end.
-        messages: The conversation.
+        environment: A new environment for the same task. It is closed at the end.
+        messages: The messages of the conversation.
+
+    Returns:
+        The sum of the rewards of all steps.
+
+    Raises:
+        DataError: A method of the environment returned a wrong value.
+        Exception: Any exception that the environment raises.
     """
     episode = Episode()
     try:
@@ -211,14 +223,14 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
 def agent_of(
     make: Callable[[Any], Environment], *, max_turns: int = 16, **request: Any
 ) -> Callable[[Any, Any], Awaitable[list[Any]]]:
-    """Return the agent function `run_agent(ctx, batch)` of an environment.
+    """Return an agent function `run_agent(ctx, batch)` that runs an environment for each item of a batch.
 
-    An episode that raises an error is logged and left out of its group. If all episodes of a batch fail, the first
-    error is raised.
+    If an episode raises an exception, its sample is logged and left out. If all episodes of a batch fail, the first
+    exception is raised.
 
     Args:
-        make: Builds the environment of an AgentItem, whose `record` is the row of the dataset.
-        max_turns: The most answers of the model.
+        make: Builds the environment for an AgentItem, whose `record` is the row of the dataset.
+        max_turns: The largest number of requests to the model in an episode.
         **request: Further fields of each request, such as temperature.
     """
 
@@ -245,10 +257,10 @@ def agent_of(
 
 
 def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[float]]:
-    """Return the reward function of a deterministic environment, which replays the conversation.
+    """Return a reward function that replays the conversation in a deterministic environment.
 
     Args:
-        make: Builds the environment of a RewardRecord, whose `record` is the row of the dataset.
+        make: Builds the environment for a RewardRecord, whose `record` is the row of the dataset.
     """
 
     async def reward_fn(record: Any) -> float:
@@ -258,7 +270,7 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
 
 
 async def _act(environment: Environment, message: Message, episode: Episode) -> bool:
-    """Let the environment handle one message of the model. Return whether the task is over."""
+    """Pass an assistant message to the environment, and record the result. Return whether the task is over."""
     written = message.get("tool_calls") or []
     if not written:
         result = await _call(environment.answer, message.get("content") or "")
@@ -284,7 +296,7 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
 
 
 def _read_call(written: Any, names: set[str]) -> Call | Message:
-    """Return a valid call, or the message with its error for the model."""
+    """Parse a tool call of the model. Return a Call, or a tool message with the error if the call is invalid."""
     function = written["function"]
     call = Call(written["id"], function["name"], {})
     if call.name not in names:
@@ -299,19 +311,19 @@ def _read_call(written: Any, names: set[str]) -> Call | Message:
 
 
 def _name_of(tool: Mapping[str, Any]) -> str:
-    """Return the name of a tool."""
+    """Return the name in a tool definition."""
     return tool.get("function", tool)["name"]
 
 
 def _checked_messages(messages: Any, method: str) -> Sequence[Message]:
-    """Return the messages of an environment. Raises DataError if they are none."""
+    """Return `messages` if it is a list of messages. Raise DataError, which names `method`, if it is not."""
     if isinstance(messages, list | tuple) and all(isinstance(each, dict) and "role" in each for each in messages):
         return messages
     raise DataError(f"the messages of an environment's {method} are {messages!r}; expected a list of messages")
 
 
 async def _call(method: Callable[..., Any], *args: Any) -> Any:
-    """Call a method without blocking the event loop, whether it is `async` or not."""
+    """Call a method and await its result. Unless the method is `async`, call it in a thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)

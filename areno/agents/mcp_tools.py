@@ -1,4 +1,7 @@
-"""Give a model the tools of MCP servers (https://modelcontextprotocol.io). Needs `pip install 'areno[mcp]'`."""
+"""An environment that gives a model the tools of MCP servers (https://modelcontextprotocol.io).
+
+It needs `pip install 'areno[mcp]'`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from areno.types import Message
 
 
 class McpEnvironment(Environment):
-    """A task whose tools are those of MCP servers. It ends when the model answers with text, and gives no reward.
+    """A task whose tools come from MCP servers. It ends when the model answers with text, and its reward is 0.
 
-    To give rewards, derive from this class and override `step` or `answer`, or use `record.tool_results` in a reward
+    To give rewards, derive from this class and override `step` or `answer`, or read `record.tool_results` in a reward
     function.
 
     Args:
-        messages: The messages that the model answers first.
-        *servers: Each a URL, an `mcp.StdioServerParameters` (a command that runs during the episode), or an
-            `mcp.server.MCPServer` in this process. Two servers must not have a tool of the same name.
-        timeout_s: Limit of one call, in seconds.
+        messages: The messages of the first request to the model.
+        *servers: Each is a URL, an `mcp.StdioServerParameters` (a command that runs during the episode), or an
+            `mcp.server.MCPServer` in this process. No two servers may have a tool of the same name.
+        timeout_s: The time limit of each tool call, in seconds.
     """
 
     def __init__(self, messages: Sequence[Message], *servers: Any, timeout_s: float = 60.0):
@@ -34,8 +37,11 @@ class McpEnvironment(Environment):
     async def reset(self) -> Sequence[Message]:
         """Connect to the servers and list their tools.
 
+        Returns:
+            The messages of the first request to the model.
+
         Raises:
-            ConfigError: If two tools have the same name, or the mcp package is missing.
+            ConfigError: Two servers have a tool of the same name, or the mcp package is missing.
         """
         try:
             from mcp import Client
@@ -52,10 +58,13 @@ class McpEnvironment(Environment):
         return self._messages
 
     async def step(self, tool_calls: list[Call]) -> StepResult:
-        """Call the tools one after the other. Errors of a tool become messages for the model.
+        """Call the tools one after the other. An error of a tool becomes a message for the model.
 
         Args:
             tool_calls: The calls.
+
+        Returns:
+            A tuple (one message for each call, reward 0, False because the task continues).
         """
         return [call.result(await self._result(call)) for call in tool_calls], 0.0, False
 
@@ -79,7 +88,7 @@ class McpEnvironment(Environment):
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    """Return all pages of a server's tool list."""
+    """Return all tools of a server, from all pages of its list."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:

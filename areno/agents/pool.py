@@ -1,8 +1,8 @@
-"""Run agents in processes of their own, on the driver's side.
+"""The pool of agent processes, as the driver uses it.
 
-`AgentPool` starts the processes, sends them items and collects trajectories. A process runs many items at once
-(process.py). User code in it can print, hang, crash or leak without harm to the run. An item whose agent fails or takes
-too long has no trajectory, and the other items continue.
+`AgentPool` starts the processes, sends items to them and collects the turns. Each process runs many items at once
+(process.py). User code in it can print, hang, crash or leak memory without harm to the run. An item whose agent fails
+or exceeds the time limit has no trajectory, and the other items continue.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from areno.user_processes.pool import Failure, WorkerPool
 from areno.user_processes.worker import Worker
 
 _KEY = "agent.fn"
-_GROUPS = (math.inf, 8, 1)  # items sent to a process at once: at first, then after each process that died on them
+# The largest number of items that a process gets at once: at first, then after one and after two lost processes.
+_GROUPS = (math.inf, 8, 1)
 
 
 @dataclass(slots=True)
 class AgentOutcome:
-    """The result of one item.
+    """The result of running the agent for one item.
 
     Attributes:
-        status: "ok", "error", "timeout", or "filtered" if the agent gave up because its conversation filled the
-            context.
-        turns: The turns of the trajectory. None unless the status is "ok".
-        message: The reason for any other status.
+        status: "ok", "error", "timeout", or "filtered" if the agent raised the server's error for a conversation that
+            fills the context.
+        turns: The turns of the trajectory, or None unless the status is "ok".
+        message: The reason for any status other than "ok".
     """
 
     status: Literal["ok", "error", "timeout", "filtered"]
@@ -42,10 +43,10 @@ class AgentOutcome:
 
 
 class AgentPool(WorkerPool[AgentConfig]):
-    """The processes that run the agent.
+    """A pool of processes that run the user's agent. Use it in a `with` block.
 
     Args:
-        config: The section `agent` of the configuration.
+        config: The section `agent` of the settings.
     """
 
     section, module = "agent", "areno.agents.process"
@@ -57,7 +58,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         super().__init__(config, config.fn)
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the agent, its setting and its time limit, for each process."""
+        """Return (file:function, setting to name in errors, time limit in seconds), for each process."""
         found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
         return found, _KEY, self.config.timeout_s
 
@@ -68,17 +69,21 @@ class AgentPool(WorkerPool[AgentConfig]):
         on_wait: Callable[[int], object] = lambda n: None,
         on_done: Callable[[int, AgentOutcome], object] = lambda place, outcome: None,
     ) -> list[AgentOutcome]:
-        """Run the agent for all items.
+        """Run the agent for all items, and wait until each has an outcome.
 
         Args:
             items: The items.
-            context: Address and key of the session's endpoint.
+            context: The address and the key of the session's endpoint, for the agent's requests.
             on_wait: Called with the number of finished items, at least every half second.
-            on_done: Called with the index of an item and its outcome as soon as it is finished. Its exception ends the
-                call.
+            on_done: Called with the index of an item in `items` and its outcome, as soon as the item is finished. An
+                exception from it ends the call.
 
         Returns:
-            The outcome of each item, in order.
+            The outcome of each item, in the order of `items`.
+
+        Raises:
+            EngineError: The processes are not running.
+            ConfigError: A process cannot import the agent.
         """
         running = _Running(items, context, self.n_workers, on_done)
         self._run_calls(running, lambda: on_wait(len(items) - running.n_open))
@@ -86,12 +91,12 @@ class AgentPool(WorkerPool[AgentConfig]):
 
 
 class _Running:
-    """The items of one call of `run`.
+    """The state of one call of `AgentPool.run`.
 
     Attributes:
-        outcomes: Outcome of each item, None while it is missing.
-        n_open: Number of items without an outcome.
-        groups: Groups of item indices that wait to be sent to a process.
+        outcomes: The outcome of each item, or None while the item is not finished.
+        n_open: The number of items without an outcome.
+        groups: Lists of item indices that are still to be sent. Each list goes to one process.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class _Running:
         self.groups = deque(share for share in shares if share)
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return the next group of items to send, see `Work`."""
+        """Return the next group as (index, pickled item) for each item. Empty if no group is left."""
         chunk: list[tuple[int, bytes]] = []
         while self.groups and not chunk:
             # Pickled only now, so that the first process begins while the items of the others are pickled.
@@ -119,7 +124,7 @@ class _Running:
         return chunk
 
     def _payload(self, position: int) -> bytes | None:
-        """Pickle an item, or record an error if it cannot be pickled."""
+        """Return a pickled item. If it cannot be pickled, record an error as its outcome and return None."""
         try:
             return pickle.dumps((self._context, self._items[position]), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # an object of the dataset may raise anything when it is pickled
@@ -128,24 +133,25 @@ class _Running:
             return None
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
-        """Record the outcome that a process sent."""
+        """Record the outcome that a process sent for an item."""
         self._settle(position, AgentOutcome(*answer))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Send the items of a process that died to another one, or record the failure."""
+        """Requeue the unfinished items of a process that died or hung, or record that they failed."""
         if worker.chunk:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
     def _settle(self, position: int, outcome: AgentOutcome) -> None:
-        """Record the outcome of an item."""
+        """Record the outcome of an item, and report it to `on_done`."""
         self.outcomes[position] = outcome
         self.n_open -= 1
         self._on_done(position, outcome)
 
     def _run_again(self, positions: list[int], outcome: AgentOutcome) -> None:
-        """Queue the items of a process that died in smaller groups.
+        """Requeue the unfinished items of a process that died or hung, in smaller groups.
 
-        An item that killed too many processes gets `outcome`.
+        An item gets `outcome` instead if it was the only unfinished item, or if `len(_GROUPS)` processes were lost
+        with it.
         """
         again: list[int] = []
         for position in positions:

@@ -1,9 +1,10 @@
-"""Run the user's agent in an agent process, for many items at once.
+"""The code of an agent process, which runs the user's agent for many items at once.
 
-pool.py talks to this process over one socket. Its keeper (areno.user_processes.keeper) ends it together with all
-processes that the agent started. Messages are pickled. In: (file:function, key, timeout_s) once, then chunks
-[(position, pickled (context, item)), ...]. Out: ("ready", True) or ("failed", Problems) once, then (position, Answer)
-for each item as soon as it is finished. Nothing large is imported here, so that the process starts quickly.
+pool.py exchanges pickled messages with this process over one socket. The process receives (file:function, key,
+timeout_s) once, then chunks [(position, pickled (context, item)), ...]. It sends ("ready", True) or ("failed",
+Problems) once, then (position, Answer) for each item as soon as the item is finished. The keeper of the process
+(areno.user_processes.keeper) ends it together with all processes that the agent started. Nothing large is imported
+here, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from areno.server.errors import CONTEXT_FULL
 from areno.user_processes.process import MAX_TEXT, ForkedCopies, event_loop, is_async
 
 DEFAULT_FUNCTION = "run_agent"
-_THREADS = 64  # agents at once if run_agent is not a coroutine function
-# Iterations of the event loop before the next agent begins. Building a request takes milliseconds, and a client sends
-# it in two pieces: if all agents began at once, every second piece would be sent after the last request is built.
+_THREADS = 64  # largest number of concurrent agents if run_agent is a plain function
+# Iterations of the event loop between the starts of two agents. Building a request takes milliseconds, and a client
+# sends it in two writes. If all agents started at once, no second write would happen before the last request is built.
 _START_ITERATIONS = 3
 _TICK_S = 0.25
 _BLOCKED_S = 5.0  # an agent that blocks the event loop for longer is reported
@@ -53,10 +54,10 @@ _position: contextvars.ContextVar[int | None] = contextvars.ContextVar("position
 
 
 def _share_tls_contexts() -> None:
-    """Let all HTTP clients of this process share one TLS context.
+    """Make all HTTP clients in this process share one TLS context.
 
-    Each client of `openai` reads the system's certificates when it is made, even for plain http. That takes 20 ms, and
-    most agents make a client for each sample. Contexts requested by other libraries than httpx are not shared.
+    Each client of `openai` loads the system's certificates when it is made, even for plain http. That takes 20 ms, and
+    most agents make a client for each sample. Only the contexts for httpx and httpcore are shared.
     """
     own, shared = ssl.create_default_context, cache(ssl.create_default_context)
 
@@ -71,10 +72,11 @@ def serve(connection: Connection) -> None:
     """Run agents until the driver closes the connection.
 
     Args:
-        connection: Connection to the driver.
+        connection: The connection to the driver.
 
     Raises:
-        ArenoError: If the agent does not load.
+        ArenoError: The agent function cannot be loaded, or does not take two arguments.
+        EOFError: The driver has closed the connection.
     """
     _share_tls_contexts()
     spec, key, timeout_s = connection.recv()
@@ -95,7 +97,7 @@ def serve(connection: Connection) -> None:
 
 
 class _Runner:
-    """Runs the agent for chunks of items and sends one answer for each item."""
+    """Runs the agent for chunks of items, and sends one answer for each item."""
 
     def __init__(
         self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: ForkedCopies
@@ -116,7 +118,7 @@ class _Runner:
         threading.Thread(target=self._watch, daemon=True, name="agent-watch").start()
 
     def run(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Run all items of a chunk at once."""
+        """Run all items of a chunk at the same time, and return when each has been answered."""
         self._open = {position for position, _ in chunk}
         self._loop.run_until_complete(self._all_of(chunk))
         self._ticked = None
@@ -124,7 +126,7 @@ class _Runner:
             os._exit(0)
 
     async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Run all items of a chunk, starting one after the other."""
+        """Run all items of a chunk at the same time. Their starts are spread over iterations of the event loop."""
         ticking = asyncio.ensure_future(self._tick())
         ends_at, running = self._loop.time() + self._timeout_s, []
         for position, payload in chunk:
@@ -135,7 +137,7 @@ class _Runner:
         ticking.cancel()
 
     async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
-        """Run one item within the time limit and send its answer."""
+        """Run one item until `ends_at` (in the event loop's time) at the latest, and send its answer."""
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call(payload))
@@ -152,7 +154,7 @@ class _Runner:
         self._answer(position, answer)
 
     async def _call(self, payload: bytes) -> Answer:
-        """Call the agent for an item and return the answer."""
+        """Call the agent for a pickled item, and return the answer to send."""
         try:
             context, item = pickle.loads(payload)
             batch = AgentBatch.of_item(item)
@@ -174,7 +176,7 @@ class _Runner:
             return self._failure(error)
 
     def _in_thread(self, *given: Any) -> Any:
-        """Call a plain agent function in a thread."""
+        """Call a plain (not async) agent function in a thread, and record the thread for `_place_of`."""
         position = _position.get()
         assert position is not None
         self._thread_of[position] = threading.get_ident()
@@ -184,7 +186,7 @@ class _Runner:
             del self._thread_of[position]
 
     def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
-        """Return the line of its file at which an agent waits, as text for a message. "" if it is not known."""
+        """Return the line of the agent's file at which an item waits, as text for a message. "" if it is unknown."""
         lines = []
         at: Any = task.get_coro()
         while at is not None:  # from the coroutine of the task to the one that it waits for
@@ -198,34 +200,33 @@ class _Runner:
         return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
 
     def _failure(self, error: BaseException) -> Answer:
-        # The server's error for a full context, which the agent did not catch.
-        """Return the answer for an error of the agent."""
+        """Return the answer for an exception of the agent. A full context has the status "filtered"."""
         is_full = vars(error).get("code") == CONTEXT_FULL
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _answer(self, position: int, answer: Answer) -> None:
-        """Send the answer of an item, unless it has one."""
+        """Send the answer for an item, unless an answer for it has been sent."""
         with self._sending:
             if position in self._open:
                 self._open.discard(position)
                 self._connection.send((position, answer))
 
-    # -- which agent blocks the event loop --------------------------------------------------------------------------
+    # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        """Make a task and record its item."""
+        """Make an asyncio task, and record the item that it belongs to."""
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task
 
     async def _tick(self) -> None:
-        """Record regularly that the event loop runs."""
+        """Record the current time every _TICK_S seconds, as a sign that the event loop is not blocked."""
         while True:
             self._ticked = time.monotonic()
             await asyncio.sleep(_TICK_S)
 
     def _watch(self) -> None:
-        """Report an agent that blocks the event loop, and end the process when this exceeds the time limit."""
+        """Report an agent that blocks the event loop. End the process if it blocks for longer than the time limit."""
         is_reported = False
         main_thread = threading.main_thread().ident
         while True:

@@ -1,6 +1,6 @@
-"""Serve the policy to the agents of one rollout session.
+"""The OpenAI-compatible endpoint of one rollout session, through which agents sample from the policy.
 
-`SessionProxy` runs the OpenAI-compatible server on this machine only, with a key of its own, until the session ends.
+`SessionProxy` runs the server on this machine only, with an API key of its own, until the session ends.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from areno.server.threads import ServerThread
 from areno.types import Message, SamplingParams
 
 POLICY = "policy"
-"""Name of the model in a session. The name of its folder is accepted, too."""
+"""The name of the model in requests to a session. The name and the path of its folder are also accepted."""
 _MAX_SAMPLES = 65_536
-_MAX_PREFETCHED = 64  # prompts: while more are built, the agents of the first would wait
+_MAX_PREFETCHED = 64  # prompts; with more, the first agents would wait until all are tokenized
 
 
 class SessionProxy:
-    """The server of a session, running until `stop`.
+    """The OpenAI-compatible server of one rollout session. It runs until `stop`.
 
     Args:
         engine: The engine, in a rollout phase.
-        request_limits: Context length and KV-cache size of the rollout phase.
-        tokenizer: Tokenizer of transformers, with the chat template.
-        defaults: Sampling parameters for fields that a request leaves out.
-        timeout_s: Seconds for the answer to a request.
-        seed: Seed for requests that set none.
-        thinking: Value of `enable_thinking` for the chat template. None keeps the template's default.
+        request_limits: The context length and the KV-cache size of the rollout phase.
+        tokenizer: A transformers tokenizer with a chat template.
+        defaults: The sampling parameters for fields that a request leaves out.
+        timeout_s: The time limit for answering a request, in seconds.
+        seed: The seed for requests without a seed.
+        thinking: The value of `enable_thinking` for the chat template. None keeps the template's default.
 
     Attributes:
-        session: Name of the session, which each answer repeats.
-        api_key: Key of the server.
-        base_url: Address for OpenAI clients.
+        session: The random name of the session. Each response contains it.
+        api_key: The API key that requests need.
+        base_url: The address for OpenAI clients, ending in /v1.
         server: The server.
     """
 
@@ -75,10 +75,12 @@ class SessionProxy:
         self.base_url = f"{self._thread.start()}/v1"
 
     def prefetch(self, items: Iterable[AgentItem]) -> None:
-        """Build the prompts of items whose agents begin now. Most agents first send the messages of their item.
+        """Tokenize the prompts of items before their agents' first requests, and announce the requests to the engine.
+
+        Most agents begin with the messages of their item, so the tokens are then ready.
 
         Args:
-            items: Items of the agents.
+            items: The items whose agents are about to start.
         """
         conversations: list[list[Message]] = []
         items = list(items)
@@ -89,10 +91,10 @@ class SessionProxy:
         self._thread.submit(self._prefetch(len(items), conversations))
 
     async def _prefetch(self, n_requests: int, conversations: list[list[Message]]) -> None:
-        """Announce the requests to the engine and build their prompts."""
+        """Announce `n_requests` requests to the engine, and tokenize the conversations."""
         self.server.sampler.engine.batcher.announce(n_requests)
         await self.server.chat.conversations.prefetch(conversations)
 
     def stop(self) -> None:
-        """Abort the requests in progress and close the port."""
+        """Abort all requests in progress and close the server's port."""
         self._thread.stop()

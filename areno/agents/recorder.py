@@ -1,6 +1,7 @@
-"""Record the turns of an agent framework.
+"""A recorder for agent frameworks that make their own requests.
 
-`Recorder` gives the framework an OpenAI client and keeps each request and response as a turn of a trajectory.
+`Recorder` provides an OpenAI client for the framework, and records each request and response as a turn of a
+trajectory.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajector
 
 
 class Recorder:
-    """An OpenAI client for one sample that records its chat completions. Use it in an `async with` block.
+    """Records the chat completions that are made through its OpenAI client.
 
-    A streamed response is recorded, too, but reaches the framework as a whole.
+    Use one Recorder per sample, in an `async with` block. A streamed response is also recorded. The framework then
+    receives all of its chunks at once, when the response is complete.
 
     Args:
-        ctx: Context of the agent.
+        ctx: The argument `ctx` of the agent function.
 
     Attributes:
-        client: An `openai.AsyncOpenAI`, to be given to the framework.
+        client: An `openai.AsyncOpenAI` to pass to the framework.
     """
 
     def __init__(self, ctx: Any):
@@ -44,18 +46,18 @@ class Recorder:
     def trajectory(
         self, item: AgentItem, reward: float | None = None, parts: Mapping[str, float] | None = None
     ) -> AgentTrajectory:
-        """Return the trajectory of all turns so far.
+        """Return the trajectory of all requests and responses so far.
 
         Args:
-            item: Item of the agent.
-            reward: Reward of the trajectory, if the agent knows it.
-            parts: Further numbers to log, by name.
+            item: The item that the agent worked on.
+            reward: The reward of the trajectory. None leaves the reward to the reward function.
+            parts: Further numbers to log by name, such as components of the reward. None logs none.
         """
         turns = [AgentTrajectoryTurn(item, **turn) for turn in self._turns]
         return AgentTrajectory(turns, reward, parts or {})
 
     async def _record(self, response: Any) -> None:
-        """Record the request and the response as a turn."""
+        """Record a successful chat completion as a turn. The OpenAI client calls this for each HTTP response."""
         if response.status_code != 200 or not response.request.url.path.endswith("/chat/completions"):
             return
         request, body = json.loads(response.request.content), (await response.aread()).decode()

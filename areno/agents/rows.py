@@ -1,9 +1,9 @@
-"""Turn trajectories into training rows of the exact tokens that were sampled.
+"""Conversion of trajectories into training rows, which hold exactly the tokens that were sampled.
 
-The prompt of a turn usually begins with all tokens of the turn before, so both become one row. A turn begins a row of
-its own if its prompt does not (the template dropped reasoning, the agent rewrote or shortened its messages, or it leads
-several conversations). So every row has only tokens that the model saw at their positions. `RowBuilder` also checks
-that the turns are those of the session, and marks which tokens are trained.
+The prompt of a turn usually begins with all tokens of the turn before, so both turns become one row. Otherwise a turn
+begins a new row: if the chat template dropped reasoning, the agent rewrote or shortened its messages, or the agent
+leads several conversations. So each row holds only tokens that the model saw at these positions. `RowBuilder` also
+checks that the turns come from the current session, and marks the tokens to train.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SHOWN = 60  # characters on either side of a difference
 
 
 class RowBuilder:
-    """Builds trajectories from the turns of agents.
+    """Builds trajectories, with their training rows, from the turns of agents.
 
     Args:
-        conversations: Renders messages, for comparison with the prompts that the model read.
-        policy: Which tokens are trained.
-        vocab_size: Number of token ids of the model.
-        session: Session that the turns must come from. None accepts any.
-        context: The most tokens of a row. None has no limit.
+        conversations: Renders messages with the chat template, to compare them with the prompts that the model read.
+        policy: Selects the kinds of tokens that are trained.
+        vocab_size: The number of token ids of the model.
+        session: The name of the session that all responses must come from. None accepts responses of any session.
+        context: The largest number of tokens in a row. None has no limit.
     """
 
     def __init__(
@@ -73,10 +73,13 @@ class RowBuilder:
         """Build the trajectory of one item.
 
         Args:
-            turns: The turns, in order.
+            turns: The turns of the item, in order.
+
+        Returns:
+            The trajectory with one or more rows.
 
         Raises:
-            BadTrajectory: If there are no turns, a turn differs from what was sampled, or a row is too long.
+            BadTrajectory: There are no turns, a turn differs from what was sampled, or a row is too long.
         """
         if not turns:
             raise BadTrajectory("it returned no turns")
@@ -101,10 +104,10 @@ class RowBuilder:
         )
 
     def _checked(self, turn: PlainTurn, number: int) -> TurnTokens:
-        """Check a turn and return its tokens.
+        """Check a turn and return its tokens. number: the index of the turn, for messages.
 
-        Raises BadTrajectory if they are not valid, the response is of another session, or the messages of the turn
-        differ from those of its request.
+        Raises BadTrajectory if the tokens are invalid, the response is from another session, or the messages of the
+        turn differ from those in its request.
         """
         values = turn["tokens"]
         if self._session is not None and values.get("session") != self._session:
@@ -122,7 +125,7 @@ class RowBuilder:
         return tokens
 
     def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
-        """Describe how the text of the messages differs from the prompt that the model read."""
+        """Describe the first difference between the messages' text and the prompt that the model read."""
         read = self._conversations.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
@@ -136,7 +139,7 @@ class RowBuilder:
         return start + f"at character {same} they say {text[around]!r}, and the model read {read[around]!r}"
 
     def _trained_of(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
-        """Return which sampled tokens of a turn are trained, shape [len(tokens)], bool."""
+        """Return whether each sampled token of a turn is trained, as an array of shape [len(tokens)], bool."""
         policy = self._policy
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
@@ -145,7 +148,7 @@ class RowBuilder:
         return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
 
     def _first_call(self, tokens: list[int]) -> int:
-        """Return the index of the token at which the tool calls of a turn begin."""
+        """Return the index of the first token that belongs to a tool call, or len(tokens) if there is no call."""
         stream, ends, text = TextStream(self._conversations.tokenizer, frozenset()), [], ""
         for token in tokens:
             text += stream.feed([token])
@@ -155,7 +158,7 @@ class RowBuilder:
 
 
 class _Row:
-    """A row under construction, which grows turn by turn."""
+    """A training row under construction, to which turns are appended."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -167,18 +170,18 @@ class _Row:
         return len(self.tokens)
 
     def is_prefix_of(self, prompt: list[int]) -> bool:
-        """Return whether a prompt begins with all tokens of the row."""
+        """Return whether `prompt` begins with all tokens of the row."""
         return prompt[: len(self.tokens)] == self.tokens
 
     def extend(self, tokens: TurnTokens, trained: np.ndarray) -> None:
-        """Append the new tokens of a turn's prompt, and its sampled tokens."""
+        """Append the new part of a turn's prompt and its sampled tokens. trained: one bool per sampled token."""
         self.tokens = [*tokens.prompt, *tokens.sampled]
         self._sources = [*tokens.sources, (int(Source.SAMPLED), len(tokens.sampled))]
         self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
         self._temperatures.add(tokens.temperature)
 
     def finished(self, trained_sources: list[int]) -> TokenRow:
-        """Return the row as arrays. Tokens of `trained_sources` are trained in addition to sampled ones."""
+        """Return the row as arrays. Tokens whose source is in `trained_sources` are trained, too."""
         n_tokens, sources = len(self.tokens), expand_runs(self._sources)
         sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)
         logprobs, versions = np.zeros(n_tokens), np.zeros(n_tokens, dtype=np.int64)
@@ -200,17 +203,17 @@ class _Row:
 
 
 def read_trajectories(returned: Any, builder: RowBuilder) -> list[tuple[AgentItem, Trajectory]]:
-    """Convert what an agent function of a script returned.
+    """Build the trajectories that an agent function of a script returned.
 
     Args:
-        returned: Trajectories or turns.
-        builder: Builds the trajectories.
+        returned: The return value of the agent function: trajectories or turns.
+        builder: Builds a trajectory from turns.
 
     Returns:
-        (item, trajectory) for each item, in order.
+        A tuple (item, trajectory) for each item, in the order in which the agent function returned them.
 
     Raises:
-        DataError: If a trajectory cannot be trained on. The message says which.
+        DataError: A trajectory cannot be used for training. The message has the index of the trajectory.
     """
     found = []
     try:
@@ -235,11 +238,11 @@ def train_sequences(
 
     Args:
         trajectory: The trajectory.
-        reward: Its reward.
-        eos_token_id: Id of the end-of-sequence token.
-        weights_version: Current version of the weights. A row is as stale as the oldest weights that sampled one of its
-            tokens.
-        masked: Whether no token is trained.
+        reward: The reward of the trajectory, which each row gets.
+        eos_token_id: The id of the end-of-sequence token.
+        weights_version: The current version of the weights. The staleness of a row is the difference between this
+            version and the oldest version that sampled one of its tokens.
+        masked: Whether all tokens are excluded from the loss.
     """
     return [
         TrainSequence(
@@ -255,12 +258,25 @@ def train_sequences(
 
 
 def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
-    """Return whether a row has trained tokens that were not sampled with the temperature of `sampling`."""
+    """Return whether the recorded log-probabilities of a row cannot be used and must be recomputed.
+
+    That is the case if the row was sampled at another temperature than training uses, or if it has trained tokens that
+    were not sampled.
+
+    Args:
+        row: The training row.
+        sampling: The sampling settings of the run (gconfig).
+    """
     return row.temperature != sampling.logprob_temperature or bool((row.trained & ~row.sampled).any())
 
 
 def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> None:
-    """Warn of rows that were sampled at another temperature than that of `sampling`, or at several."""
+    """Log a warning if rows were sampled at other temperatures than training uses.
+
+    Args:
+        rows: The training rows. The temperature of a row is None if its turns used several.
+        sampling: The sampling settings of the run (gconfig).
+    """
     own = sampling.logprob_temperature
     if others := {row.temperature for row in rows} - {own}:
         text = "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate"
@@ -268,10 +284,10 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> 
 
 
 def call_start(parser: ToolCallParser, text: str) -> int:
-    """Return the character at which the first tool call of a text begins, or the length of the text without calls.
+    """Return the character index at which the first tool call in a text begins, or len(text) if there is no call.
 
     Args:
-        parser: Tool-call parser of the model's family.
+        parser: The tool-call parser for the model's family.
         text: The model's output.
     """
     places = [place for tag in parser.tags for place in _all_places(text, tag)]
@@ -282,7 +298,7 @@ def call_start(parser: ToolCallParser, text: str) -> int:
 
 
 def _all_places(text: str, tag: str) -> list[int]:
-    """Return all positions of a tag in a text."""
+    """Return the indices of all occurrences of a tag in a text."""
     places, at = [], text.find(tag)
     while at >= 0:
         places.append(at)
@@ -291,13 +307,13 @@ def _all_places(text: str, tag: str) -> list[int]:
 
 
 def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:
-    """Return the record of a trajectory for a reward function.
+    """Return the RewardRecord of a trajectory, which the reward functions receive.
 
     Args:
-        item: Item of the trajectory.
+        item: The item of the trajectory.
         trajectory: The trajectory.
-        tokenizer: Tokenizer of transformers.
-        solutions: Reference solutions. None takes those of the item's record.
+        tokenizer: A transformers tokenizer.
+        solutions: The reference solutions. None takes the field `solutions` of the item's row.
     """
     written = [row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans(row.sampled)]
     n_prompt = int(trajectory.rows[0].sampled.argmax())
@@ -323,6 +339,6 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
 
 
 def _spans(mask: np.ndarray) -> np.ndarray:
-    """Return (start, end) of each run of True in a mask, shape [K, 2]."""
+    """Return the start and end index of each run of True in a bool array, as an array of shape [K, 2]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return edges.reshape(-1, 2)

@@ -1,7 +1,7 @@
-"""Define what agents get and return: items of a batch, and trajectories.
+"""The types that agents receive and return: items of a batch, turns and trajectories.
 
-A turn is one request of the agent and the model's answer. An agent returns turns that may hold objects of the OpenAI
-client. `plain_results` checks them and converts them to plain values.
+A turn is a request of the agent with the model's response. The turns that an agent returns may hold objects of the
+OpenAI client. `plain_results` checks them and converts them to JSON values.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from areno.types import Message, PromptBatch
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The argument `ctx` of an agent that runs in an agent process.
+    """The argument `ctx` of an agent function that runs in an agent process.
 
     Attributes:
-        base_url: Address of the policy's endpoint.
-        api_key: Key of the endpoint.
-        session: Name of the session.
-        timeout_s: Time limit of the agent, and of each of its requests, in seconds.
+        base_url: The address of the endpoint that serves the policy.
+        api_key: The API key of the endpoint.
+        session: The name of the rollout session.
+        timeout_s: The time limit of the agent, and of each of its requests, in seconds.
     """
 
     base_url: str
@@ -33,21 +33,21 @@ class AgentContext:
     timeout_s: float
 
     def get_base_url(self) -> str:
-        """Return the address of the policy's endpoint, as OpenAI clients take it."""
+        """Return the address of the policy's endpoint, for the argument `base_url` of an OpenAI client."""
         return self.base_url
 
 
 @dataclass(slots=True)
 class AgentItem:
-    """One task for an agent, which is one sample of a prompt.
+    """One task for an agent. A prompt with n samples has n items.
 
     Attributes:
-        prompt: Text of the prompt.
-        record: The whole row of the dataset.
-        input_tokens: Token ids of the prompt.
-        prompt_index: Number of the prompt.
-        sample_index: Number of the sample.
-        messages: Messages of the row. None if the row has text instead.
+        prompt: The text of the prompt.
+        record: The row of the dataset, with all fields.
+        input_tokens: The token ids of the prompt.
+        prompt_index: The index of the prompt in its batch.
+        sample_index: The index of the sample among the samples of the prompt.
+        messages: The messages of the row, or None if the row has a text instead of messages.
     """
 
     prompt: str
@@ -59,19 +59,19 @@ class AgentItem:
 
     @property
     def key(self) -> tuple[int, int]:
-        """(prompt index, sample index), which identifies the item in an agent's results."""
+        """Return (prompt index, sample index), which identifies the item in the results of an agent."""
         return self.prompt_index, self.sample_index
 
 
 @dataclass
 class AgentBatch:
-    """Prompts for agents, each with `n_samples` items. Iterating over it yields the items.
+    """The argument `batch` of an agent function: prompts, each with `n_samples` items. Iterating yields the items.
 
     Attributes:
-        records: Row of the dataset of each prompt.
-        prompts: Text of each prompt.
-        input_tokens: Token ids of each prompt.
-        n_samples: Samples of each prompt.
+        records: For each prompt, the row of the dataset.
+        prompts: For each prompt, the text.
+        input_tokens: For each prompt, the token ids.
+        n_samples: The number of samples per prompt.
     """
 
     records: list[Any]
@@ -91,11 +91,11 @@ class AgentBatch:
 
     @classmethod
     def from_prompt_batch(cls, prompt_batch: PromptBatch, n_samples: int) -> AgentBatch:
-        """Return the items of a batch from `Trainer.load_prompt_batches`.
+        """Return the agent items for a batch from `Trainer.load_prompt_batches`.
 
         Args:
             prompt_batch: The batch.
-            n_samples: Samples of each prompt.
+            n_samples: The number of samples per prompt.
         """
         items = prompt_batch.items
         batch = cls(
@@ -107,7 +107,7 @@ class AgentBatch:
 
     @classmethod
     def of_item(cls, item: AgentItem) -> AgentBatch:
-        """Return a batch of one item, which keeps its indices.
+        """Return a batch that holds only the given item, with its indices unchanged.
 
         Args:
             item: The item.
@@ -115,7 +115,7 @@ class AgentBatch:
         return cls([item.record], [item.prompt], [item.input_tokens], 1, [item])
 
     def iter_samples(self) -> Iterator[AgentItem]:
-        """Iterate over all items: each prompt `n_samples` times."""
+        """Iterate over the items, which are `n_samples` for each prompt."""
         return iter(self._items)
 
     __iter__ = iter_samples
@@ -126,14 +126,14 @@ class AgentBatch:
 
 @dataclass
 class AgentTrajectoryTurn:
-    """One request of an agent and the model's answer.
+    """A request of an agent to the model, with the response.
 
     Attributes:
-        item: Item of the agent.
-        messages: Messages of the request. The list is copied, so it may grow afterwards.
-        response: The client's response object, or the list of chunks of a streamed one.
-        tools: Tools of the request.
-        tool_choice: `tool_choice` of the request.
+        item: The item that the agent works on.
+        messages: The messages in the request. The list is copied, so the agent may append to its own list afterwards.
+        response: The response object of the OpenAI client, or the list of chunks for a streamed response.
+        tools: The tool definitions in the request, or None if it had no tools.
+        tool_choice: The field `tool_choice` of the request, or None if it was not set.
     """
 
     item: AgentItem
@@ -148,11 +148,12 @@ class AgentTrajectoryTurn:
 
 @dataclass
 class AgentTrajectory:
-    """The turns of one item, in order.
+    """The turns that an agent took for one item, in order.
 
     Attributes:
         turns: The turns.
-        reward: Reward of the trajectory, if the agent knows it. No reward function is needed then.
+        reward: The reward of the trajectory. With a reward here, no reward function is needed. None leaves the reward
+            to the reward function.
         parts: Further numbers to log by name, such as components of the reward.
     """
 
@@ -163,15 +164,15 @@ class AgentTrajectory:
 
 @dataclass
 class LossMaskPolicy:
-    """Which tokens of a trajectory the policy's loss trains.
+    """Selects the tokens of a trajectory that the policy loss trains. Each attribute switches one kind of tokens on.
 
     Attributes:
-        assistant_text: Text of the model, with its reasoning.
-        assistant_tool_calls: Tool calls of the model.
-        tool_results: Results of tools, which the model did not sample.
-        final_assistant_text: Text of the last turn. Has an effect only with `assistant_text`.
-        system_prompt: The system prompt, which the model did not sample.
-        user_prompt: User messages, which the model did not sample.
+        assistant_text: Whether text of the model is trained, including its reasoning.
+        assistant_tool_calls: Whether tool calls of the model are trained.
+        tool_results: Whether results of tools are trained, although the model did not sample them.
+        final_assistant_text: Whether text in the last turn is trained. It has an effect only with `assistant_text`.
+        system_prompt: Whether the system prompt is trained, although the model did not sample it.
+        user_prompt: Whether user messages are trained, although the model did not sample them.
     """
 
     assistant_text: bool = True
@@ -185,23 +186,26 @@ class LossMaskPolicy:
 PlainTurn = dict[str, Any]
 """A turn as JSON values.
 
-The keys are `messages`, `tools`, `tool_choice`, `message` (the model's), `finish_reason` and `tokens` (the extra field
-`areno`). The last turn of a trajectory with a reward also has `reward`, which is (reward, parts).
+The keys are `messages`, `tools` and `tool_choice` of the request, and `message`, `finish_reason` and `tokens` of the
+response. `tokens` is the extra field `areno` that the session's endpoint adds to a response. If a trajectory has a
+reward, its last turn also has the key `reward`, which is (reward, parts).
 """
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn]]:
-    """Check what an agent returned and convert it to plain values.
+    """Check the return value of an agent function, and convert its turns to JSON values.
 
     Args:
         returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
-        items: The items that the agent was given.
+        items: The items that the agent function received.
 
     Returns:
-        The turns of each item, in the order of `items`. Empty for items without a trajectory.
+        The turns of each item, in the order of `items`. An item without a trajectory has an empty list. If a trajectory
+        has a reward, its last turn has the extra key `reward`, which is (reward, parts).
 
     Raises:
-        BadTrajectory: If the value has another form, turns belong to no item, or an item has several trajectories.
+        BadTrajectory: The value has a wrong type, a turn belongs to no item in `items`, or an item has several
+            trajectories.
     """
     found: dict[tuple[int, int], list[PlainTurn]] = {}
     loose: set[tuple[int, int]] = set()  # items whose turns were returned without a trajectory around them
@@ -225,7 +229,7 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
 
 
 def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float]]:
-    """Return the reward and its parts, checked as for reward functions. Raises BadTrajectory."""
+    """Return (reward, parts) of a trajectory. Raises BadTrajectory if a value is not a finite number."""
     start, parts = "its trajectory has the", trajectory.parts
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) and name for name in parts):
         raise BadTrajectory(f"{start} parts {repr(parts)[:80]}; a dictionary of numbers by name is expected")
@@ -237,19 +241,19 @@ def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float
 
 
 def items_of(returned: Any) -> list[AgentItem]:
-    """Return the item of each turn that an agent returned, in order.
+    """Return the item of each turn in the return value of an agent function, in order, with duplicates.
 
     Args:
         returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
 
     Raises:
-        BadTrajectory: If the value has another form.
+        BadTrajectory: The value has a wrong type.
     """
     return [turn.item for part in _parts(returned) for turn in _turns_of(part) if _item_of(turn) is not None]
 
 
 def _parts(returned: Any) -> Iterable[Any]:
-    """Return the trajectories or turns that an agent returned, as a list."""
+    """Return the trajectories and turns that an agent returned as a list. Raises BadTrajectory for a wrong type."""
     if isinstance(returned, AgentTrajectory | AgentTrajectoryTurn):
         return [returned]
     if returned is None or isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
@@ -262,7 +266,7 @@ def _parts(returned: Any) -> Iterable[Any]:
 
 
 def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
-    """Return the turns of a trajectory or turn."""
+    """Return the turns in a trajectory, or a turn by itself as a list. Raises BadTrajectory for a wrong type."""
     if isinstance(part, AgentTrajectoryTurn):
         return [part]
     if not isinstance(part.turns, list | tuple):
@@ -271,7 +275,7 @@ def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
 
 
 def _item_of(turn: Any) -> tuple[int, int]:
-    """Return the key of a turn's item."""
+    """Return the key (prompt index, sample index) of a turn's item. Raises BadTrajectory for a wrong type."""
     if not isinstance(turn, AgentTrajectoryTurn):
         raise BadTrajectory(f"a trajectory has {_kind(turn)} among its turns; AgentTrajectoryTurn is expected")
     if not isinstance(turn.item, AgentItem):
@@ -280,7 +284,7 @@ def _item_of(turn: Any) -> tuple[int, int]:
 
 
 def _kind(value: Any) -> str:
-    """Describe the type of a value."""
+    """Return the type of a value as words for an error message."""
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
@@ -291,7 +295,7 @@ def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
         turn: The turn.
 
     Raises:
-        BadTrajectory: If its response does not come from the session's endpoint.
+        BadTrajectory: The response does not come from the session's endpoint, or a value cannot be converted.
     """
     try:
         request = {

@@ -1,6 +1,6 @@
-"""Run environments of the verifiers package as agents.
+"""Agents made of environments from the verifiers package.
 
-The environment's rollout sends requests to the policy, and its rubric gives the reward.
+The rollout of the environment sends requests to the policy, and its rubric computes the reward.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
     """Load an agent function.
 
     Args:
-        file: File of the function, or `verifiers` or `verifiers:NAME` for an environment of the verifiers package.
-        name: Name of the function, or of the environment after `verifiers`.
-        key: Setting that errors name.
+        file: The file of the function; or `verifiers` or `verifiers:NAME` for an environment from the verifiers
+            package.
+        name: The name of the function in the file. If `file` is `verifiers`, the name of the environment.
+        key: The setting that error messages name.
+
+    Returns:
+        The function `run_agent(ctx, batch)`.
 
     Raises:
-        ConfigError: If the function or environment cannot be loaded.
+        ConfigError: The function or the environment cannot be loaded.
     """
     spec = f"{file}:{name}" if f"{file}:" == VERIFIERS else file
     if spec.startswith(VERIFIERS):
@@ -33,10 +37,10 @@ def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
 
 
 def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
-    """Return the agent function `run_agent(ctx, batch)` of an environment.
+    """Return an agent function `run_agent(ctx, batch)` that runs a verifiers environment for each item.
 
     Args:
-        environment: Environment of the verifiers package.
+        environment: An environment from the verifiers package.
     """
 
     async def run_agent(ctx: Any, batch: Any) -> list[AgentTrajectory]:
@@ -53,9 +57,10 @@ def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
 
 
 def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
-    """Return a row in the form that the environment's rollout takes.
+    """Return the row of an item in the form that the environment's rollout takes.
 
-    Rows of the environment's own dataset are complete.
+    Fields that the row lacks get default values. A prompt that is text gets the environment's system prompt and
+    examples.
     """
     row = item.record
     prompt = row.get("prompt") if item.messages is None else item.messages
@@ -70,9 +75,10 @@ def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
 
 
 async def _trajectory(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
-    """Return the turns of a finished rollout with the rubric's reward.
+    """Return a finished rollout as a trajectory, with the reward that the environment's rubric computes.
 
-    Raises the error that ended the rollout early.
+    Raises the exception that ended the rollout early, or BadTrajectory if there are no turns or the rubric cannot score
+    one sample alone.
     """
     error = state["error"]
     if error is not None:

@@ -1,1 +1,1 @@
-"""The built-in reward functions. Each is declared once, in built_in.py; what imports much has a file of its own."""
+"""The built-in reward functions. Each is declared in built_in.py. Code with slow imports is in separate files."""

@@ -1,4 +1,4 @@
-"""Finds the answer in a completion, and the reference answers of a row."""
+"""Functions that find the answer in a completion, and the reference answers in a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$",
 
 
 def boxes(text: str) -> list[str]:
-    r"""Return the text of each closed \boxed{...} that is not empty, in order. Of nested boxes, the inner counts."""
+    r"""Return the contents of all \boxed{...} in a text, in order.
+
+    Empty and unclosed boxes are left out. Of nested boxes, only the innermost counts.
+
+    Args:
+        text: A completion or a reference answer.
+    """
     found: list[tuple[int, str]] = []
     is_open: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
@@ -29,19 +35,23 @@ def boxes(text: str) -> list[str]:
 
 
 def last_box(text: str) -> str | None:
-    """Return the text of the last box, see `boxes`; None without one."""
+    r"""Return the content of the last \boxed{...} that is closed and not empty, or None if there is none.
+
+    Args:
+        text: A completion or a reference answer.
+    """
     return next(reversed(boxes(text)), None)
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return the marked answer of a text.
+    r"""Return the answer that a text marks.
 
     Args:
         text: A completion or a reference answer.
 
     Returns:
-        The last <answer>...</answer>, else the last \boxed{...}, else the rest of the line after the last ####. None
-        without any of them.
+        The content of the last <answer>...</answer>. If there is none, the content of the last \boxed{...}. If there is
+        none either, the rest of the line after the last ####. None if the text has no such mark.
     """
     tagged = _TAGGED.findall(text)
     if tagged:
@@ -53,14 +63,15 @@ def marked_answer(text: str) -> str | None:
 
 
 def block(text: str, *languages: str) -> str:
-    """Return the last fenced block after the reasoning (</think>).
+    """Return the content of the last fenced block (```) after the reasoning, which ends at </think>.
 
     Args:
         text: A completion.
-        languages: Blocks of these languages are preferred, such as "python".
+        *languages: The languages of preferred blocks, such as "python".
 
     Returns:
-        The last block of these languages, else the last block, else all text after the reasoning.
+        The last block in one of the languages. If there is none, the last block. If there is no block, all text after
+        the reasoning.
     """
     text = text.rpartition("</think>")[2]
     blocks = _FENCED.findall(text)
@@ -69,13 +80,13 @@ def block(text: str, *languages: str) -> str:
 
 
 def accepted(record: Any) -> list[Any]:
-    """Return the reference answers of a record. Each of them is right.
+    """Return the reference answers of a record, each of which is a right answer.
 
     Args:
-        record: A RewardRecord, whose `solutions` are an answer or a list of answers.
+        record: A RewardRecord. Its `solutions` are one answer or a list of answers.
 
     Raises:
-        ValueError: There is no answer, or an answer is neither text nor a number.
+        ValueError: There is no answer, or an answer is neither a text nor a number.
     """
     found = record.solutions if isinstance(record.solutions, list | tuple) else [record.solutions]
     found = [solution for solution in found if solution is not None]

@@ -1,8 +1,8 @@
-"""The built-in rewards. A class below `Reward` is the only place where a reward is declared.
+"""The built-in rewards. Each is declared once, as a subclass of `Reward` in this file.
 
 The class holds the name, the settings with their checks, and the code. The names that `reward.fn` accepts, the sections
-of the configuration, the help texts and the checks follow from it. The driver sends an instance to the reward
-processes, so this module imports little. Code that imports more is in a file of its own, which `load` imports.
+of the configuration, the help texts and the checks are derived from it. The driver sends an instance to the reward
+processes, so this module imports little. Code that imports more is in a separate file, which `load` imports.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from areno.schema.fields import Section, check, forbid, setting
 
 @dataclass(kw_only=True)
 class Reward(Section):
-    """A built-in reward.
+    """Base class of the built-in rewards.
 
-    To add one, derive a class in this file. If it has settings, make it a dataclass: its fields are the section
-    `reward.<name>`.
+    To add a reward, derive a class in this file. If the reward has settings, make the class a dataclass: its fields
+    become the section `reward.<name>` of the configuration.
 
     Attributes:
-        name: What `reward.fn` calls the reward.
+        name: The name of the reward in `reward.fn`.
     """
 
     name: ClassVar[str]
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
-        """Report settings that do not work in a run that uses this reward.
+        """Report settings that cannot work in a run that uses this reward.
 
         Args:
             limit_s: The time limit for scoring one sample, in seconds.
 
-        Returns:
-            Problems whose keys begin at this section.
+        Yields:
+            A problem for each wrong setting. Its key is the name of the setting within this section, or "" for the
+            section.
         """
         yield from ()
 
     def prepare(self) -> Reward:
-        """Check what the reward needs on this machine. The driver calls this before the reward processes start.
+        """Check whether this machine has everything that the reward needs.
+
+        The driver calls this before the reward processes start.
 
         Returns:
-            The reward to send to the processes.
+            The reward to send to the processes, such as a copy with absolute paths.
 
         Raises:
             ConfigError: A file, a package or a feature of the machine is missing.
@@ -54,54 +57,73 @@ class Reward(Section):
         return self
 
     def load(self) -> Callable[[Any], Any]:
-        """Import what scoring needs, and return the function that scores. A reward process calls this once."""
+        """Import the packages that scoring needs, and return the function that scores one RewardRecord.
+
+        Each reward process calls this once.
+        """
         return self.score
 
     def warm_up(self) -> None:
-        """Make the first call as fast as the later ones. A reward process calls this after it has reported ready."""
+        """Make the first call of the function as fast as later calls.
+
+        A reward process calls this after it has reported that it is ready.
+        """
 
     def score(self, record: Any) -> float | dict[str, float]:
         """Score one RewardRecord.
 
+        Args:
+            record: The sample.
+
         Returns:
-            The reward, or a dictionary with "reward" and named parts.
+            The reward, or a dictionary with the entry "reward" and named parts.
 
         Raises:
-            ValueError: The row lacks what the reward reads. The sample then has no reward.
+            ValueError: The row of the dataset lacks a field that the reward needs. The sample then has no reward.
         """
         raise NotImplementedError
 
 
 class MathReward(Reward):
-    """1 if the final answer has the value of one of the row's `solutions`, else 0. See math_reward.py."""
+    """Gives 1 if the final answer has the value of one of the row's `solutions`, else 0. See math_reward.py."""
 
     name = "math"
 
     def load(self) -> Callable[[Any], Any]:
-        """Import math-verify and sympy."""
+        """Import math-verify and sympy, and return the function that scores one RewardRecord."""
         from areno.reward_fns.math_reward import reward_fn
 
         return reward_fn
 
     def warm_up(self) -> None:
-        """Score some answers."""
+        """Score a few answers, so that math-verify and sympy import all that they need."""
         from areno.reward_fns.math_reward import warm_up
 
         warm_up()
 
 
 class ExactMatchReward(Reward):
-    r"""1 if the answer of the completion is one of the row's `solutions`, else 0.
+    r"""Gives 1 if the completion's answer is the same text as one of the row's `solutions`, else 0.
 
-    The answer is the last <answer>...</answer>, else the last \boxed{...}, else the text after the last ####, else the
-    whole completion. Texts are compared letter by letter. Any white space counts as one space, and none counts at the
-    ends.
+    The answer is the content of the last <answer>...</answer>, else of the last \boxed{...}, else the text after the
+    last ####, else the whole completion. Upper and lower case differ. Each run of white space counts as one space, and
+    white space at the ends does not count.
     """
 
     name = "exact_match"
 
     def score(self, record: Any) -> float:
-        """Score one RewardRecord. Raises ValueError without a solution, or if one has several different boxes."""
+        """Score one RewardRecord.
+
+        Args:
+            record: The sample.
+
+        Returns:
+            1.0 if the answer equals a solution, else 0.0.
+
+        Raises:
+            ValueError: There is no solution, or a solution has several different boxes.
+        """
         solutions = [str(solution) for solution in accepted(record)]
         several = [text for text in solutions if len(set(boxes(text))) > 1 and marked_answer(text) == last_box(text)]
         if several:
@@ -113,7 +135,7 @@ class ExactMatchReward(Reward):
 
 
 def _answer(text: str) -> str:
-    """Return the marked answer of a text, or the whole text, with single spaces."""
+    """Return the marked answer of a text, or the whole text if no answer is marked, with single spaces."""
     marked = marked_answer(text)
     return " ".join((text if marked is None else marked).split())
 
@@ -126,24 +148,38 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class ChoiceReward(Reward):
-    r"""1 if the completion chooses the letter in the row's `solutions`, else 0.
+    r"""Gives 1 if the completion chooses the letter in the row's `solutions`, else 0.
 
-    The choice is the letter in the last <answer>...</answer>, in \boxed{...} or after the last ####. Without these, it
-    is the last letter that the text calls the answer, as in "the answer is (B)". Without that, it is the letter of the
-    last line, if the line is nothing but a choice, such as "B) Paris". A completion that offers two letters, as in "the
-    answer is A or B", has chosen none.
+    The choice is the letter in the last <answer>...</answer>, in \boxed{...} or after the last ####. Without these
+    marks, it is the letter that the text last calls the answer, as in "the answer is (B)". Otherwise it is the letter
+    in the last line, if the line is only a choice, such as "B) Paris". A completion that offers two letters, as in "the
+    answer is A or B", chooses none.
     """
 
     name = "choice"
 
     def score(self, record: Any) -> float:
-        """Score one RewardRecord. A number in `solutions` counts from 0. Raises ValueError without a solution."""
+        """Score one RewardRecord. In `solutions`, 0 stands for A, 1 for B and so on.
+
+        Args:
+            record: The sample.
+
+        Returns:
+            1.0 if the chosen letter is among the solutions, else 0.0.
+
+        Raises:
+            ValueError: There is no solution, or a solution is neither a letter nor the number of a letter.
+        """
         letters = {_letter(solution) for solution in accepted(record)}
         return float(chosen(record.completion) in letters)
 
 
 def chosen(text: str) -> str | None:
-    """Return the letter that a completion chooses; None if it chooses none."""
+    """Return the letter that a completion chooses, in upper case, or None if it chooses none.
+
+    Args:
+        text: A completion.
+    """
     marked = marked_answer(text)
     if marked is not None:
         return _letter_of_line(marked)
@@ -155,7 +191,7 @@ def chosen(text: str) -> str | None:
 
 
 def _letter_of_line(line: str) -> str | None:
-    """Return the letter of a line that is nothing but a choice; None for any other line."""
+    """Return the letter of a line that is only a choice, such as "B) Paris", or None for any other line."""
     found = re.fullmatch(_CHOICE, line.strip())
     return found[1].upper() if found else None
 
@@ -178,7 +214,11 @@ THINK = rf"\s*(?:<think>)?(?:{_NO_TAG}.)*</think>\s*{_NO_TAG}\S(?:{_NO_TAG}.)*"
 
 @dataclass(kw_only=True)
 class FormatReward(Reward):
-    """1 if the whole completion matches a regular expression, else 0."""
+    """Gives 1 if the whole completion matches a regular expression, else 0.
+
+    Attributes:
+        pattern: The regular expression. A dot also matches newlines.
+    """
 
     name = "format"
     pattern: str = setting(
@@ -189,7 +229,7 @@ class FormatReward(Reward):
 
     @check
     def pattern_compiles(self) -> Iterator[Problem]:
-        """Require a regular expression."""
+        """Report a pattern that is not a valid regular expression."""
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -202,7 +242,14 @@ class FormatReward(Reward):
 
 @dataclass(kw_only=True)
 class LengthReward(Reward):
-    """1 between two lengths, and less the farther a completion is from them."""
+    """Gives 1 if the completion's length is between two limits, and less the farther it is outside of them.
+
+    Attributes:
+        min_tokens: The lower limit. None means 0.
+        max_tokens: The upper limit. None means no limit.
+        margin_tokens: The distance from a limit at which the reward reaches 0, falling linearly. 0 gives the reward
+            0 at once.
+    """
 
     name = "length"
     min_tokens: int | None = setting(None, help="Shortest completion that gets reward 1, in tokens. null: 0", gt=0)
@@ -218,17 +265,24 @@ class LengthReward(Reward):
 
     @forbid("min_tokens", "is {self.min_tokens}, more than max_tokens={self.max_tokens}")
     def limits_cross(self) -> bool:
-        """Return whether no length lies between the limits."""
+        """Return whether the lower limit exceeds the upper limit."""
         return self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
-        """Require one of the limits."""
+        """Report that neither limit is set.
+
+        Args:
+            limit_s: The time limit for scoring one sample, in seconds. It is not used here.
+
+        Yields:
+            At most one problem.
+        """
         if self.min_tokens is None and self.max_tokens is None:
             text = "is in reward.fn, but has no limit; set reward.length.max_tokens or reward.length.min_tokens"
             yield Problem("", text)
 
     def score(self, record: Any) -> float:
-        """Score one RewardRecord. Raises ValueError for a record without tokens."""
+        """Score one RewardRecord. Raises ValueError if the record has no tokens."""
         n_tokens = len(record.tokens)
         if not n_tokens:
             raise ValueError("the record has no tokens, so its length is not known")
@@ -239,10 +293,14 @@ class LengthReward(Reward):
 
 @dataclass(kw_only=True)
 class JsonReward(Reward):
-    """1 if the answer is JSON that fits a schema, else 0. The part `parses` says whether the answer is JSON at all.
+    """Gives 1 if the answer is JSON that fits a schema, else 0. The part `parses` is 1 for any valid JSON, else 0.
 
-    The answer is the last fenced block after </think> or, without a block, all text there. The schema is the row's
-    field `schema`, an object or its text, else the file of the setting. Without either, any JSON fits.
+    The answer is the last fenced block after </think>, preferably one marked as json. Without a block, it is all text
+    after </think>. The schema is the field `schema` of the row (an object, or its JSON text), else the file of the
+    setting. Without a schema, any JSON fits.
+
+    Attributes:
+        schema: The file with the JSON schema for rows that have no field `schema`. None means no schema.
     """
 
     name = "json"
@@ -253,7 +311,12 @@ class JsonReward(Reward):
     )
 
     def prepare(self) -> Reward:
-        """Check the schema, and make its path absolute. Raises ConfigError, of reward.json.schema."""
+        """Check the schema, and return a reward with the absolute path of its file.
+
+        Raises:
+            ConfigError: The file is missing, is not a JSON schema, or the package jsonschema is missing. The error
+                names the setting reward.json.schema.
+        """
         if self.schema is None:
             return self
         import json
@@ -278,7 +341,7 @@ class JsonReward(Reward):
         return replace(self, schema=str(path))
 
     def load(self) -> Callable[[Any], Any]:
-        """Read the schema."""
+        """Read the schema, and return the function that scores one RewardRecord."""
         import json
         from pathlib import Path
 
@@ -287,14 +350,17 @@ class JsonReward(Reward):
 
 
 def fits_schema(record: Any, schema: Any = None) -> dict[str, float]:
-    """Score one RewardRecord by the JSON in it.
+    """Score one RewardRecord: 1 if its answer is JSON that fits the schema.
 
     Args:
         record: The sample.
-        schema: The JSON schema of rows that have none. None accepts any JSON.
+        schema: The JSON schema for rows that have no field `schema`. None accepts any JSON.
+
+    Returns:
+        "reward", and "parses": 1.0 if the answer is valid JSON, else 0.0.
 
     Raises:
-        Exception: Whatever jsonschema raises for a wrong schema.
+        Exception: Any exception that jsonschema raises for a schema that is not valid.
     """
     import json
 
@@ -308,7 +374,7 @@ def fits_schema(record: Any, schema: Any = None) -> dict[str, float]:
 
 
 def _refuse(name: str) -> Any:
-    """Refuse NaN and Infinity, which Python's reader accepts."""
+    """Raise ValueError for NaN and Infinity, which Python's JSON parser accepts."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -323,7 +389,13 @@ def _is_valid(value: Any, schema: Any) -> bool:
 
 @dataclass(kw_only=True)
 class CodeReward(Reward):
-    """1 if the program in the completion passes the tests of its row, else 0. Linux only. See code_reward.py."""
+    """Gives 1 if the program in the completion passes the tests in its row, else 0. Linux only. See code_reward.py.
+
+    Attributes:
+        timeout_s: The time limit for all tests of a sample, in seconds.
+        memory_mb: The memory limit of each process of the program, in MiB.
+        partial: Whether the reward is the fraction of passed tests.
+    """
 
     name = "code"
     timeout_s: float = setting(10.0, help="Time limit in seconds for all tests of a sample together", gt=0, le=3600)
@@ -333,13 +405,27 @@ class CodeReward(Reward):
     )
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
-        """Require that the tests end before the limit of the sample."""
+        """Report a time limit for the tests that is not below the limit for scoring a sample.
+
+        Args:
+            limit_s: The time limit for scoring one sample, in seconds.
+
+        Yields:
+            At most one problem.
+        """
         if self.timeout_s >= limit_s:
             text = f"is {self.timeout_s}, which has to be less than reward.timeout_s={limit_s}, the limit for scoring "
             yield Problem("timeout_s", f"{text}a sample")
 
     def prepare(self) -> Reward:
-        """Check that this machine can limit a program. Raises ConfigError, of reward.fn."""
+        """Check that this machine can run programs in the sandbox.
+
+        Returns:
+            This reward.
+
+        Raises:
+            ConfigError: The machine cannot limit a program. The error names the setting reward.fn.
+        """
         from areno.reward_fns.sandbox import problem
 
         if text := problem():
@@ -347,7 +433,7 @@ class CodeReward(Reward):
         return self
 
     def load(self) -> Callable[[Any], Any]:
-        """Import the sandbox."""
+        """Import the sandbox, and return the function that scores one RewardRecord."""
         from areno.reward_fns.code_reward import score_program
 
         return partial(score_program, timeout_s=self.timeout_s, memory_mb=self.memory_mb, partial=self.partial)

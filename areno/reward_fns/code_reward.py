@@ -1,14 +1,14 @@
-"""The built-in reward `code`: 1.0 if the program in the completion passes all tests of its row, else 0.0.
+"""The built-in reward `code`: 1.0 if the program in the completion passes all tests in its row, else 0.0.
 
-The program is the last fenced block of Python after </think>, else the last block there, else all text there. The
-tests are in `solutions`, in one of these forms:
+The program is the last fenced Python block after </think>. Without a Python block, it is the last block of any kind,
+and without a block all text there. The tests are in the row's field `solutions`, in one of these forms:
 
-- a text: Python that runs after the program: assertions, functions test_..., or classes of unittest
-- a list of texts, such as assertions. Each is a test
-- {"inputs": [...], "outputs": [...]}: the inputs of the program and its expected outputs. White space at the ends of
-  lines and of the output does not count
+- a text with Python code that runs after the program: assertions, functions test_..., or unittest classes
+- a list of texts, such as assertions. Each is one test
+- {"inputs": [...], "outputs": [...]}: each input of the program with its expected output. White space at the ends of
+  lines and of the output is ignored
 
-Programs run in a sandbox (sandbox.py). The part `passed` is the share of tests that pass.
+Programs run in a sandbox (sandbox.py). The part `passed` is the fraction of tests that pass.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _MAX_OUTPUT_CHARS = 1 << 22  # characters
 
 
 def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: bool) -> dict[str, float]:
-    """Run the tests of one RewardRecord on the program in its completion.
+    """Run the tests in a RewardRecord on the program in its completion.
 
     Args:
         record: The sample. Its `solutions` are the tests.
         timeout_s: The time limit for all tests together, in seconds.
-        memory_mb: The memory that each process of the program may use, in MiB.
-        partial: The reward is the share of tests that pass. Without it, only a program that passes all of them gets 1.
+        memory_mb: The memory limit of each process of the program, in MiB.
+        partial: If True, the reward is the fraction of tests that pass. If False, it is 1 only if all tests pass.
 
     Returns:
-        "reward", and "passed", the share of tests that pass.
+        "reward", and "passed", which is the fraction of tests that pass.
 
     Raises:
-        ValueError: The solutions are no tests.
+        ValueError: The solutions are not in a form of tests.
     """
     tests, end = _tests(record.solutions), time.monotonic() + timeout_s
     program = block(record.completion, "python", "py", "python3")
@@ -61,7 +61,7 @@ def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: boo
 
 
 def _tests(solutions: Any) -> Any:
-    """Return the tests of a row: a text, a list of texts, or inputs and outputs."""
+    """Return the tests in a row: a text, a list of texts, or a dictionary of inputs and outputs. Raises ValueError."""
     if isinstance(solutions, str) and solutions.strip().startswith("{"):
         with contextlib.suppress(ValueError):  # Python may begin with a dictionary, too
             solutions = json.loads(solutions)
@@ -80,12 +80,12 @@ def _tests(solutions: Any) -> Any:
 
 
 def _text(lines: Any) -> str:
-    """Return an input or an output as text. A list has a line in each entry."""
+    """Return an input or an output as text. A list becomes one line per entry."""
     return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
 def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: int) -> bool:
-    """Return whether the program prints the expected output."""
+    """Return whether the program, with `given` as its standard input, exits with 0 and prints the expected output."""
     if seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]
@@ -94,12 +94,12 @@ def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: i
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of an output without white space at their ends."""
+    """Return the lines of an output, without white space at the end of each line and of the output."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float, memory_mb: int) -> float:
-    """Run all tests in one process, and return the share that passes. Tests after an early end of it have failed."""
+    """Run all tests in one process, and return the fraction that passes. Tests that were not reached have failed."""
     # The program does not know this word, so it cannot print that it has passed.
     word = secrets.token_hex(16)
     given = json.dumps({"word": word, "program": program, "tests": tests})

@@ -1,17 +1,18 @@
 r"""The built-in reward `math`: 1.0 if the completion's final answer equals one of the row's `solutions`, else 0.0.
 
-The answer is the last \boxed{...}. Without one it is what follows the last `####`. Without either it is what
-math-verify finds in the text, usually the last number or formula. math-verify decides whether two answers are equal.
-It compares values and not texts: 0.5 equals 1/2. These are the exceptions:
+The answer is the content of the last \boxed{...}. Without a box, it is the text after the last `####`. Without either
+mark, it is what math-verify finds in the text, usually the last number or formula. math-verify decides whether two
+answers are equal. It compares values, not texts: 0.5 equals 1/2. These are the exceptions:
 
-- Of several boxes in a completion the last counts. math-verify joins boxes that are close to each other.
-- Of several boxes in a solution all count, unless they are equal. The completion needs all of them, in any order: in
-  as many boxes at its end, or together in its answer.
-- An answer that is written like the solution is right. So 12:00 equals 12:00, although math-verify reads 12 / 0.
+- If a completion has several boxes, the last one counts. math-verify would join boxes that are close to each other.
+- If a solution has several different boxes, the completion needs all of them, in any order: in as many boxes at its
+end,
+  or together in its answer.
+- An answer with the same text as the solution is right. So 12:00 equals 12:00, although math-verify reads 12 / 0.
 - A solution in words is compared as text. math-verify takes "forty two" for a product of nine letters.
 - A solution is read as a whole. math-verify reads 2\sqrt{3} without dollar signs as 2.
-- A percentage in a box is a percentage. If the solution is a number, 1.5e3 is 1500.
-- Without box and ####, only the last 10,000 characters are read. An answer of more than 1,000 characters is wrong.
+- A percentage in a box is read as a percentage. If the solution is a number, 1.5e3 is read as 1500.
+- Without a box or ####, only the last 10,000 characters are read. An answer of more than 1,000 characters is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from sympy import FiniteSet, nan, zoo
 
 from areno.reward_fns.answers import boxes, last_box
 
-# math-verify warns that its own time limit is off. That is an alarm for each step; ours is one limit for a whole call.
+# math-verify warns that its own time limit, a signal for each parsing step, is off. `_limited` limits a whole call.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
@@ -57,7 +58,7 @@ _IN_MATH_MODE = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+\\\)|\\\[.+\\\]", re.
 _AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
 # OpenAI's pattern for GSM8K, `#### (\-?[0-9\.\,]+)`, which also lets a currency, bold type and a percent sign pass.
 _HASHED_NUMBER = re.compile(rf"{_CURRENCY}(-?[0-9.,]*[0-9])(\s*{_PERCENT})?[.,]?(?=$|[\s*_)!?;])", re.I)
-_GOES_ON = re.compile(r"\s*[-+*/^=<>:\d\\\u00d7\u00f7\u00b7]")  # behind a number: it belongs to a formula
+_GOES_ON = re.compile(r"\s*[-+*/^=<>:\d\\\u00d7\u00f7\u00b7]")  # after a number: the number is a part of a formula
 
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"(?<!\\)\\[(),;!\[\] ]|\\?\$|\*\*|\s+")
@@ -81,12 +82,13 @@ def reward_fn(record: Any) -> float:
         record: The sample.
 
     Returns:
-        1.0 for a right answer, else 0.0.
+        1.0 if the final answer is right, else 0.0.
 
     Raises:
         ValueError: The row has no usable solution.
-        TimeoutError: math-verify computes too long. The limit holds in the main thread, as in reward processes.
-        Exception: Whatever math-verify raises.
+        TimeoutError: math-verify took too long. There is no time limit outside of the main thread; reward processes
+            score in the main thread.
+        Exception: Any exception that math-verify raises.
     """
     accepted = record.solutions if isinstance(record.solutions, list | tuple) else [record.solutions]
     solutions = [_solution_parts(solution) for solution in accepted if solution is not None]
@@ -99,14 +101,17 @@ def reward_fn(record: Any) -> float:
 
 
 def warm_up() -> None:
-    """Score some answers. The first answer of a kind takes up to 0.2 s, because math-verify and sympy import lazily."""
+    """Score a few answers, because math-verify and sympy import lazily.
+
+    Otherwise the first answer of each kind would take up to 0.2 s longer.
+    """
     for solution, answer in (("7", "$x^2+\\sqrt{3}$"), ("5", "so $(1,2)$ or 3/4 = 0.75 and 5\\%"), ("\\frac12", "0.4")):
         with contextlib.suppress(Exception):  # an error would appear again with real answers
             _limited(partial(_is_right, (solution,), f"\\boxed{{{answer}}}"))
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the text of the last \boxed{...}, else the number or formula after the last ####, else None.
+    r"""Return the content of the last \boxed{...}, else the number or formula after the last ####, else None.
 
     Args:
         text: A completion or a solution.
@@ -120,13 +125,13 @@ def final_answer(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Solution:
-    """A solution.
+    """A parsed solution.
 
     Attributes:
-        plain: Its text without formatting.
-        is_words: It has words and nothing else.
-        is_number: It is a number.
-        values: What math-verify reads in it.
+        plain: The text without formatting.
+        is_words: Whether the text has only words.
+        is_number: Whether the text is a number.
+        values: The values that math-verify reads in the text, as sympy objects and texts.
     """
 
     plain: str
@@ -136,8 +141,8 @@ class _Solution:
 
 
 def _solution_parts(solution: Any) -> tuple[str, ...]:
-    """Return the answers that a solution requires together: its boxes, or a single answer. Empty if it is unusable."""
-    if not isinstance(solution, str | Number) or solution != solution:  # not a number is not itself
+    """Return the answers that a solution requires together: its boxes, or one answer. Empty if it cannot be used."""
+    if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
     text = _ascii(str(solution)).strip()
     answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _last_line(text) or text,)
@@ -147,7 +152,7 @@ def _solution_parts(solution: Any) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _different(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Drop each part that equals an earlier one, such as the second of 3/2 and 1.5."""
+    """Return the parts without those that equal an earlier part, such as 1.5 after 3/2."""
     found: list[str] = []
     for part in parts:
         if not any(_is_box(earlier, part) for earlier in found):
@@ -157,11 +162,7 @@ def _different(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)  # the samples of a prompt have the same solution
 def read_solution(text: str) -> _Solution:
-    """Parse a solution, as the row gives it, for comparison with answers.
-
-    Args:
-        text: The solution.
-    """
+    """Parse the text of a solution."""
     number = _without_exponents(text)
     is_number = _IS_NUMBER.fullmatch(number) is not None
     values = _read_whole(number if is_number else text)
@@ -171,7 +172,10 @@ def read_solution(text: str) -> _Solution:
 
 @lru_cache(maxsize=256)
 def _read_together(parts: tuple[str, ...]) -> _Solution:
-    """Read several answers as one. Only a set of as many members counts: math-verify drops members it cannot read."""
+    """Parse several answers as one set.
+
+    Only sets with as many members as answers count, because math-verify drops members that it cannot read.
+    """
     whole = read_solution(", ".join(parts))
     sets = [value for value in whole.values if isinstance(value, FiniteSet) and len(value) == len(parts)]
     return replace(whole, values=sets)
@@ -181,7 +185,7 @@ def _read_together(parts: tuple[str, ...]) -> _Solution:
 
 
 def _is_right(parts: tuple[str, ...], completion: str) -> bool:
-    """Return whether `completion` answers with all parts of a solution. Raises what math-verify raises."""
+    """Return whether a completion gives all parts of a solution. Raises any exception of math-verify."""
     parts = _different(parts)
     if len(parts) == 1:
         return _is_answer(read_solution(parts[0]), completion)
@@ -195,7 +199,7 @@ def _is_right(parts: tuple[str, ...], completion: str) -> bool:
 
 
 def _is_answer(solution: _Solution, completion: str) -> bool:
-    """Return whether the final answer of `completion` equals the solution."""
+    """Return whether the final answer of a completion equals the solution."""
     answer, read = last_box(completion), _read_formula
     if answer is None:
         answer, read = _hashed(completion), _read_whole
@@ -211,14 +215,14 @@ def _is_box(text: str, box: str) -> bool:
 
 
 def _is_same(solution: _Solution, answer: str, read: Callable[[str], list[Any]]) -> bool:
-    """Return whether `answer` is written like the solution or has its value."""
+    """Return whether an answer has the same text as the solution, or the same value. read: parses the answer."""
     if _is_same_text(solution, _plain(answer)):
         return True
     return len(answer) <= _MAX_ANSWER and _is_equal(solution, answer, read)
 
 
 def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) -> bool:
-    """Return whether a value that math-verify reads in `text` equals a value of the solution."""
+    """Return whether a value that `read` finds in a text equals a value of the solution."""
     if solution.is_words and _is_words(text):
         return False
     found = read(_without_exponents(text) if solution.is_number else text)
@@ -226,7 +230,7 @@ def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) 
 
 
 def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list[Any]) -> bool:
-    """Return whether any pair is equal. If none is, raise the first exception of `equal`."""
+    """Return whether any pair of `golds` and `found` is equal. If none is, raise the first exception of `equal`."""
     failure = None
     for gold, value in product(golds, found):
         try:
@@ -240,7 +244,7 @@ def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list
 
 
 def _hashed(text: str) -> str | None:
-    """Return the number or formula after the last #### that has one; None without any."""
+    """Return the number or formula after the last #### that is followed by one, or None if there is none."""
     for match in reversed(list(_AFTER_HASHES.finditer(text))):
         line = match[1].strip("*_` \t\r")
         number = _HASHED_NUMBER.match(line)
@@ -254,7 +258,7 @@ def _hashed(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str:
-    """Return the rest of the line after the last ####."""
+    """Return the rest of the line after the last ####, or "" without ####."""
     lines = _AFTER_HASHES.findall(text)
     return lines[-1].strip() if lines else ""
 
@@ -263,7 +267,7 @@ def _last_line(text: str) -> str:
 
 
 def _read(text: str) -> list[Any]:
-    """Return what math-verify finds in `text`: a sympy expression and its text, or one of them, or nothing."""
+    """Return what math-verify parses from a text: a sympy expression, its text, both, or an empty list."""
     found = parse(text, parsing_timeout=0, raise_on_error=True)
     if "\\%" in text:  # math-verify drops the sign
         found = found + parse(text.replace("\\%", "%"), parsing_timeout=0, raise_on_error=True)
@@ -271,7 +275,7 @@ def _read(text: str) -> list[Any]:
 
 
 def _read_formula(text: str) -> list[Any]:
-    """Read `text` as the content of a box."""
+    """Parse a text as the content of a box."""
     found = _read(f"\\boxed{{{text}}}")
     if percentage := _IS_PERCENTAGE.fullmatch(text):  # math-verify 0.9 reads none in a box
         found = found + _read(f"${percentage[1]}$%")
@@ -279,18 +283,18 @@ def _read_formula(text: str) -> list[Any]:
 
 
 def _read_whole(text: str) -> list[Any]:
-    """Read a text as one answer. math-verify alone would read only a part of a formula without dollar signs."""
+    """Parse a text as one answer. Without dollar signs, math-verify alone would read only a part of a formula."""
     has_more = _IN_MATH_MODE.search(text) or (_is_sentence(text) and not _is_words(text))
     return _read(text) if has_more or _IS_NUMBER.fullmatch(text) else _read_formula(text)
 
 
 def _without_exponents(text: str) -> str:
-    """Write 1.5e3 as 1500, because math-verify knows no exponents."""
+    """Rewrite numbers such as 1.5e3 as 1500, because math-verify cannot parse exponents."""
     return _SCIENTIFIC.sub(lambda match: format(Decimal(match[0]), "f"), text)
 
 
 def _ascii(text: str) -> str:
-    """Replace digits and minus signs of other scripts, which math-verify does not know."""
+    """Replace Unicode digits and minus signs by ASCII, because math-verify does not recognize them."""
     return _FOREIGN.sub(lambda match: str(unicodedata.decimal(match[0], "-")), text)
 
 
@@ -298,34 +302,34 @@ def _ascii(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""Remove formatting: dollar signs, bold type, \text{}, spacing, a full stop."""
+    r"""Remove formatting from a text: dollar signs, bold type, \text{}, spacing, a full stop at the end."""
     return " ".join(_SPACING.sub(" ", _TEXT_COMMAND.sub(r" \1 ", text)).split()).rstrip(" .")
 
 
 def _has_words(text: str) -> bool:
-    """Return whether `text` has words that are not names of functions."""
+    """Return whether a text has words other than names of mathematical functions."""
     text = _COMMAND.sub(" ", _TEXT_COMMAND.sub(" ", text))
     return any(not _FUNCTION.fullmatch(word.lower()) for word in _WORD.findall(text))
 
 
 def _is_words(text: str) -> bool:
-    r"""Return whether `text` is words only, such as forty two. math-verify can read \text{forty two}."""
+    r"""Return whether a text has only words, such as "forty two". Text with \text{} does not count."""
     text = text.replace("$", "")
     return _has_words(text) and not re.search(r"[\d\\]", text) and not _OPERATOR.search(text)
 
 
 def _is_sentence(text: str) -> bool:
-    """Return whether `text` is a formula or a number among words, such as: the answer is 5."""
+    """Return whether a text is a sentence around a number or formula, such as "the answer is 5"."""
     return _has_words(text) and (not _OPERATOR.search(text) or _SENTENCE.search(text) is not None)
 
 
 def _is_same_text(solution: _Solution, plain: str) -> bool:
-    """Return whether a plain text is written like the solution."""
+    """Return whether a plain text is the text of the solution. For words, case is ignored."""
     return plain.casefold() == solution.plain.casefold() if solution.is_words else plain == solution.plain
 
 
 def _is_stated(solution: _Solution, text: str) -> bool:
-    """Return whether `text` states the solution: alone, after "the answer is" or ####, or (no words) at its end."""
+    """Return whether a text states the solution: alone, after "the answer is" or ####, or at its end if not words."""
     n_words = len(solution.plain.split())
     words = _plain(text).split()
     places = [words if solution.is_words else words[-n_words:], _plain(_last_line(text)).split()]
@@ -345,12 +349,12 @@ def _limited(function: Callable[[], bool]) -> bool:
 
     def look(*_: Any) -> None:
         if time.thread_time() > end:
-            raise TimeoutException  # it is no Exception, which sympy and math-verify would swallow
+            raise TimeoutException  # a BaseException, since sympy and math-verify catch every Exception
 
     before = signal.signal(signal.SIGPROF, look)
     try:
         try:
-            signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)  # again and again: a bare except may swallow one
+            signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)  # repeatedly: a bare except may catch the first
             return function()
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)

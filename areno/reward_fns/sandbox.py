@@ -1,10 +1,10 @@
-"""Run a command with limits on time, CPU time, memory and file size, and without a network. Linux only.
+"""A sandbox for commands, with limits on time, CPU time, memory and file size, and without a network. Linux only.
 
     python -I sandbox.py SECONDS MEGABYTES COMMAND ...        (started by `run`)
 
-The limits hold for the command and all processes that it starts. A seccomp filter refuses every socket except those
-between processes of this machine. It also refuses to leave the process group, which is killed at the end. Access to
-files is not limited: the command has the rights of the user who starts the training.
+The limits hold for the command and all processes that it starts. A seccomp filter refuses every socket except Unix
+sockets between processes of this machine. It also keeps processes from leaving the process group, which is killed at
+the end. Access to files is not limited: the command has the rights of the user who starts the training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pathlib import Path
 
 MAX_OUTPUT = 4000  # characters that are kept, half from the beginning and half from the end
 _AF_UNIX, _EACCES = 1, 13
-# (audit architecture, socket, then calls to refuse: io_uring_setup, which opens sockets, too, setpgid and setsid)
+# (audit architecture, number of the call socket, numbers of the calls to refuse). The refused calls are io_uring_setup,
+# which can also open sockets, setpgid and setsid.
 _MACHINES = {"x86_64": (0xC000003E, 41, 425, 109, 112), "aarch64": (0xC00000B7, 198, 425, 154, 157)}
 
 
@@ -38,19 +39,20 @@ def run(
     stderr: bool = True,
     max_output: int = MAX_OUTPUT,
 ) -> tuple[int | None, str]:
-    """Run a command.
+    """Run a command in the sandbox, and wait for its end.
 
     Args:
         command: The command and its arguments.
-        folder: Working directory and home directory.
-        seconds: Time limit, in seconds.
-        megabytes: Memory limit, in MiB.
-        stdin: Text for the command's standard input.
+        folder: The working directory, which is also the home directory.
+        seconds: The time limit, in seconds.
+        megabytes: The memory limit of each process, in MiB.
+        stdin: The text for standard input.
         stderr: Whether the output includes standard error.
-        max_output: Characters of the output that are kept.
+        max_output: The largest number of characters of output to return. The middle of a longer output is left out.
 
     Returns:
-        (exit status, output). The status is None if the command took too long.
+        A tuple (exit status, output). The status is None if the command exceeded the time limit, and -n if signal n
+        killed the command.
     """
     words = [sys.executable, "-I", __file__, str(int(seconds) + 1), str(megabytes), *command]
     path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
@@ -82,7 +84,7 @@ def run(
 
 
 def problem() -> str:
-    """Return why commands cannot be limited on this machine, or "" if they can."""
+    """Return the reason why commands cannot be limited on this machine, or "" if they can."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return f"needs Linux on {' or '.join(_MACHINES)}, for a process without a network"
     status, output = run(["true"], "/", seconds=10.0)
@@ -90,7 +92,12 @@ def problem() -> str:
 
 
 def shorten(text: str, max_output: int = MAX_OUTPUT) -> str:
-    """Return the beginning and the end of a text if it has more than `max_output` characters."""
+    """Return a text without its middle if it has more than `max_output` characters.
+
+    Args:
+        text: The text.
+        max_output: The number of characters to keep, half of them from the beginning and half from the end.
+    """
     if len(text) <= max_output:
         return text
     half = max_output // 2
@@ -98,14 +105,14 @@ def shorten(text: str, max_output: int = MAX_OUTPUT) -> str:
 
 
 def limit(seconds: int, megabytes: int) -> None:
-    """Limit this process and all processes that it starts.
+    """Limit this process and all processes that it starts: CPU time, memory, file size, open files and system calls.
 
     Args:
-        seconds: CPU time, in seconds.
-        megabytes: Memory, in MiB.
+        seconds: The limit on CPU time of each process, in seconds.
+        megabytes: The limit on memory of each process, in MiB.
 
     Raises:
-        OSError: If the kernel cannot filter system calls.
+        OSError: The kernel cannot filter system calls.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
@@ -116,10 +123,12 @@ def limit(seconds: int, megabytes: int) -> None:
 
 
 def refuse_calls() -> None:
-    """Let every socket that is not AF_UNIX fail with "permission denied".
+    """Make every socket other than Unix sockets fail with "permission denied", with a seccomp filter.
+
+    The filter also refuses setpgid, setsid and io_uring. It holds for this process and all processes that it starts.
 
     Raises:
-        OSError: If the kernel cannot filter system calls.
+        OSError: The kernel cannot filter system calls.
     """
     if platform.machine() not in _MACHINES:
         raise OSError(f"no list of system calls for {platform.machine()}")
@@ -128,7 +137,7 @@ def refuse_calls() -> None:
     allow, refuse, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x80000000
     # Offsets in struct seccomp_data: 0 the number of the call, 4 the architecture, 16 the call's first argument.
     program = [
-        # End the process if the architecture is another one, since its calls have other numbers.
+        # Kill the process if it uses another architecture, whose calls have other numbers.
         (load, 0, 0, 4),
         (equal, 1, 0, architecture),
         (give, 0, 0, end),

@@ -1,7 +1,7 @@
-"""Runs the tests of the reward `code` on a program. sandbox.py starts it as a script.
+"""Script that runs the tests for the reward `code` on a program. sandbox.py starts it.
 
-It reads {"word", "program", "tests"} as JSON. It writes "<word> total <number of tests>", and then "<word> passed" for
-each test that passes. Other output of the program and the tests is dropped.
+It reads {"word", "program", "tests"} as JSON from standard input. It writes "<word> total <number of tests>", then
+"<word> passed" for each test that passes. All output of the program and the tests is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Read the tests, run them, and end the process without running the program's exit handlers."""
+    """Read the tests, run them, report the results, and end the process without the program's exit handlers."""
     given = json.loads(sys.stdin.read())
     word, program, tests = given.pop("word"), given.pop("program"), given.pop("tests")
     output, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
@@ -42,12 +42,12 @@ def main() -> None:
 
 
 def _execute(text: str, name: str, module: types.ModuleType) -> None:
-    """Run Python in a module."""
+    """Run Python code in the namespace of a module. name: the file name in tracebacks."""
     exec(compile(text, name, "exec"), vars(module))
 
 
 def _load(program: str, module: types.ModuleType) -> None:
-    """Run the program. Ending with exit code 0 is no error."""
+    """Run the program in a module. If it exits with code 0, this counts as success."""
     try:
         _execute(program, "program.py", module)
     except SystemExit as end:
@@ -56,7 +56,7 @@ def _load(program: str, module: types.ModuleType) -> None:
 
 
 def _passes(case: Callable[[], Any]) -> bool:
-    """Return whether a test raises nothing."""
+    """Call a test, and return whether it raises no exception."""
     try:
         case()
     except BaseException:
@@ -65,7 +65,7 @@ def _passes(case: Callable[[], Any]) -> bool:
 
 
 def _cases(text: str, module: types.ModuleType) -> list[Callable[[], Any]]:
-    """Return the tests of a Python text: its unittest classes and its functions test_..., else the text itself."""
+    """Return the tests in Python code: its unittest classes and test_... functions, or the whole code as one test."""
     before = set(vars(module))
     ran = _passes(lambda: _execute(text, "test.py", module))
     new = {name: value for name, value in vars(module).items() if name not in before}

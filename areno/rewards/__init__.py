@@ -1,1 +1,1 @@
-"""Rewards of samples: the functions of a run, and the processes that call them."""
+"""Scoring of samples: the reward functions of a run, and the processes that call these functions."""

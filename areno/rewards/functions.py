@@ -1,4 +1,4 @@
-"""The reward functions of a run: those of reward.fn or of a script, with their names and weights."""
+"""The reward functions of a run, from the setting reward.fn or from a script, with their names and weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ DEFAULT_FUNCTION = "reward_fn"
 
 
 Given = Callable[..., Any] | Sequence[Callable[..., Any]]
-"""What a script may pass as reward_fn."""
+"""The type of reward_fn in a script: a function of one RewardRecord, or a list of functions."""
 
 
 def reward_functions(config: RewardConfig, given: Given | None = None) -> list[RewardFunction]:
-    """Return the reward functions of a run, ready to be sent to the reward processes.
+    """Return the reward functions of a run in the form that is sent to the reward processes.
 
     Args:
-        config: The settings of the reward.
-        given: The functions of a script. None takes those of `config.fn`.
+        config: The section `reward` of the settings.
+        given: The function that a script passed as reward_fn, or a list of functions. None uses the functions of
+            `config.fn`.
+
+    Returns:
+        The functions with their names and weights, in order.
 
     Raises:
-        ConfigError: A function cannot be found, sent or used on this machine. The error has all problems.
+        ConfigError: A function cannot be found, cannot be pickled, or needs a file, package or feature that this
+            machine lacks. The error lists all problems.
     """
     if given is None:
         return _of_settings(config)
@@ -46,11 +51,12 @@ def reward_functions(config: RewardConfig, given: Given | None = None) -> list[R
 
 
 def shown_names(config: RewardConfig, given: Given | None = None) -> str:
-    """Return the names of the functions of a run for messages, joined by +.
+    """Return the names of the reward functions joined by " + ", for messages.
 
     Args:
-        config: The settings of the reward.
-        given: The functions of a script. None takes those of `config.fn`.
+        config: The section `reward` of the settings.
+        given: The function that a script passed as reward_fn, or a list of functions. None uses the functions of
+            `config.fn`.
     """
     if given is None:
         return " + ".join(config.functions)
@@ -58,12 +64,16 @@ def shown_names(config: RewardConfig, given: Given | None = None) -> str:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function of a script, or the name of its class."""
+    """Return the name of a function, or the class name of a callable object.
+
+    Args:
+        function: A function or callable object that a script passed.
+    """
     return getattr(function, "__name__", type(function).__name__)
 
 
 def _of_settings(config: RewardConfig) -> list[RewardFunction]:
-    """Return the functions of reward.fn. Raises ConfigError with all problems."""
+    """Return the functions that the setting reward.fn names. Raises ConfigError with all problems."""
     if config.fn is None:
         raise ConfigError(Problem(KEY, "is null, and no function was given; set it, or pass reward_fn="))
     specs = config.functions
@@ -79,7 +89,7 @@ def _of_settings(config: RewardConfig) -> list[RewardFunction]:
 
 
 def _resolved(config: RewardConfig, spec: str) -> str | Reward:
-    """Return an entry of reward.fn as a built-in reward with its settings, or as `absolute file:function`."""
+    """Return an entry of reward.fn as a built-in reward with its settings, or as `absolute path:function`."""
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
         return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()
@@ -90,14 +100,19 @@ def _resolved(config: RewardConfig, spec: str) -> str | Reward:
 
 
 def part_names(specs: Sequence[str]) -> list[str]:
-    """Return the names of the parts of a reward.
+    """Return the name of each function's part of the reward, for logging.
+
+    The part for `a.py` is called a, and the part for `a.py:format` is called format. If two entries would share a name,
+    the name of the file comes first, as in a.format.
 
     Args:
-        specs: Entries of reward.fn. The part of `a.py` is a, the part of `a.py:format` is format. A name that two
-            entries share has the name of the file before it: a.format.
+        specs: The entries of reward.fn.
+
+    Returns:
+        One name per entry, in order.
 
     Raises:
-        ConfigError: A function is there twice.
+        ConfigError: The same function is named twice.
     """
     pairs = [split_spec(spec, "") for spec in specs]
     short = [function or Path(file).stem for file, function in pairs]
@@ -110,7 +125,7 @@ def part_names(specs: Sequence[str]) -> list[str]:
 
 
 def _each_once(names: list[str]) -> list[str]:
-    """Return the names. Raises ConfigError, of reward.fn, if a name is there twice."""
+    """Return `names`. Raises ConfigError, which names reward.fn, if a name occurs twice."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(Problem(KEY, f"has two functions called {twice[0]}; give each a name of its own"))
     return names
@@ -119,7 +134,10 @@ def _each_once(names: list[str]) -> list[str]:
 def _weighted(
     config: RewardConfig, codes: Sequence[str | bytes | Reward], names: Sequence[str]
 ) -> list[RewardFunction]:
-    """Give each function its name and its weight. Raises ConfigError if the numbers of weights and functions differ."""
+    """Combine each function with its name and its weight.
+
+    Raises ConfigError if the number of weights differs from the number of functions.
+    """
     weights = [1.0] * len(codes) if config.weights is None else config.weights
     if len(weights) != len(codes):
         text = f"has {len(weights)} numbers for {len(codes)} functions; give one for each"
@@ -128,7 +146,7 @@ def _weighted(
 
 
 def _pickled(function: Callable[..., Any], name: str) -> bytes:
-    """Pickle a function of a script. Raises ConfigError if that is not possible."""
+    """Pickle a function of a script. Raises ConfigError, which has its `name`, if it cannot be pickled."""
     try:
         return dumps(function)
     except Exception as error:  # an object may raise anything when it is pickled

@@ -1,9 +1,9 @@
-"""Scores samples from the driver: starts the reward processes, sends samples to them and collects the rewards.
+"""The pool of reward processes, as the driver uses it: sends samples to the processes and collects the rewards.
 
-A user's reward function runs in separate processes (process.py is their code). So it can print, hang, crash or leak
-memory without harm to the run. Every call has a hard time limit. If a call exceeds it or ends its process, only its
-sample has no reward: the pool replaces the process and scores the others. A timeout or an error is an outcome of its
-own, and not a reward of 0.
+The user's reward function runs in separate processes (process.py is their code). So it can print, hang, crash or leak
+memory without harm to the run. Every call has a hard time limit. If a call exceeds the limit or crashes the process,
+only its sample has no reward. The pool replaces the process and scores the other samples. A timeout or an error is
+recorded as such, and not as a reward of 0.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _LOGGED_CHARS = 300
 
 
 class RewardPool(WorkerPool[RewardConfig]):
-    """The processes that call the reward functions of a run.
+    """A pool of processes that call the reward functions of a run. Use it in a `with` block.
 
     Args:
-        config: The settings of the reward.
-        function: The reward function of a script, or several, in place of `config.fn`. They are pickled for the
-            processes.
-        tracebacks: Whether the message of an error has its whole traceback.
-        n_devices: The number of device workers, which need a core each. It lowers the default number of processes.
+        config: The section `reward` of the settings.
+        function: The reward function of a script, or a list of functions, which are pickled for the processes. None
+            uses the functions of `config.fn`.
+        tracebacks: Whether the message of an error is the traceback instead of one line.
+        n_devices: The number of device workers. Each needs a CPU core, so the default number of processes is lower.
     """
 
     section, module = "reward", "areno.rewards.process"
@@ -64,40 +64,43 @@ class RewardPool(WorkerPool[RewardConfig]):
         self._has_answered = False
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the first message to each process."""
+        """Return (functions, setting to name in errors, time limit in seconds, tracebacks), for each process."""
         return reward_functions(self.config, self._given), KEY, self.config.timeout_s, self._tracebacks
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """Score records, and log failures.
+        """Score samples, wait for all outcomes, and log the first failures.
 
         Args:
             records: The samples.
 
         Returns:
-            The outcome of each record, in order.
+            The outcome for each sample, in order.
 
         Raises:
-            ArenoError: No record could be scored.
+            ArenoError: No sample could be scored, the functions cannot be loaded, or the processes are not running.
         """
         outcomes = self.outcomes(records)
         report_failures(records, outcomes)
         return outcomes
 
     def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """Score records.
+        """Score samples, and wait for all outcomes. Failures are not logged.
 
         Args:
             records: The samples.
 
         Returns:
-            The outcome of each record, in order.
+            The outcome for each sample, in order.
+
+        Raises:
+            ArenoError: The functions cannot be loaded, or the processes are not running.
         """
         with self.scoring() as scoring:
             scoring.add(dict(enumerate(records)))
             return [scoring.outcomes()[position] for position in range(len(records))]
 
     def scoring(self) -> Scoring:
-        """Open a context that scores samples as they arrive. Only one may be open.
+        """Return a context manager that scores samples while they are generated. Only one may be open at a time.
 
         Raises:
             EngineError: The processes are not running.
@@ -108,10 +111,10 @@ class RewardPool(WorkerPool[RewardConfig]):
         return Scoring(self)
 
     def look(self, calls: _Calls) -> None:
-        """Give up if no process answers any more. `Scoring` calls this after each turn.
+        """Give up all open samples if the processes have stopped answering. `Scoring` calls this again and again.
 
         Args:
-            calls: The samples of the scoring.
+            calls: The samples that are being scored.
         """
         self._has_answered = self._has_answered or calls.n_answers > 0
         quiet_s = time.monotonic() - calls.answered_at
@@ -119,11 +122,11 @@ class RewardPool(WorkerPool[RewardConfig]):
             self._give_up(calls, quiet_s)
 
     def slow_text(self, calls: _Calls, seconds: float) -> str:
-        """Return a log line about slow scoring: how many samples wait, how long, and which settings would help.
+        """Return a log line that says how many samples are not scored yet, how long this may take, and what to set.
 
         Args:
-            calls: The samples of the scoring.
-            seconds: How long the scoring has taken.
+            calls: The samples that are being scored.
+            seconds: The time since the driver began to wait, in seconds.
         """
         config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self.workers)
         max_s = math.ceil(calls.n_open / (n_together * len(self.workers))) * config.timeout_s
@@ -134,7 +137,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         )
 
     def _give_up(self, calls: _Calls, quiet_s: float) -> None:
-        """Give every open sample the outcome of a timeout."""
+        """Record a timeout as the outcome of every open sample. quiet_s: seconds since the last answer."""
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
         text = text.format(calls.n_unanswered, self.config.timeout_s)
         logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), calls.n_open)
@@ -143,9 +146,9 @@ class RewardPool(WorkerPool[RewardConfig]):
 
 
 class Scoring(AbstractContextManager["Scoring"]):
-    """Scores samples in a thread as they arrive. Use it as a context manager, see RewardPool.scoring.
+    """Scores samples in a thread as they arrive. `RewardPool.scoring` makes it; use it as a context manager.
 
-    Leaving the context before `outcomes` drops the samples that are not scored.
+    Leaving the context before `outcomes` has returned drops the samples that are not scored yet.
 
     Args:
         pool: The reward processes.
@@ -154,7 +157,7 @@ class Scoring(AbstractContextManager["Scoring"]):
     def __init__(self, pool: RewardPool):
         self._pool, self._calls = pool, _Calls()
         self._added: deque[tuple[int, Record]] = deque()
-        self._turns = 0  # counts the turns of the thread
+        self._turns = 0  # the number of iterations of the thread
         self._is_last = self._is_dropped = False
         self._error: BaseException | None = None
         self._wake, self._woken = Pipe(duplex=False)
@@ -162,33 +165,33 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._thread.start()
 
     def add(self, records: Mapping[int, Record]) -> None:
-        """Add samples.
+        """Add samples to score, and return without waiting.
 
         Args:
-            records: The samples, each under its own number.
+            records: The samples by number. Each number may be used once.
 
         Raises:
-            ArenoError: Scoring has failed, for example because the function does not load.
+            ArenoError: Scoring has failed, for example because a function cannot be loaded.
         """
         self._raise_error()
         self._added.extend(records.items())
         self._nudge()
 
     def outcomes(self) -> dict[int, RewardOutcome]:
-        """Wait for the outcomes of all samples. No sample may be added afterwards.
+        """Wait until all samples are scored. After this call, no sample may be added.
 
         Returns:
-            The outcome of each sample, by its number.
+            The outcome for each sample by its number, as given to `add`.
 
         Raises:
-            ArenoError: Scoring has failed.
+            ArenoError: Scoring has failed, for example because a function cannot be loaded.
         """
         self._is_last = True
         self._nudge()
         slow, turns = SlowTimer(), -1
         while self._thread.is_alive():
             self._thread.join(_LOOK_S)
-            if turns != self._turns:  # the thread works; it also enforces the time limit of each call
+            if turns != self._turns:  # the thread is alive, and it enforces the time limit of each call
                 turns = self._turns
                 heartbeat.beat()
             if slow.is_due() and self._calls.n_open:
@@ -197,12 +200,12 @@ class Scoring(AbstractContextManager["Scoring"]):
         return self._calls.outcomes
 
     def _raise_error(self) -> None:
-        """Raise the error of the thread."""
+        """Raise the exception that ended the thread, if there is one."""
         if self._error is not None:
             raise self._error
 
     def _nudge(self) -> None:
-        """Wake the thread."""
+        """Wake the thread if it is waiting."""
         with contextlib.suppress(OSError):  # the thread has ended
             self._woken.send_bytes(b".")
 
@@ -214,7 +217,7 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._woken.close()
 
     def _run(self) -> None:
-        """Send samples and collect outcomes until all are scored."""
+        """Send samples and receive outcomes until all are scored. This runs in the thread."""
         pool, calls = self._pool, self._calls
         try:
             while not (self._is_dropped or (self._is_last and not self._added and not calls.n_open)):
@@ -233,13 +236,17 @@ class Scoring(AbstractContextManager["Scoring"]):
 
 
 class _Calls:
-    """The samples of one `Scoring`.
+    """The samples of one `Scoring`, each under its number, with their outcomes.
 
     Attributes:
-        outcomes: The outcome of each scored sample, by number.
+        outcomes: The outcome for each scored sample.
         n_open: The number of samples without an outcome.
-        alone: Samples to send one at a time, because one of them may end its process.
-        waiting: The other samples to send.
+        alone: The numbers of samples that are sent one at a time, because one of them may crash its process.
+        waiting: The numbers of all other samples that are still to be sent.
+        n_timeouts: The number of timeouts.
+        n_answers: The number of outcomes other than timeouts.
+        n_unanswered: The number of timeouts since the last other outcome.
+        answered_at: The time (time.monotonic) of the last outcome other than a timeout.
     """
 
     def __init__(self) -> None:
@@ -253,7 +260,7 @@ class _Calls:
         self.waiting: deque[int] = deque()
 
     def add(self, position: int, record: Record) -> None:
-        """Add a sample. One that cannot be pickled has an error as its outcome."""
+        """Add a sample. If it cannot be pickled, its outcome is an error."""
         if not self.n_open:
             self.answered_at = time.monotonic()
         self.n_open += 1
@@ -266,21 +273,28 @@ class _Calls:
             self.waiting.append(position)
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
-        """Store the answer of a process."""
+        """Record the outcome that a process sent for a sample."""
         status, value, text, parts = answer
         self.settle(position, RewardOutcome(value, status, text, parts))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Give one record of a lost process the outcome `status`, and queue the others again."""
+        """Record the failure of the sample that crashed or blocked a process, and requeue the rest of its chunk.
+
+        If a process with an async function dies, it is unknown which sample crashed it. All its samples are then sent
+        again, one at a time.
+        """
         if worker.is_async and worker.sent > 1:
-            self.alone.extend(worker.chunk)  # one of them ended the process; sent one at a time, it is found
+            self.alone.extend(worker.chunk)  # sent one at a time, the sample that crashed the process is found
         elif worker.chunk:
             first, *others = worker.chunk
             self.settle(first, RewardOutcome(None, status, text))
             self.waiting.extendleft(reversed(others))
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return records for an idle process. Chunks get smaller, so that all processes end at the same time."""
+        """Return (number, pickled record) for the samples to send to an idle process.
+
+        The chunks get smaller towards the end, so that all processes finish at about the same time.
+        """
         if self.alone:
             position = self.alone.popleft()
             return [(position, self._payloads[position])]
@@ -290,14 +304,14 @@ class _Calls:
         return [(position, self._payloads[position]) for position in positions]
 
     def give_up(self, outcome: RewardOutcome) -> None:
-        """Give every open sample the same outcome."""
+        """Record the same outcome for every open sample."""
         self.waiting.clear()
         self.alone.clear()
         for position in list(self._payloads):
             self.settle(position, outcome)
 
     def settle(self, position: int, outcome: RewardOutcome) -> None:
-        """Store the outcome of a sample."""
+        """Record the outcome for a sample."""
         self._payloads.pop(position, None)
         self.outcomes[position] = outcome
         self.n_open -= 1
@@ -310,20 +324,20 @@ class _Calls:
 
 
 def _span(seconds: float) -> str:
-    """Return a duration in words."""
+    """Return a duration as text, in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome], key: str = KEY) -> None:
-    """Log the first samples that could not be scored.
+    """Log the first samples that could not be scored, and the number of failures.
 
     Args:
         records: The samples.
-        outcomes: Their outcomes.
-        key: The setting that an error names.
+        outcomes: The outcome for each sample.
+        key: The setting that the error names.
 
     Raises:
-        ArenoError: No sample could be scored.
+        ArenoError: None of the samples could be scored.
     """
     failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
     for outcome, record in failed[:_LOGGED_FAILURES]:
@@ -339,6 +353,6 @@ def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome]
 
 
 def _short(value: Any) -> str:
-    """Return the beginning of a value as text."""
+    """Return `repr(value)`, cut to _LOGGED_CHARS characters."""
     text = repr(value)
     return text if len(text) <= _LOGGED_CHARS else text[: _LOGGED_CHARS - 3] + "..."

@@ -1,12 +1,10 @@
-"""The code of a reward process: imports the reward functions and calls them for the records that it receives.
+"""The code of a reward process, which imports the reward functions and calls them for each record.
 
-areno/rewards/pool.py sends the records. The keeper of the process (areno/user_processes/keeper.py) ends it together
-with all processes that the functions started. To start quickly, this module imports little, and asyncio only if a
-function needs it.
-
-Messages are pickled over one socket. The process receives (functions, key, timeout_s, tracebacks) once, then chunks
-[(position, pickled record), ...]. It sends ("ready", is_async) or ("failed", Problems) once, then (position, Answer)
-for each record as soon as it is scored.
+areno/rewards/pool.py exchanges pickled messages with this process over one socket. The process receives (functions,
+key, timeout_s, tracebacks) once, then chunks [(position, pickled record), ...]. It sends ("ready", is_async) or
+("failed", Problems) once, then (position, Answer) for each record as soon as it is scored. The keeper of the process
+(areno/user_processes/keeper.py) ends it together with all processes that the functions started. To start quickly, this
+module imports little, and imports asyncio only if a function needs it.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ _MAX_TRACEBACK_CHARS = 4000  # characters of a message
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, as the driver sends it to a reward process.
+    """A reward function in the form that the driver sends to a reward process.
 
     Attributes:
-        code: `file:function`, a pickled function of a script, or a built-in reward.
-        name: The name of its part of the reward; "" for the only function.
-        weight: The factor of its value in the reward.
+        code: `file:function`, the pickled function of a script, or a built-in reward.
+        name: The name of the function's part of the reward, or "" if it is the only function.
+        weight: The factor of the function's value in the reward.
     """
 
     code: str | bytes | Reward
@@ -55,13 +53,14 @@ class RewardFunction:
 
 
 def serve(connection: Connection) -> None:
-    """Score until the driver closes the connection.
+    """Load the reward functions, then score records until the driver closes the connection.
 
     Args:
-        connection: The socket to the driver.
+        connection: The connection to the driver.
 
     Raises:
-        ArenoError: A function does not load.
+        ArenoError: A function cannot be loaded.
+        EOFError: The driver has closed the connection.
     """
     functions, key, timeout_s, tracebacks = connection.recv()
     copies = ForkedCopies(connection)
@@ -81,15 +80,15 @@ def serve(connection: Connection) -> None:
 
 @dataclass
 class _Function:
-    """A function that has been loaded.
+    """A reward function that has been loaded.
 
     Attributes:
-        call: Scores one record.
-        name: See RewardFunction.
-        weight: See RewardFunction.
-        path: The file of the function, which messages of errors point to; None for a function of a script.
+        call: The function, which scores one record.
+        name: The name of its part of the reward, or "" if it is the only function.
+        weight: The factor of its value in the reward.
+        path: The file that error messages refer to, or None for a function of a script.
         is_async: Whether `call` returns a coroutine.
-        warm_up: Makes the first calls as fast as later ones; None for functions of a user.
+        warm_up: Makes the first call as fast as later calls. None for functions of the user.
     """
 
     call: Callable[[Any], Any]
@@ -101,7 +100,7 @@ class _Function:
 
 
 def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
-    """Import the functions, each file once. Raises ConfigError with all problems."""
+    """Import the functions. A file with several functions is imported once. Raises ConfigError with all problems."""
     modules: dict[str, ModuleType] = {}
     loaded, problems = [], []
     for source in functions:
@@ -117,7 +116,7 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
                 if file not in modules:
                     modules[file] = load_module(file, key)
                 function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
-            with contextlib.suppress(ValueError):  # some callables have no signature to look at
+            with contextlib.suppress(ValueError):  # some callables have no signature to inspect
                 inspect.signature(function).bind(None)
             loaded.append(_Function(function, source.name, source.weight, path, is_async(function), warm_up))
         except ArenoError as error:
@@ -130,21 +129,22 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
 
 
 def _file_of(function: Callable[[Any], Any]) -> Path:
-    """Return the file of the function that a built-in reward has loaded."""
+    """Return the source file of the function that a built-in reward calls."""
     return Path(inspect.getfile(function.func if isinstance(function, partial) else function))
 
 
 @dataclass
 class _Scorer:
-    """Calls the functions and sends the answers.
+    """Calls the reward functions for chunks of records, and sends the answers.
 
     Attributes:
-        connection: The socket to the driver.
-        functions: The functions of the run.
-        timeout_s: The time limit of async functions for one sample, in seconds.
-        copies: Ends forked copies of this process that return from a function.
-        tracebacks: Whether the message of an error is its traceback, and not one line.
-        is_async: Whether one of the functions is async.
+        connection: The connection to the driver.
+        functions: The loaded functions of the run.
+        timeout_s: The time limit for a record if a function is async, in seconds. The driver enforces the limit
+            otherwise.
+        copies: Ends copies of this process that a function forked and that return from the function.
+        tracebacks: Whether the message of an error is the traceback instead of one line.
+        is_async: Whether at least one function is async.
     """
 
     connection: Connection
@@ -158,11 +158,11 @@ class _Scorer:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop, which is made at its first use."""
+        """Return the event loop. The first call makes it."""
         return event_loop(self.copies.end_copy)
 
     def score(self, chunk: Chunk) -> None:
-        """Score the records of a chunk in order, or at the same time if a function is async."""
+        """Score the records of a chunk one after the other, or concurrently if a function is async."""
         if self.is_async:
             self.loop.run_until_complete(self._score_together(chunk))
             return
@@ -177,17 +177,17 @@ class _Scorer:
             self.connection.send((position, answer))
 
     def _finished(self, result: Any) -> Any:
-        """Return the result of a call, after awaiting it if necessary."""
+        """Return a function's result. If it is awaitable, run it in the event loop first."""
         return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     async def _score_together(self, chunk: Chunk) -> None:
-        """Score the records of a chunk at the same time."""
+        """Score the records of a chunk concurrently."""
         import asyncio
 
         async def call(payload: bytes) -> list[Any]:
             record = pickle.loads(payload)
             with self.copies.user_code():
-                # Plain functions come first. If one raises, no async call is left open.
+                # Plain functions come first, so that no coroutine is left unawaited if a plain function raises.
                 in_order = sorted(self.functions, key=lambda function: function.is_async)
                 results = {function.name: function.call(record) for function in in_order}
                 waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
@@ -213,11 +213,11 @@ class _Scorer:
         await asyncio.gather(*(one(position, payload) for position, payload in chunk))
 
     def _answer(self, results: list[Any]) -> Answer:
-        """Combine what the functions returned."""
+        """Return the answer that combines the results of all functions for a record."""
         return verdict([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
 
     def _failure(self, error: BaseException) -> Answer:
-        """Describe an exception of a function."""
+        """Return the answer for an exception of a function: a timeout or an error, with a message."""
         if isinstance(error, ForkReturned):
             return Answer("error", None, str(error))
         status = "timeout" if _is_timeout(error) else "error"
@@ -229,13 +229,13 @@ class _Scorer:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Return whether an exception is a TimeoutError. In Python 3.10, that of asyncio is a different class."""
+    """Return whether an exception is a TimeoutError, or asyncio's TimeoutError, another class in Python 3.10."""
     of_asyncio = sys.modules.get("asyncio")
     return isinstance(error, TimeoutError) or (of_asyncio is not None and isinstance(error, of_asyncio.TimeoutError))
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback as Python prints it, without the frames of this file and with control characters escaped."""
+    """Return the printed traceback of an error, without frames of this file and with control characters escaped."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename == __file__:
         at = at.tb_next

@@ -1,8 +1,8 @@
-"""Records that are sent to reward functions, and rewards made of what the functions return.
+"""The records that reward functions receive, and the conversion of their results to rewards.
 
-A RewardRecord has long lists of numbers, and the samples of a prompt share many of its fields. Pickling it would take
-most of the driver's time for a sample. So the driver sends a small CompletionRecord, which becomes a RewardRecord when
-the reward process unpickles it.
+A RewardRecord has long lists of token ids and log-probabilities, and the samples of a prompt share many of its fields.
+Pickling it would take most of the driver's time per sample. So the driver sends a small CompletionRecord, which becomes
+a RewardRecord when the reward process unpickles it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from areno.types import PromptItem, RewardRecord, TokenArrays
 
 
 class RecordedPrompt:
-    """A prompt that the records of its samples share.
+    """A prompt that the records of all its samples share, so that it is pickled once.
 
     Attributes:
-        item: The prompt.
-        n_tokens: The length of the prompt.
+        item: The prompt, with the row of the dataset.
+        n_tokens: The length of the prompt, in tokens.
     """
 
     def __init__(self, item: PromptItem):
@@ -32,21 +32,21 @@ class RecordedPrompt:
 
     @cached_property
     def pickled(self) -> bytes:
-        """Return the pickled item. Objects of a dataset may raise anything here."""
+        """Return the pickled item. An object in the dataset may raise any exception when it is pickled."""
         return pickle.dumps(self.item, pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(slots=True)
 class CompletionRecord:
-    """The record of one completion. Unpickling it returns a RewardRecord.
+    """The record of a completion. When it is pickled and unpickled, the result is a RewardRecord.
 
     Attributes:
         asked: The prompt.
-        arrays: The tokens and log-probabilities of prompt and completion.
-        completion: The text of the completion.
-        rendered: The same with special tokens.
-        step: See RewardRecord.
-        epoch: See RewardRecord.
+        arrays: The token ids and log-probabilities of the prompt and the completion.
+        completion: The text of the completion, without special tokens.
+        rendered: The text of the completion, with special tokens.
+        step: The current training step.
+        epoch: The current epoch.
     """
 
     asked: RecordedPrompt
@@ -63,7 +63,7 @@ class CompletionRecord:
 
     @property
     def solutions(self) -> Any:
-        """Return the reference answers of the row."""
+        """Return the reference answers in the row of the dataset."""
         return self.asked.item.solutions
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ Record = RewardRecord | CompletionRecord
 def _record_of(
     pickled: bytes, tokens: bytes, logprobs: bytes, completion: str, rendered: str, step: int, epoch: int
 ) -> RewardRecord:
-    """Make the RewardRecord in the reward process."""
+    """Return a RewardRecord from the pickled parts of a CompletionRecord. tokens: int64; logprobs: float64."""
     item: PromptItem = pickle.loads(pickled)
     asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
     token_ids = array(
@@ -106,13 +106,13 @@ _TOTAL = ("reward", "score")  # names of the reward in a dictionary; functions f
 
 
 class Answer(NamedTuple):
-    """The outcome of a sample, as a reward process sends it.
+    """The outcome for a sample, as a reward process sends it to the driver.
 
     Attributes:
         status: "ok", "error", "timeout" or "not_finite".
-        value: The reward; None without one.
-        message: Why there is no reward.
-        parts: The parts of the reward by name, without weights.
+        value: The reward, or None unless the status is "ok".
+        message: The reason why there is no reward, or "".
+        parts: The parts of the reward by name, before their weights are applied.
     """
 
     status: str
@@ -122,22 +122,24 @@ class Answer(NamedTuple):
 
 
 class NotFinite(ValueError):
-    """A reward is NaN, infinite or too large for float32."""
+    """Raised for a reward that is NaN, infinite or too large for float32."""
 
 
 def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
-    """Combine the results of the functions for a sample.
+    """Combine the results of all reward functions for a sample.
 
-    A function returns a number, or a dictionary with "reward" (or "score") and named parts. The reward of a dictionary
-    without these names is the sum of its parts. With several functions, each is a part under its name, and the reward
-    is the weighted sum. A function that returns None is left out of the sum.
+    A function returns a number, or a dictionary of named parts. The entry "reward" (or "score") of a dictionary is its
+    value; without such an entry the value is the sum of the parts. If there are several functions, the reward is the
+    weighted sum of their values, and each value is also a part under the name of its function. A function that returns
+    None is left out of the sum.
 
     Args:
-        results: Name, weight and result of each function. The name "" marks the only function, which may not return
-            None.
+        results: A tuple (name, weight, result) for each function. The name "" marks the only function, which may not
+            return None.
 
     Returns:
-        The answer. An invalid result is an answer with status "error" or "not_finite".
+        The answer for the sample. An invalid result gives the status "error" or "not_finite" instead of an
+        exception.
     """
     values, parts = [], {}
     try:
@@ -158,7 +160,10 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
 
 
 def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
-    """Return the value of one function, and its parts."""
+    """Return (value, parts) for one function's result. Raises TypeError or NotFinite.
+
+    `of` is the beginning of error messages: the name of the function and a space, or "" for the only function.
+    """
     if not isinstance(result, Mapping):
         return reward_number(result, f"{of}returned"), {}
     if not result or not all(isinstance(name, str) and name for name in result):
@@ -171,19 +176,19 @@ def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
 
 
 def reward_number(result: Any, said: str) -> float:
-    """Return a reward as a float.
+    """Convert a reward to a float, and check it.
 
-    Numbers, true and false (1 and 0) and scalars of numpy and torch are rewards. Text and complex numbers are not, even
-    those of numpy, which float() would read.
+    Numbers, booleans (as 1 and 0) and scalars from numpy and torch are accepted. Text and complex numbers are refused,
+    even numpy's text scalars, which float() would parse.
 
     Args:
-        result: What a reward function, an agent or an environment gave.
-        said: The beginning of the error message, which the value follows.
+        result: The value that a reward function, an agent or an environment returned.
+        said: The beginning of error messages, which the value follows.
 
     Raises:
-        TypeError: It is no number.
-        NotFinite: It is NaN, infinite or too large for float32.
-        Exception: Whatever its `__float__` raises.
+        TypeError: The value is not a number.
+        NotFinite: The value is NaN, infinite or too large for float32.
+        Exception: Any exception that the value's `__float__` raises.
     """
     kind = type(result)
     is_complex = issubclass(kind, numbers.Complex) and not issubclass(kind, numbers.Real)
@@ -196,7 +201,7 @@ def reward_number(result: Any, said: str) -> float:
 
 
 def reward_problem(value: float) -> str:
-    """Return why a number is no reward; "" for a valid one."""
+    """Return the reason why a float cannot be a reward (not finite, or too large for float32), or "" if it can."""
     if not math.isfinite(value):
         return f"{value}; a reward is a finite number"
     return f"{value:g}; a reward is at most {_LARGEST:.2g} (float32)" if abs(value) > _LARGEST else ""

@@ -18,20 +18,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("areno")
 under_way: list[Progress] = []
-"""The progress contexts that are open, the outermost first. The live display reads them."""
+"""The Progress objects whose `with` block is open, outermost first. The live display shows the last."""
 Self = TypeVar("Self", bound="Progress")  # typing has it from Python 3.11 on
 
 
 class Progress:
-    """Shows how much is done, the tokens per second and the mean reward. Use it as a context manager.
+    """Context manager that shows the progress of generation or scoring, the tokens per second and the mean reward.
 
-    With the console `full` on a terminal, it shows a bar that disappears at the end. Without a terminal, it logs lines.
+    On a terminal with `stats_logger.console=full`, it shows a bar that disappears at the end. Otherwise it writes a log
+    line from time to time.
 
     Args:
-        title: The beginning of the bar or the lines.
-        total: The amount of work, in `unit`.
+        title: The text at the start of the bar and of each line.
+        total: The total amount of work, in `unit`.
         interval_s: The shortest time between two lines, in seconds.
-        unit: The name of what is counted.
+        unit: The word for the counted items in a line, such as "prompts".
+
+    Attributes:
+        done: The amount of work done so far, in `unit`.
+        tokens: The number of tokens generated so far.
+        reward: The mean reward, or None if it is not known.
     """
 
     done = tokens = 0
@@ -56,12 +62,12 @@ class Progress:
         return self
 
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
-        """Show the totals so far.
+        """Show the new totals. Without a bar, log a line if the last line is at least `interval_s` old.
 
         Args:
-            done: The work done, in `unit`.
-            tokens: The tokens generated.
-            reward: The mean reward, if it is known.
+            done: The work done since the start, in `unit`.
+            tokens: The number of tokens generated since the start.
+            reward: The mean reward. None shows no reward.
         """
         self.done, self.tokens, self.reward = done, tokens, reward
         now, rate = time.monotonic(), self.rate
@@ -75,7 +81,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Return the tokens per second so far."""
+        """Return the mean number of tokens per second since the start."""
         return self.tokens / max(time.monotonic() - self._started, 1e-9)
 
     def __exit__(self, *exc: object) -> None:
@@ -86,14 +92,17 @@ class Progress:
 
 
 class RolloutProgress(Progress):
-    """The progress of one rollout, with log lines for each data-parallel rank. Call it with new outputs.
+    """Shows the progress of one rollout, with a log line for each data-parallel rank.
+
+    Use it as a context manager, and call it with the new outputs of the engine.
 
     Args:
-        title: The beginning of the lines.
+        title: The text at the start of each line.
         total: The number of prompts.
-        n_samples: The samples of each prompt.
+        n_samples: The number of samples per prompt.
         dp_size: The number of data-parallel ranks.
-        reward: The mean reward of the previous rollout; None without one.
+        reward: The mean reward of the previous rollout, which the lines show because this rollout is not scored yet.
+            None if there is no previous rollout.
         interval_s: The shortest time between two lines, in seconds.
     """
 
@@ -115,11 +124,11 @@ class RolloutProgress(Progress):
         self._before = [RolloutStats()] * dp_size
 
     def __call__(self, outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
-        """Count new outputs, and log the state of each rank if the last lines are old enough.
+        """Count new outputs, and log the state of each rank if the last lines are at least `interval_s` old.
 
         Args:
-            outputs: The completions since the last call.
-            stats: The totals of each data-parallel rank.
+            outputs: The completions that finished since the last call.
+            stats: The statistics of each data-parallel rank, summed since the start of the rollout.
         """
         self._samples += len(outputs)
         self.update(self._samples // self.n_samples, sum(rank.generated_tokens for rank in stats), self.reward)
@@ -135,7 +144,7 @@ class RolloutProgress(Progress):
 
 
 _LABELS = {"rollout/rewards_mean": "reward_mean", "rollout/logprobs_mean": "rollout_logprob_mean"}
-# Metrics of evaluations that describe the answers and not their quality.
+# Evaluation metrics without a log line, because they do not measure the quality of the answers.
 _WITHOUT_LINE = {"response_len_mean", "truncated", "num_sequences"}
 _OF_EACH_SET = {"accuracy", "loss"}  # with several validation sets, only the mean has lines for the other metrics
 
@@ -154,10 +163,10 @@ def log_epoch(epoch: int, stage: str) -> None:
 
 
 def log_start(facts: Mapping[str, str]) -> None:
-    """Log what a run starts with. The live display shows a panel instead.
+    """Log the settings and other facts that a run starts with, as one line. The live display shows a panel instead.
 
     Args:
-        facts: The folder, the model, the data and so on, by name.
+        facts: Texts by name, such as the folder, the model and the data of the run.
     """
     logger.info("%s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()), extra=OF_STEP)
 
@@ -166,21 +175,21 @@ def log_done(n_steps: int, seconds: float, changes: str, folder: Path) -> None:
     """Log the last line of a run that completed.
 
     Args:
-        n_steps: The number of its steps.
-        seconds: How long it took.
-        changes: First and last value of its most important scalars, in words.
+        n_steps: The number of steps of the run.
+        seconds: The duration of the run, in seconds.
+        changes: A text with the first and the last value of the most important scalars.
         folder: The folder of the run.
     """
     logger.info("%s%d steps in %.0f s; %s; files in %s", DONE, n_steps, seconds, changes, folder, extra=OF_STEP)
 
 
 def log_stopped(step: int, saved_step: int | None, state_step: int | None, folder: Path) -> None:
-    """Log the last line of a run that stopped early.
+    """Log the last line of a run that stopped early, with the command-line argument that resumes it.
 
     Args:
-        step: The step in which it stopped.
-        saved_step: The step of the last checkpoint; None without one.
-        state_step: The step of the last state, from which the run can resume; None without one.
+        step: The step during which the run stopped.
+        saved_step: The step of the last checkpoint, or None if there is no checkpoint.
+        state_step: The step of the last saved training state, from which the run can resume. None if there is no state.
         folder: The folder of the run.
     """
     kept = f"the run can go on after step {state_step}: --resume {folder}"
@@ -191,11 +200,11 @@ def log_stopped(step: int, saved_step: int | None, state_step: int | None, folde
 
 
 def log_stage(stage: str, role: str = "policy") -> None:
-    """Log a stage of a step, as in `role=policy stage=rollout_start`.
+    """Log that a stage of a step starts or ends, as in `role=policy stage=rollout_start`.
 
     Args:
-        stage: rollout_start, rollout_end, train_start, train_end and so on.
-        role: The model that works.
+        stage: The name of the event: rollout_start, rollout_end, train_start, train_end and so on.
+        role: The model that the stage uses, such as "policy".
     """
     logger.info("role=%s stage=%s", role, stage, extra=IN_FULL)
 
@@ -204,23 +213,30 @@ class Console(Tracker):
     """Logs the scalars of a run as lines of `name=value`.
 
     Args:
-        headline: The scalars of the summary line of a step, if the step has them.
-        total_steps: Returns the number of steps of the run, as far as it is known. None: lines show no total.
+        headline: The names of the scalars in the summary line of a step, such as "rollout/rewards_mean". Scalars that a
+            step lacks are left out.
+        total_steps: Returns the number of steps of the run as currently known. None: lines show no total.
     """
 
     def __init__(self, headline: Sequence[str] = (), total_steps: Callable[[], int] | None = None):
         self._headline = headline
         self._total_steps = total_steps
         self._step: int | None = None
-        self._scalars: dict[str, float] = {}  # those of this step so far
+        self._scalars: dict[str, float] = {}  # of the current step so far
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the lines that contain these scalars.
+        """Log a line for each kind of scalar that is present.
 
-        metric=reward_mean value=0.125000                    rollout/rewards_mean, rollout/logprobs_mean and eval/*
-        train_stats={'loss': 0.0, ...}                       all train/*, the loss first
-        time rollout=213.9 train=17.3 total=231.2            time/*, in seconds
-        step=3/60 reward_mean=0.5 seconds=231.29             the headline
+        The kinds are:
+
+            metric=reward_mean value=0.125000                    rollout/rewards_mean, rollout/logprobs_mean and eval/*
+            train_stats={'loss': 0.0, ...}                       all train/*, the loss first
+            time rollout=213.9 train=17.3 total=231.2            the phases in seconds, at the end of the step
+            step=3/60 reward_mean=0.5 seconds=231.29             the headline, at the end of the step
+
+        Args:
+            step: The number of the step.
+            scalars: Values by name. The scalar time/step marks the end of the step.
         """
         if step != self._step:
             self._step, self._scalars = step, {}
@@ -228,7 +244,7 @@ class Console(Tracker):
         for name, value in scalars.items():
             metric = name.rpartition("/")[2]
             if name in _LABELS or (name.startswith("eval/") and metric not in _WITHOUT_LINE):
-                is_mean = name.count("/") == 1  # eval/gsm8k/accuracy is that of one set among several
+                is_mean = name.count("/") == 1  # eval/gsm8k/accuracy belongs to one of several sets
                 shown = OF_STEP if name not in _LABELS and (is_mean or metric in _OF_EACH_SET) else IN_FULL
                 logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value, extra=shown)
         stats = {name.removeprefix("train/"): value for name, value in scalars.items() if name.startswith("train/")}

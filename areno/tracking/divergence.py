@@ -1,4 +1,7 @@
-"""Finds signs in the scalars of a run that training goes wrong. Each is logged once, with the settings to change."""
+"""Checks that warn when the scalars of a run show a problem in training.
+
+`Divergence.check` runs all checks after each step. Each warning is logged once, and names the settings to change.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST, LAST = 5, 5
-"""How many of the first and of the last steps with a scalar are averaged and compared."""
+"""The numbers of first and last steps over which a scalar is averaged, to compare the two means."""
 N_FLAT = 10
 """Warn after this many steps in a row in which all advantages are 0."""
 N_TRUNCATED = 5
@@ -20,42 +23,42 @@ class History:
     """The first and the last values of one scalar, oldest first.
 
     Attributes:
-        first: The values of the first steps, at most FIRST.
-        last: The values of the last steps.
+        first: The values from the first steps, at most FIRST.
+        last: The values from the latest steps, at most the larger of LAST and N_FLAT.
     """
 
     first: list[float]
     last: list[float]
 
     def add(self, value: float) -> None:
-        """Add the value of the next step."""
+        """Append the value from the next step."""
         if len(self.first) < FIRST:
             self.first.append(value)
         self.last = [*self.last, value][-max(LAST, N_FLAT) :]
 
     @property
     def was(self) -> float:
-        """Return the mean of the first steps."""
+        """Return the mean over the first FIRST steps."""
         return mean(self.first)
 
     @property
     def is_now(self) -> float:
-        """Return the mean of the last steps."""
+        """Return the mean over the last LAST steps."""
         return mean(self.last[-LAST:])
 
 
 def entropy_collapsed(entropy: History, accuracy: History) -> str:
-    """Return a warning if the policy has become nearly deterministic before its answers are right.
+    """Return a warning if the policy has become nearly deterministic although its answers are not all right.
 
-    The entropy is then below a tenth of that of the first steps, and below 0.05 nats. A policy that is right in 19 of
-    20 samples may be deterministic.
+    That is the case if the entropy is below 0.05 nats and below a tenth of its mean over the first steps, while the
+    accuracy is below 0.95.
 
     Args:
-        entropy: train/entropy, in nats.
-        accuracy: rollout/accuracy.
+        entropy: The scalar train/entropy, in nats.
+        accuracy: The scalar rollout/accuracy, from 0 to 1.
 
     Returns:
-        The warning; "" if there is nothing to warn of.
+        The warning, or "" if there is no problem.
     """
     if not (entropy.is_now < 0.1 * entropy.was and entropy.is_now < 0.05 and accuracy.is_now < 0.95):
         return ""
@@ -67,14 +70,14 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
 
 
 def nothing_to_learn(flat: History, reward: float) -> str:
-    """Return a warning if no sample was better than another in the last N_FLAT steps.
+    """Return a warning if each of the last N_FLAT steps had equal rewards or only advantages of 0.
 
     Args:
-        flat: 1.0 for each step without a difference, see is_flat.
-        reward: The mean reward of the last step.
+        flat: For each step, 1.0 if `is_flat` is true for the step, else 0.0.
+        reward: The mean reward in the last step, for the message.
 
     Returns:
-        The warning; "" if there is nothing to warn of.
+        The warning, or "" if there is no problem.
     """
     if len(flat.last) < N_FLAT or min(flat.last[-N_FLAT:]) < 1:
         return ""
@@ -87,14 +90,14 @@ def nothing_to_learn(flat: History, reward: float) -> str:
 
 
 def all_truncated(truncated: History, length: float) -> str:
-    """Return a warning if every completion of the last N_TRUNCATED steps was truncated.
+    """Return a warning if every completion in the last N_TRUNCATED steps was truncated at the length limit.
 
     Args:
-        truncated: The share of truncated completions of each step.
-        length: The mean length of the last step, in tokens.
+        truncated: For each step, the fraction of truncated completions, from 0 to 1.
+        length: The mean length of the completions in the last step, in tokens, for the message.
 
     Returns:
-        The warning; "" if there is nothing to warn of.
+        The warning, or "" if there is no problem.
     """
     if len(truncated.last) < N_TRUNCATED or min(truncated.last[-N_TRUNCATED:]) < 1:
         return ""
@@ -106,15 +109,16 @@ def all_truncated(truncated: History, length: float) -> str:
 
 
 def answers_missing(is_flat: bool, reward: float, rows: str) -> str:
-    """Return a warning if all rewards of a step are equal and the rows have no reference answers.
+    """Return a warning if all rewards of a step are equal and the rows of the dataset have no reference answers.
 
     Args:
-        is_flat: Whether the rewards are equal.
-        reward: The mean reward.
-        rows: Which rows have no answers, such as "no row of data.jsonl"; "" if rows have answers.
+        is_flat: Whether all rewards of the step are equal, or all advantages are 0.
+        reward: The mean reward in the step, for the message.
+        rows: The rows without the field `solutions`, in words, such as "no row of data.jsonl". "" if the rows have
+            solutions.
 
     Returns:
-        The warning; "" if there is nothing to warn of.
+        The warning, or "" if there is no problem.
     """
     if not rows or not is_flat:
         return ""
@@ -125,15 +129,16 @@ def answers_missing(is_flat: bool, reward: float, rows: str) -> str:
 
 
 def logprobs_apart(difference: History) -> str:
-    """Return a warning if rollout and training disagree about the log-probabilities of tokens.
+    """Return a warning if the log-probabilities from rollout and training differ too much.
 
-    Ratios to the rollout are wrong if the difference exceeds 0.1 nats and ten times that of the first steps.
+    That is the case if the mean over the last steps exceeds 0.1 nats and ten times the mean over the first steps. The
+    importance ratios to the rollout policy are then wrong.
 
     Args:
-        difference: train/logp_abs_diff_mean, in nats.
+        difference: The scalar train/logp_abs_diff_mean, in nats.
 
     Returns:
-        The warning; "" if there is nothing to warn of.
+        The warning, or "" if there is no problem.
     """
     if not difference.is_now > max(0.1, 10 * difference.was):
         return ""
@@ -145,12 +150,19 @@ def logprobs_apart(difference: History) -> str:
 
 
 def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
-    """Return a warning if rounding between rollout and training is not small against the clip range.
+    """Return a warning if rounding differences between rollout and training exceed a quarter of the clip range.
+
+    Some tokens or sequences then lose their gradient to clipping before any update of the weights.
 
     Args:
-        apart: Absolute difference of the log-probabilities that a ratio is made of, mean over tokens or sequences.
-        clip: Clip range, None where ratios do not compare with the rollout.
-        remedy: Setting with which they do not.
+        apart: The mean absolute difference between the log-probabilities from rollout and training, per token, or per
+            sequence for sequence-level ratios. In nats.
+        clip: The clip range of the importance ratio (actor.eps_clip), or None if the ratio does not use the
+            log-probabilities from the rollout.
+        remedy: The setting, with its value, that makes the ratio use recomputed log-probabilities instead.
+
+    Returns:
+        The warning, or "" if there is no problem.
     """
     if clip is None or not apart > clip / 4:
         return ""
@@ -162,15 +174,15 @@ def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
 
 
 def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
-    """Return a warning if some rewards are NaN or infinite.
+    """Return a warning if some rewards of a step are NaN, infinite or too large for float32.
 
     Args:
         n: The number of such rewards.
-        n_samples: The number of samples.
-        reward: The name of the reward functions or the reward model.
+        n_samples: The number of samples in the step.
+        reward: The name of the reward functions or the reward model, for the message.
 
     Returns:
-        The warning; "" if there is nothing to warn of.
+        The warning, or "" if there is no problem.
     """
     if not n:
         return ""
@@ -182,15 +194,17 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
 
 
 class Divergence:
-    """Examines the scalars of a run, one step after another.
+    """Checks the scalars of a run after each step, and returns each kind of warning only once.
 
     Args:
         reward: The name of the reward functions or the reward model, for messages.
-        unanswered: Which rows have no solutions, such as "no row of data.jsonl"; "" if rows have solutions.
+        unanswered: The rows of the dataset that have no reference answers, in words, such as "no row of data.jsonl". ""
+            if the rows have answers.
 
     Attributes:
-        ratio: The clip range of importance ratios, the level of a ratio ("token" or "sequence"), and the setting with
-            which ratios do not compare with the rollout. The clip range is None if they already do not.
+        ratio: A tuple (clip range, level, setting) that describes the importance ratios. The clip range is None if the
+            ratios do not use the log-probabilities of the rollout. The level is "token" or "sequence". The setting,
+            with its value, makes the ratios use recomputed log-probabilities instead.
     """
 
     def __init__(self, reward: str = "", unanswered: str = ""):
@@ -200,10 +214,13 @@ class Divergence:
         self._warned: list[str] = []
 
     def check(self, scalars: Mapping[str, float]) -> list[str]:
-        """Return the new warnings after a step.
+        """Check the scalars of one step, and return the warnings that have not been returned before.
 
         Args:
-            scalars: The scalars of the step. A step without rewards has no warnings.
+            scalars: The scalars of the step by name. Without rollout/rewards_max the step is not checked.
+
+        Returns:
+            The new warnings. Empty if there is no new problem.
         """
         if "rollout/rewards_max" not in scalars:
             return []
@@ -228,10 +245,13 @@ class Divergence:
         return [text for name, text in found.items() if text and self.is_first(name)]
 
     def is_first(self, name: str) -> bool:
-        """Return whether a warning has not been given before, and mark it as given.
+        """Return whether a warning is new, and record that it has been given.
 
         Args:
-            name: The short name of the warning.
+            name: A short name that identifies the kind of warning.
+
+        Returns:
+            True at the first call with this name, else False.
         """
         is_first = name not in self._warned
         if is_first:
@@ -239,34 +259,34 @@ class Divergence:
         return is_first
 
     def _history(self, name: str) -> History:
-        """Return the history of a scalar, which is new at first."""
+        """Return the history of a scalar. The first call for a name makes an empty history."""
         return self._kept.setdefault(name, History([], []))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which a resumed run gives the same warnings."""
+        """Return the recorded values and the names of given warnings, for a resumed run."""
         kept = {name: {"first": list(of.first), "last": list(of.last)} for name, of in self._kept.items()}
         return {"kept": kept, "told": list(self._warned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of an earlier session.
+        """Restore the recorded values and the names of given warnings from an earlier session.
 
         Args:
-            state: The result of `state_dict`.
+            state: A dictionary returned by `state_dict`.
         """
         self._kept = {name: History(list(of["first"]), list(of["last"])) for name, of in state["kept"].items()}
         self._warned = list(state["told"])
 
 
 def is_flat(scalars: Mapping[str, float]) -> bool:
-    """Return whether a step has nothing to learn from: all rewards are equal, or all advantages are 0.
+    """Return whether a step gives no learning signal, because all rewards are equal or all advantages are 0.
 
     Args:
-        scalars: The scalars of the step, with rollout/rewards_max and rollout/rewards_min.
+        scalars: The scalars of the step. rollout/rewards_max and rollout/rewards_min are required.
     """
     advantages = scalars.get("rollout/advantages_mean", math.nan), scalars.get("rollout/advantages_std", math.nan)
     return scalars["rollout/rewards_max"] == scalars["rollout/rewards_min"] or advantages == (0, 0)
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of values; NaN for no values, since NaN compares false with every limit."""
+    """Return the mean of the values, or NaN if there are none. NaN compares as false with every limit."""
     return sum(values) / len(values) if values else math.nan

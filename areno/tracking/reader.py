@@ -1,4 +1,6 @@
-"""Reads the folders of runs: settings, scalars, samples, checkpoints. For reports, plots and tests.
+"""Reader for the folder of a run: its settings, scalars, samples and checkpoints.
+
+Reports, plots and tests use it, as in this example:
 
     run = RunReader("outputs/quickstart/trial0")
     run.series("train/loss").values
@@ -29,11 +31,11 @@ Status = Literal["completed", "stopped", "unfinished"]
 
 
 class Series(NamedTuple):
-    """One scalar of a run, in the order of recording.
+    """The recorded values of one scalar, in the order of recording.
 
     Attributes:
-        steps: The steps.
-        values: The values. A value that was not finite is NaN.
+        steps: The step of each value.
+        values: The values. NaN stands for a value that was NaN or infinite.
     """
 
     steps: list[int]
@@ -41,13 +43,16 @@ class Series(NamedTuple):
 
 
 class RunReader:
-    """The folder of one run, which may still be running. Methods read their files at each call.
+    """Reads the folder of a run. The run may still be in progress.
+
+    Each method reads its files again at every call. The properties `config`, `overrides` and `versions` are read once.
 
     Args:
-        path: The folder.
+        path: The folder of the run.
 
     Raises:
-        ArenoError: `path` is not the folder of a run. Methods raise it for a damaged file, with file and line.
+        ArenoError: `path` is not the folder of a run. The methods raise ArenoError for a damaged file, with the file
+            and the line.
     """
 
     def __init__(self, path: str | Path):
@@ -66,26 +71,34 @@ class RunReader:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return all settings as nested dictionaries; {} if a script passed a folder to the run."""
+        """Return the settings of the run as nested dictionaries, or {} if the folder has no config.yaml."""
         return settings_of(self.path)
 
     @cached_property
     def overrides(self) -> list[str]:
-        """Return the settings of the command line, such as "seed=2"."""
+        """Return the settings given on the command line of the run, such as "seed=2"."""
         return overrides_of(self.path)
 
     @cached_property
     def versions(self) -> dict[str, str | None]:
-        """Return the version of each package, and the git revision of areno."""
+        """Return the version of each package, and the git commit of areno, by name. {} without versions.json."""
         return versions_of(self.path)
 
     @property
     def sweep(self) -> Path | None:
-        """Return the folder of the sweep of this run; None outside of a sweep."""
+        """Return the folder of the sweep that the run belongs to, or None if it belongs to no sweep."""
         return self.path.parent if is_sweep(self.path.parent) else None
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the lines of logs/metrics.jsonl: "step", "time" (seconds since 1970), and the scalars."""
+        """Return the lines of logs/metrics.jsonl as dictionaries, in order.
+
+        Returns:
+            Dictionaries with "step", "time" (in seconds since 1970) and the scalars by name. A scalar that was NaN or
+            infinite is None. Empty if the file does not exist. An incomplete last line is left out.
+
+        Raises:
+            ArenoError: A line is not valid JSON, has no step or has a value that is not a number.
+        """
         path = self.path / "logs" / "metrics.jsonl"
         content = read_if_exists(path)
         if content is None:
@@ -101,7 +114,7 @@ class RunReader:
         return records
 
     def metrics(self) -> dict[str, Series]:
-        """Return all scalars by name."""
+        """Return the recorded values of every scalar, by the name of the scalar."""
         found: dict[str, Series] = {}
         for step, scalars in self._scalars():
             for name, value in scalars.items():
@@ -111,13 +124,13 @@ class RunReader:
         return found
 
     def series(self, name: str) -> Series:
-        """Return one scalar.
+        """Return the recorded values of one scalar.
 
         Args:
-            name: Its name, such as "train/loss".
+            name: The name of the scalar, such as "train/loss".
 
         Raises:
-            ArenoError: The run has no such scalar. The error lists those that it has.
+            ArenoError: The run has no scalar of this name. The message lists the names that exist.
         """
         metrics = self.metrics()
         if name not in metrics:
@@ -125,7 +138,7 @@ class RunReader:
         return metrics[name]
 
     def steps(self) -> dict[int, dict[str, float]]:
-        """Return the scalars of each step by name."""
+        """Return the scalars of each step: step number -> scalar name -> value."""
         found: dict[int, dict[str, float]] = {}
         for step, scalars in self._scalars():
             found.setdefault(step, {}).update(scalars)
@@ -135,10 +148,14 @@ class RunReader:
         """Return the recorded samples of a training step, with their rewards.
 
         Args:
-            step: The number of the step. An incomplete last line of its file is skipped with a warning.
+            step: The number of the step.
+
+        Returns:
+            One dictionary per sample, as written to rollouts/<step>.jsonl. An incomplete last line is skipped with a
+            warning.
 
         Raises:
-            ArenoError: The run has no samples of this step, see rollout.dump_n_samples.
+            ArenoError: The run has no samples for this step, see the setting rollout.dump_n_samples.
         """
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
         content = read_if_exists(path)
@@ -148,19 +165,22 @@ class RunReader:
         return _samples(path, content)
 
     def sampled_steps(self) -> list[int]:
-        """Return the steps that have samples."""
+        """Return the training steps that have recorded samples, in ascending order."""
         names = (name.removesuffix(".jsonl") for name in list_folder(self.path / "rollouts") if name.endswith(".jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def eval_samples(self, step: int, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the answers of an evaluation, with their rewards.
+        """Return the recorded samples of an evaluation, with their rewards.
 
         Args:
-            step: The last step before the evaluation.
-            name: The validation set. None returns the answers of all sets.
+            step: The last training step before the evaluation.
+            name: The name of the validation set. None returns the samples of all sets.
+
+        Returns:
+            One dictionary per sample, as written to eval/<step>.jsonl or eval/<set>/<step>.jsonl.
 
         Raises:
-            ArenoError: The run has no such evaluation.
+            ArenoError: The run has no evaluation after this step.
         """
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
@@ -168,32 +188,32 @@ class RunReader:
         return [sample for path in found for sample in _samples(path, read_if_exists(path) or b"")]
 
     def evaluated_steps(self) -> list[int]:
-        """Return the steps that have evaluations."""
+        """Return the steps after which the run was evaluated, in ascending order."""
         return sorted({step for step, _ in self._evaluations()})
 
     def _evaluations(self, name: str | None = None) -> Iterator[tuple[int, Path]]:
-        """Yield the step and the file of each evaluation."""
+        """Yield (step, file) for each evaluation. name: the validation set, or None for all sets."""
         for path in sorted(self.path.glob(f"eval/{name or '**'}/*.jsonl")):
             if path.stem.isdecimal():
                 yield int(path.stem), path
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the folders of the checkpoints by step, in ascending order."""
+        """Return the folder of each checkpoint by its step, in ascending order."""
         given = value_at(self.config, "saver.path")
         folder = Path(given if isinstance(given, str) else self.path / "checkpoints").expanduser()
         numbers = (name.removeprefix("step-") for name in list_folder(folder) if name.startswith("step-"))
         return {step: folder / name for step, name in sorted((int(n), f"step-{n}") for n in numbers if n.isdecimal())}
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the folder of the last checkpoint; None without one."""
+        """Return the folder of the last checkpoint, or None if there is no checkpoint."""
         return next(reversed(self.checkpoints().values()), None)
 
     def status(self) -> Status | None:
-        """Return the state of the run as its log reports it.
+        """Return the state of the run according to logs/run.log.
 
         Returns:
-            "completed"; "stopped" by an error or the user; "unfinished" if it is still running or was killed; None if
-            the log does not say.
+            "completed"; "stopped" if an error or the user stopped the run; "unfinished" if the run is still in progress
+            or was killed; None if the log does not exist or has no line about the state.
         """
         path = self.path / "logs" / "run.log"
         lines = (read_if_exists(path) or b"").decode("utf-8", "replace").splitlines()
@@ -205,20 +225,20 @@ class RunReader:
         return None
 
     def _scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield the step and the scalars of each record."""
+        """Yield (step, scalars by name) for each record. A value of null becomes NaN."""
         for record in self.records():
             scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
             yield record["step"], {name: math.nan if value is None else value for name, value in scalars}
 
 
 def list_runs(root: str | Path) -> list[RunReader]:
-    """Return the runs below a folder, including runs of sweeps.
+    """Return the runs in a folder and all folders below it, including the runs of sweeps.
 
     Args:
-        root: The folder.
+        root: The folder to search, such as "outputs".
 
     Returns:
-        The runs, sorted by path. Numbers in paths are sorted by value.
+        A reader for each run, sorted by path. Folder names that are numbers are sorted by value.
 
     Raises:
         ArenoError: `root` is not a folder.
@@ -236,10 +256,13 @@ def list_runs(root: str | Path) -> list[RunReader]:
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the folders of runs that a user has named, each once.
+    """Return the folders of the runs that a user has named, without duplicates.
 
     Args:
-        paths: Folders of runs, or of sweeps, which stand for all of their runs.
+        paths: Folders of runs or sweeps. A sweep stands for all of its runs.
+
+    Returns:
+        The folders of the runs, in the order of `paths`. It is not checked whether they hold runs.
     """
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
@@ -248,23 +271,23 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether RunReader can read a folder."""
+    """Return whether a folder holds a run that RunReader can read."""
     described = is_described(folder) and os.path.exists(folder / "versions.json")
     return described or os.path.exists(folder / "logs" / "metrics.jsonl")
 
 
 def _is_step(value: Any) -> bool:
-    """Return whether a value of JSON is the number of a step."""
+    """Return whether a JSON value can be the number of a step."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a number that fits a float."""
+    """Return whether a JSON value is a number that fits a float. Booleans are not numbers here."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
 
 
 def _steps_text(steps: Sequence[int]) -> str:
-    """Return a list of steps in words."""
+    """Describe the steps that have samples, for an error message."""
     if not steps:
         return "none of any step (rollout.dump_n_samples)"
     if len(steps) <= 8:
@@ -273,7 +296,7 @@ def _steps_text(steps: Sequence[int]) -> str:
 
 
 def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """Return the samples of a file. An incomplete last line, as after a full disk, is skipped with a warning."""
+    """Return the samples in the content of a file. An incomplete last line is skipped with a warning."""
     *lines, last = content.split(b"\n")
     samples = list(_parsed(path, lines))
     if last:
@@ -285,7 +308,7 @@ def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line. first: the number of the first line in its file."""
+    """Yield the JSON object in each line. first: the line number of the first line, for errors. Raises ArenoError."""
     for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
@@ -312,14 +335,14 @@ NAMES: Names = {
 
 
 class Headline(NamedTuple):
-    """One number of a run.
+    """A summary of the values of one scalar.
 
     Attributes:
-        title: Its name in tables.
-        first: Its first value.
-        best: Its best value; None if no value is better than another.
-        last: Its last value.
-        step: The step of the best value.
+        title: The name of the scalar in tables.
+        first: The first finite value.
+        best: The best value, or None if neither high nor low values of the scalar are better.
+        last: The last finite value.
+        step: The step of the best value, or None if `best` is None.
     """
 
     title: str
@@ -330,11 +353,14 @@ class Headline(NamedTuple):
 
 
 def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, Headline]:
-    """Return the first, best and last value of the named scalars that a run has.
+    """Return the first, the best and the last value of the most important scalars.
 
     Args:
-        metrics: The scalars of the run.
-        names: The scalars to look for.
+        metrics: The recorded values of each scalar, as returned by `RunReader.metrics`.
+        names: The scalars to summarize. Each has its title and the function that chooses its best value, or None.
+
+    Returns:
+        A summary of each scalar that has a finite value, by name, in the order of `names`.
     """
     found: dict[str, Headline] = {}
     for name, (title, choose) in names.items():
@@ -348,18 +374,22 @@ def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, 
 
 
 def last_step(metrics: Mapping[str, Series]) -> int:
-    """Return the last step with a scalar; 0 before the first step."""
+    """Return the last step that has a recorded scalar, or 0 if there is none.
+
+    Args:
+        metrics: The recorded values of each scalar, as returned by `RunReader.metrics`.
+    """
     return max((series.steps[-1] for series in metrics.values()), default=0)
 
 
 def seconds(run: RunReader) -> float | None:
-    """Return how long a run took, from the start of its first step to its last record, in seconds.
+    """Return the duration of a run in seconds, from the start of its first step to its last record.
 
     Args:
-        run: The run.
+        run: The reader of the run.
 
     Returns:
-        The seconds; None with fewer than two records.
+        The duration in seconds, or None if the run has fewer than two records.
     """
     times = [record["time"] for record in run.records() if "time" in record]
     steps = run.metrics().get("time/step", Series([], []))[1]
@@ -367,7 +397,14 @@ def seconds(run: RunReader) -> float | None:
 
 
 def began(run: RunReader) -> str:
-    """Return when a run began, as local date and time; "-" if nothing says it."""
+    """Return the local date and time at which a run began, such as "2025-01-31 09:30".
+
+    Args:
+        run: The reader of the run.
+
+    Returns:
+        The date and time, or "-" if they are not recorded.
+    """
     times = [record["time"] for record in run.records() if "time" in record]
     if not times and not is_described(run.path):
         return "-"
@@ -375,7 +412,7 @@ def began(run: RunReader) -> str:
 
 
 def duration(taken: float | None) -> str:
-    """Return seconds as `1:02:03`, or `2:03` below an hour; `-` for None."""
+    """Format a duration in seconds as `1:02:03`, as `2:03` below an hour, or as `-` for None."""
     if taken is None:
         return "-"
     minutes, rest = divmod(round(taken), 60)

@@ -1,6 +1,7 @@
-"""Opens the trackers of a run, and sends its scalars to services.
+"""Functions that open the trackers of a run, and a tracker that sends its scalars to services such as W&B.
 
-A service works in a thread of its own, so it neither delays the run nor ends it.
+Each service works in a thread of its own, so that a slow service does not delay the run and an error does not end
+it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,21 @@ from areno.tracking.tracker import END_OF_STEP, Tracker, Trackers
 logger = logging.getLogger("areno")
 
 FILE = "trackers.json"
-"""In the run's folder: the id of the run at each service."""
+"""The file in the run's folder with the id that each service has given to the run."""
 RESUMED = "run/resumed_after"
-"""The scalar that marks where a run resumed. Its value is the last step before."""
+"""The scalar that marks where a run resumed. Its value is the last step of the earlier session that is kept."""
 _END_S = 60.0  # how long the end of a run waits for scalars that are still being sent
 
 
 def check_services(config: StatsLoggerConfig) -> None:
-    """Raise ConfigError if the package of a service that is on is not installed."""
+    """Raise ConfigError if a service is enabled whose package is not installed.
+
+    Args:
+        config: The section stats_logger of the settings.
+
+    Raises:
+        ConfigError: A package is missing. The error names each missing package and the command that installs it.
+    """
     missing = {name: service for name, service in config.services().items() if find_spec(service.package) is None}
     text = "needs the package {}: pip install '{}', or {}"
     problems = [
@@ -52,14 +60,15 @@ def check_services(config: StatsLoggerConfig) -> None:
 
 
 class ServiceTracker(Tracker):
-    """Sends the scalars of a run to a service. The service starts with the first scalars.
+    """Sends the scalars of a run to a service from a thread. The thread starts at the first complete step.
 
-    An exception of the service is logged once. Then the service receives nothing more, and the run continues.
+    If the service raises an exception, the exception is logged as a warning. After that the service receives nothing
+    more, and the run continues.
 
     Args:
-        name: The section of the service below stats_logger, for messages and for trackers.json.
+        name: The name of the service's section below stats_logger, which warnings and trackers.json use.
         service: The service.
-        about: The run.
+        about: The name, the folder and the settings of the run, for the service.
     """
 
     def __init__(self, name: str, service: Service, about: RunAbout):
@@ -70,7 +79,12 @@ class ServiceTracker(Tracker):
         self._step, self._scalars = 0, {}  # the step and its scalars so far
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Collect the finite scalars of a step, and send them when the step is complete."""
+        """Collect the finite scalars of a step, and queue them for the service when the step is complete.
+
+        Args:
+            step: The number of the step. A new number also ends the step before.
+            scalars: Values by name. The scalar END_OF_STEP marks the end of the step.
+        """
         if step != self._step:
             self._hand_on()
         self._step = step
@@ -79,13 +93,13 @@ class ServiceTracker(Tracker):
             self._hand_on()
 
     def resume(self, step: int) -> None:
-        """Drop the scalars of the step that is repeated, and send the mark RESUMED."""
+        """Drop the scalars of the incomplete step, and send the scalar RESUMED to mark where the run resumes."""
         self._scalars = {}
         self.log(step, {RESUMED: step})
         self._hand_on()
 
     def finish(self) -> None:
-        """Send the rest and wait for it, at most _END_S seconds."""
+        """Send the remaining scalars, and wait at most _END_S seconds until the service has received them."""
         self._hand_on()
         if self._thread is None:
             return
@@ -108,7 +122,7 @@ class ServiceTracker(Tracker):
         self._calls.put(lambda: self._service.log(step, scalars))
 
     def _work(self) -> None:
-        """Start the service, make the queued calls, and finish the service."""
+        """Start the service, make the queued calls in order, and finish the service. This runs in the thread."""
         try:
             self._start()
             while call := self._calls.get():
@@ -120,7 +134,7 @@ class ServiceTracker(Tracker):
             logger.warning("stats_logger.%s: %s; the run goes on without it", self._name, text)
 
     def _start(self) -> None:
-        """Start the service with the id of the earlier session, and write the id to trackers.json."""
+        """Start the service with the run id from trackers.json, if there is one. Write a new id to this file."""
         file = self._about.folder / FILE
         ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         found = self._service.start(self._about, ids.get(self._name))
@@ -147,14 +161,17 @@ def open_trackers(
     Args:
         config: The settings of the run.
         run_dir: The folder of the run.
-        headline: The scalars that the summary line of a step shows if the step has them, such as "train/loss".
-        total_steps: Returns the number of steps of the run, as far as it is known. None: lines show no total.
-        display: The live display, which is a tracker, too. None: there is none.
-        token_text: Returns the text of a token id.
-        given: Trackers of a script.
+        headline: The names of the scalars in the summary line of a step, such as "train/loss".
+        total_steps: Returns the number of steps of the run as currently known. None: lines show no total.
+        display: The live display, which is also a tracker. None if the run has no live display.
+        token_text: Returns the text for a token id.
+        given: Further trackers, which a script passed to the loop.
+
+    Returns:
+        All trackers as one tracker.
 
     Raises:
-        ArenoError: A folder cannot be written. The error names the setting.
+        ArenoError: A folder cannot be written. The error names the setting for the folder.
     """
     files, about = RunFiles(run_dir, config.stats_logger.tensorboard.path), _about(config, run_dir)
     trackers: list[Tracker] = [

@@ -1,7 +1,8 @@
-"""The folder of a run or a sweep: makes it, writes its settings and versions, and reads them again.
+"""The folder of a run or a sweep: functions that make it, write its settings and versions, and read them again.
 
-The files may come from another machine or another version, or be damaged. So each reader checks its file, and raises
-ArenoError with the name of the file. `RunFiles` cuts growing files back to an earlier step.
+The files may come from another machine or another version of areno, or be damaged. So each function that reads a file
+checks its content, and raises ArenoError with the name of the file. `RunFiles` truncates growing files, such as logs,
+to their size at an earlier step.
 """
 
 from __future__ import annotations
@@ -36,18 +37,45 @@ SCRIPT = "# Script: "  # then the file of the user that defines the algorithm
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run as nested dictionaries; {} without config.yaml."""
+    """Return the settings of a run as nested dictionaries, or {} if the folder has no config.yaml.
+
+    Args:
+        folder: The folder of the run.
+
+    Raises:
+        ArenoError: config.yaml cannot be read.
+    """
     found = _mapping(folder / SETTINGS, _yaml(folder / SETTINGS))
     return {name: value for name, value in found.items() if name != "defaults"}  # an entry of Hydra, and no setting
 
 
 def overrides_of(folder: Path) -> list[str]:
-    """Return the settings of the command line of a run, such as "seed=2"."""
+    """Return the settings given on the command line of a run, such as "seed=2".
+
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        The settings. Empty if the folder has no overrides.yaml.
+
+    Raises:
+        ArenoError: overrides.yaml cannot be read.
+    """
     return _lines(folder / OVERRIDES, _yaml(folder / OVERRIDES))
 
 
 def sweep_of(folder: Path) -> list[str]:
-    """Return the settings of the command line of a sweep, in the form that Hydra received them."""
+    """Return the settings given on the command line of a sweep, as Hydra received them, such as "seed=1,2".
+
+    Args:
+        folder: The folder of the sweep.
+
+    Returns:
+        The settings. Empty if the folder has no multirun.yaml.
+
+    Raises:
+        ArenoError: multirun.yaml cannot be read.
+    """
     found = _yaml(folder / SWEEP)
     for name in ("hydra", "overrides", "task"):
         found = _mapping(folder / SWEEP, found).get(name)
@@ -55,7 +83,17 @@ def sweep_of(folder: Path) -> list[str]:
 
 
 def versions_of(folder: Path) -> dict[str, str | None]:
-    """Return the version of each package, and the git revision of areno; {} without versions.json."""
+    """Return the recorded version of each package, and the git commit of areno.
+
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        Versions by name. A value is None if it was not known. {} if the folder has no versions.json.
+
+    Raises:
+        ArenoError: versions.json cannot be read.
+    """
     path = folder / VERSIONS
     content = read_if_exists(path)
     try:
@@ -66,19 +104,27 @@ def versions_of(folder: Path) -> dict[str, str | None]:
 
 
 def recipe_of(folder: Path) -> str:
-    """Return the recipe that config.yaml names; "" for the run of a script."""
+    """Return the name of the recipe that a run used, or "" if a script started the run.
+
+    Args:
+        folder: The folder of the run. The name is in the first line of its config.yaml.
+    """
     first, _, _ = read_start(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
     return first.removeprefix(RECIPE).strip() if first.startswith(RECIPE) else ""
 
 
 def script_of(folder: Path) -> str:
-    """Return the user's file that defines the algorithm of a run; "" for an installed algorithm."""
+    """Return the user's file that defines the algorithm of a run, or "" if the algorithm is an installed one.
+
+    Args:
+        folder: The folder of the run. The path is in the first lines of its config.yaml.
+    """
     lines = read_start(folder / SETTINGS).decode("utf-8", "surrogateescape").splitlines()[:2]
     return next((line.removeprefix(SCRIPT).strip() for line in lines if line.startswith(SCRIPT)), "")
 
 
 def _yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Raises ArenoError if the file cannot be read."""
+    """Return the content of a YAML file, or None if there is no such file. Raises ArenoError if reading fails."""
     try:
         return plain_yaml(path)
     except YamlFault as error:
@@ -86,7 +132,7 @@ def _yaml(path: Path) -> Any:
 
 
 def _mapping(path: Path, found: Any) -> dict[str, Any]:
-    """Return a mapping of a file. Raises ArenoError for any other value but null."""
+    """Check that a value read from `path` is a mapping, and return it. None becomes {}. Raises ArenoError."""
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -95,7 +141,7 @@ def _mapping(path: Path, found: Any) -> dict[str, Any]:
 
 
 def _lines(path: Path, found: Any) -> list[str]:
-    """Return a list of texts of a file. Raises ArenoError for any other value but null."""
+    """Check that a value read from `path` is a list of texts, and return it. None becomes []. Raises ArenoError."""
     if found is None:
         return []
     if not isinstance(found, list) or any(isinstance(line, (list, dict)) for line in found):
@@ -104,7 +150,7 @@ def _lines(path: Path, found: Any) -> list[str]:
 
 
 def _kind(value: Any) -> str:
-    """Return the type of a YAML value in words."""
+    """Return the type of a YAML value as a word for an error message."""
     return {dict: "mapping", list: "list", str: "text"}.get(type(value), "single value")
 
 
@@ -125,21 +171,26 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class NewFolder:
-    """The folder of a new run or a sweep.
+    """The folder that was made for a new run or a sweep.
 
     Attributes:
         path: The folder.
-        before: What existed before: the folder, its parents, its files.
+        before: The paths that existed before the folder was made: the folder itself, its parents and its files.
+            `discard` keeps them.
     """
 
     path: Path
     before: frozenset[Path]
 
     def of_run(self, run_dir: Path) -> NewFolder:
-        """Return the folder of a run.
+        """Return the folder of one run, which is made if it does not exist.
 
         Args:
-            run_dir: This folder or, for a sweep, a folder in it. Hydra may have made it already.
+            run_dir: This folder for a single run, or a folder inside it for a run of a sweep. Hydra may have made it
+                already.
+
+        Raises:
+            ConfigError: The folder cannot be made, or holds an earlier run.
         """
         if run_dir == self.path:
             return self
@@ -152,13 +203,13 @@ class NewFolder:
     ) -> None:
         """Write config.yaml, overrides.yaml and versions.json.
 
-        `--config-dir=<path> --config-name=config` starts the same run again, under another trial_name.
+        The same run can then be started again with `--config-dir=<path> --config-name=config` and another trial_name.
 
         Args:
             config: The settings of the run.
-            overrides: The settings of its command line.
-            recipe: The name of the algorithm; "" for a script.
-            script: The user's file that defines the algorithm. None for an installed one.
+            overrides: The settings given on its command line, such as "seed=2".
+            recipe: The name of the algorithm, or "" if a script starts the run.
+            script: The user's file that defines the algorithm, or None if the algorithm is installed.
 
         Raises:
             ConfigError: The folder cannot be written, or another run has started in it.
@@ -176,7 +227,7 @@ class NewFolder:
             raise _unwritable(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove the files of a run that failed before it had results. A run with results keeps all of them."""
+        """Remove the files and folders of a run that failed before it had results. If it has results, do nothing."""
         entries = [path for path in self.path.glob("*") if path not in self.before]
         try:
             made = [*entries, *(path for entry in entries if entry.is_dir() for path in _below(entry))]
@@ -193,7 +244,7 @@ class NewFolder:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Return all files and folders below a folder. Raises OSError for a folder that cannot be read."""
+    """Return all files and folders below a folder. Raises OSError if a folder cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -206,11 +257,15 @@ def make(run_dir: Path, new: bool = False) -> NewFolder | None:
     """Make the folder of a run or a sweep.
 
     Args:
-        run_dir: The folder.
-        new: Return None if the folder exists. Then two runs that start in the same second do not share a folder.
+        run_dir: The folder to make, with its parents.
+        new: Whether the folder must not exist yet. With True, two runs that start in the same second get different
+            folders.
+
+    Returns:
+        The folder, or None if `new` is True and the folder exists.
 
     Raises:
-        ConfigError: The folder cannot be made, or holds an earlier run.
+        ConfigError: The folder cannot be made, or holds an earlier run or sweep.
     """
     try:
         if not new and (is_described(run_dir) or is_sweep(run_dir)):
@@ -226,10 +281,13 @@ def make(run_dir: Path, new: bool = False) -> NewFolder | None:
 
 
 def for_script(config: ExperimentConfig) -> Path:
-    """Make and describe the folder of a run of a script: <fileroot>/<experiment_name>/<trial_name or time>.
+    """Make the folder of a run that a script starts, and write its settings and versions into it.
 
     Args:
-        config: The settings of the run.
+        config: The settings of the run. Without trial_name, the folder is named for the current date and time.
+
+    Returns:
+        The path <fileroot>/<experiment_name>/<trial_name or time>.
 
     Raises:
         ConfigError: The folder cannot be made, or holds an earlier run.
@@ -244,38 +302,70 @@ def for_script(config: ExperimentConfig) -> Path:
 
 
 def folder_of(config: ExperimentConfig, name: str) -> Path:
-    """Return the folder of the run with a name."""
+    """Return the path <fileroot>/<experiment_name>/<name> for a run. The folder need not exist.
+
+    Args:
+        config: The settings of the run.
+        name: The name of the run, such as its trial_name.
+    """
     return Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name / name
 
 
 def is_described(folder: Path) -> bool:
-    """Return whether a folder holds a run. config.yaml is the last of the files that describe it."""
+    """Return whether a folder holds a run, which is the case if config.yaml exists.
+
+    `NewFolder.describe` writes config.yaml after all other files.
+
+    Args:
+        folder: The folder. It need not exist.
+    """
     return os.path.exists(folder / SETTINGS)  # unlike Path.exists, no error for a name that is too long
 
 
 def is_sweep(folder: Path) -> bool:
-    """Return whether a folder holds a sweep."""
+    """Return whether a folder holds a sweep, which is a set of runs started by one command.
+
+    Args:
+        folder: The folder. It need not exist.
+    """
     return os.path.exists(folder / SWEEP)
 
 
 def begun_at(folder: Path) -> float:
-    """Return when a run or a sweep started or resumed with other settings, in seconds since 1970."""
+    """Return the time at which a run or a sweep started, or last resumed with changed settings.
+
+    Args:
+        folder: The folder of the run or the sweep.
+
+    Returns:
+        The time in seconds since 1970.
+
+    Raises:
+        OSError: The folder has no config.yaml and no multirun.yaml.
+    """
     return (folder / (SWEEP if is_sweep(folder) else SETTINGS)).stat().st_mtime
 
 
 def has_results(folder: Path) -> bool:
-    """Return whether a folder has more files than the description and the log of a run."""
+    """Return whether a run has any file besides its settings, versions and log.
+
+    Args:
+        folder: The folder of the run.
+
+    Raises:
+        OSError: A folder in it cannot be read.
+    """
     files = (path for path in _below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
     return any(path.name not in _NO_RESULTS for path in files)
 
 
 def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
-    """Write new settings, and the versions of this session.
+    """Overwrite the settings of a run that resumes, and the versions of its packages.
 
     Args:
         folder: The folder of the run.
         config: The new settings.
-        overrides: The settings of the command line. None keeps those of the file.
+        overrides: The settings given on the command line. None keeps overrides.yaml unchanged.
 
     Raises:
         ConfigError: A file cannot be written.
@@ -289,11 +379,12 @@ def describe_again(folder: Path, config: Section, overrides: list[str] | None = 
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    """Return the ConfigError for a folder that cannot be written."""
     return ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror))
 
 
 def _description(config: Section, overrides: list[str], recipe: str, script: str | Path | None) -> dict[str, str]:
-    """Return the content of each file that describes a run, by name."""
+    """Return the content of config.yaml, overrides.yaml and versions.json, by file name."""
     config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
     header = (f"{RECIPE}{recipe}\n" if recipe else "") + (f"{SCRIPT}{script}\n" if script else "")
     # Quoted, so that each is read back as text.
@@ -303,7 +394,12 @@ def _description(config: Section, overrides: list[str], recipe: str, script: str
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of areno, Python and important packages, and the git revision of a clone."""
+    """Return the versions of areno, Python and important packages, and the git commit.
+
+    Returns:
+        Versions by name. The entry "git" is None unless areno runs from a git clone. Packages that are not installed
+        are left out.
+    """
     found: dict[str, str | None] = {"areno": __version__, "git": git_revision(), "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -312,7 +408,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_revision() -> str | None:
-    """Return the commit of the clone that areno runs from, with `-dirty` if files differ from it."""
+    """Return the git commit of areno's clone, with `-dirty` after local changes. None without a clone."""
     if not (root() / ".git").exists():
         return None
     command = ["git", "-C", str(root()), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -323,11 +419,16 @@ def git_revision() -> str | None:
 
 
 class RunFiles:
-    """The growing files of a run. They can be cut back to an earlier step.
+    """The files that a run appends to or adds at each step. They can be truncated to an earlier step.
 
     Args:
         folder: The folder of the run.
-        tensorboard: The folder of its event files. None is tensorboard/ in the run's folder.
+        tensorboard: The folder of the run's TensorBoard event files. None means tensorboard/ in the folder of the run.
+
+    Attributes:
+        events: The folder of the event files.
+        event_suffix: The end of the names of this run's event files. "" unless `tensorboard` is given, because several
+            runs may share that folder.
     """
 
     def __init__(self, folder: Path, tensorboard: str | Path | None = None):
@@ -338,11 +439,11 @@ class RunFiles:
         self.event_suffix = "" if tensorboard is None else f".{zlib.crc32(os.fsencode(folder.absolute())):08x}"
 
     def sizes(self) -> dict[str, int]:
-        """Return the current size of each file that is appended to, in bytes, by name."""
+        """Return the current size in bytes of metrics.jsonl, run.log and each event file, by file name."""
         return {name: path.stat().st_size for name, path in self._growing()}
 
     def sync(self) -> None:
-        """Flush the files of `sizes`, and the sample files since the last call, to the disk (fsync)."""
+        """Flush to disk (fsync) the files of `sizes`, and the sample files that changed since the last call."""
         for _, path in self._growing():
             sync(path)
         for path in self._samples(unfinished=False):  # the next step may be writing unfinished ones
@@ -352,14 +453,14 @@ class RunFiles:
                 sync(path.parent)
 
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
-        """Remove what was written after a step.
+        """Remove everything that was written after a step, so that the run can repeat the later steps.
 
-        Log lines after the step move to logs/dropped.log. Those of the current session stay.
+        Log lines written after the step move to logs/dropped.log, except for the lines of the current session.
 
         Args:
-            step: The step.
-            sizes: The result of `sizes` at the end of the step.
-            until: The result of `sizes` at the start of the current session.
+            step: The step to return to. Sample files of later steps are removed.
+            sizes: The file sizes that `sizes` returned at the end of the step.
+            until: The file sizes that `sizes` returned at the start of the current session.
         """
         for name, path in list(self._growing()):
             size = sizes.get(name, 0)
@@ -372,13 +473,13 @@ class RunFiles:
                 remove(path)
 
     def _samples(self, unfinished: bool = True) -> list[Path]:
-        """Return the sample files, oldest first. unfinished: include those that are being written."""
+        """Return the sample files, oldest first. unfinished: whether files that are being written are included."""
         found = (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*"))
         found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _growing(self) -> Iterator[tuple[str, Path]]:
-        """Yield the name and the path of each file that is appended to."""
+        """Yield the name and the path of metrics.jsonl, run.log and each event file that exists."""
         for path in (self.folder / "logs" / "metrics.jsonl", self.folder / "logs" / "run.log"):
             if path.exists():
                 yield path.name, path
@@ -387,7 +488,7 @@ class RunFiles:
 
 
 def _drop_lines(log: Path, start: int, end: int) -> None:
-    """Move the bytes from `start` to `end` of a log to dropped.log. The log may be open for appending."""
+    """Move the bytes from offset `start` to `end` of a log to dropped.log. The log may be open for appending."""
     text = log.read_bytes()
     if start < end:
         with (log.parent / "dropped.log").open("ab") as dropped:

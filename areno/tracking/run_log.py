@@ -1,4 +1,7 @@
-"""Sends the log lines of a run to stderr and logs/run.log, and leaves the logging of the host program unchanged."""
+"""Handlers that send the log lines of a run to stderr and logs/run.log.
+
+`RunLog` installs them, and leaves the logging of the host program unchanged.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,26 @@ logger = logging.getLogger("areno")
 
 _MAX_EARLIER_LINES = 1000  # lines that are kept until the log file is open
 Console = Literal["live", "lines", "full", "quiet"]
-"""Which lines stderr shows, see stats_logger.console."""
+"""The kinds of lines that stderr shows, as described for the setting stats_logger.console."""
 IN_FULL: dict[str, Any] = {"consoles": ("full",)}
-"""Argument `extra` of a log call: only the console `full` shows the line. logs/run.log has it, too."""
+"""The argument `extra` for a log line that only the console `full` shows. logs/run.log contains the line, too."""
 OF_STEP: dict[str, Any] = {"consoles": ("full", "lines")}
-"""Argument `extra` of a log call: the consoles `full` and `lines` show the line. The live display has its own form."""
+"""The argument `extra` for a log line that the consoles `full` and `lines` show. The live display has its own form."""
 
 
 class RunLog:
     """Sends areno's log records to stderr and to a file until `close`. It is also a context manager.
 
-    The host program keeps its own logging: its handlers, and the level of the logger "areno". If one of its handlers
-    receives areno's records, stderr gets none of them, so that no line appears twice. Several logs may be open. The
-    last `close` restores stderr and the level.
+    A host program that imports areno keeps its own logging handlers and the level of the logger "areno". If a handler
+    of the host program receives areno's records, stderr gets no lines from areno, so that no line appears twice.
+    Several RunLogs may be open at once. The last `close` restores stderr and the level.
 
     Args:
-        log_file: The file. None writes none.
-        own_process: There is no host program, as in a command of areno. stderr gets the lines, and handlers of parent
-            loggers do not.
-        console: Which lines stderr gets. None leaves it to the log that was opened before. The last open log with a
-            console decides.
+        log_file: The file for the lines. None writes no file.
+        own_process: Whether the process is a command of areno, without a host program. Records then do not go to
+            handlers of parent loggers.
+        console: The kind of lines that stderr shows (stats_logger.console). None uses the kind of a RunLog that was
+            opened earlier. If several open RunLogs have a console, the last one decides.
 
     Raises:
         ConfigError: The file cannot be made.
@@ -69,20 +72,20 @@ class RunLog:
         RunLog._open.append(self)
         if own_process:
             logger.propagate = False
-        # A host that has a handler and asked for no file gets the records of its own level.
+        # If the host program receives the records and no log file is asked for, the host's own level applies.
         if logger.level == logging.NOTSET and (log_file is not None or not host_listens()):
             RunLog._has_set_level = True
             logger.setLevel(logging.INFO)
 
     def write_earlier(self) -> None:
-        """Write the lines from before the file was open: those of the command or, in a script, of the loop."""
+        """Copy the lines that were logged before this log's file was opened to the file."""
         without_file = [log for log in RunLog._open if log._earlier is not None]
         source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
         if self._file is not None and source is not None and source._earlier is not None:
             source._earlier.give_to(self._file)
 
     def close(self) -> None:
-        """Remove the handlers of this log, and restore the level. A second call does nothing."""
+        """Remove the handlers, and restore the level if no other RunLog is open. Later calls do nothing."""
         if self not in RunLog._open:
             return
         RunLog._open.remove(self)
@@ -107,11 +110,11 @@ class RunLog:
 
 
 class OwnHandler(logging.Handler):
-    """Base class of areno's own handlers, which `host_listens` does not count."""
+    """Base class of areno's logging handlers. `host_listens` ignores handlers of this class."""
 
 
 class _EarlierHandler(OwnHandler):
-    """Keeps the last records until the log file is open."""
+    """Keeps the last records in memory until a log file is opened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ class _EarlierHandler(OwnHandler):
         self._records.append(record)
 
     def give_to(self, other: logging.Handler) -> None:
-        """Pass the records to another handler, and drop them."""
+        """Pass the kept records to another handler, and drop them here."""
         while self._records:
             other.handle(self._records.popleft())
 
@@ -139,7 +142,7 @@ class _StderrHandler(OwnHandler):
 
 
 class _FileHandler(OwnHandler, logging.FileHandler):
-    """Stops writing a file that cannot be written, and warns once. The run continues without it."""
+    """File handler that warns once and is removed if its file cannot be written. The run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -150,7 +153,7 @@ class _FileHandler(OwnHandler, logging.FileHandler):
 
 
 class _Formatter(logging.Formatter):
-    """Adds the level to warnings and errors."""
+    """Formatter that adds the level to warnings and errors."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
@@ -164,7 +167,7 @@ _STDERR.setFormatter(_FORMATTER)
 
 
 def console() -> Console:
-    """Return the console of the last open log that has one; "full" without any."""
+    """Return which lines stderr shows: the console of the last open RunLog that has one, or "full" by default."""
     for log in reversed(RunLog._open):
         if log.console is not None:
             return log.console
@@ -172,7 +175,11 @@ def console() -> Console:
 
 
 def is_hidden(record: logging.LogRecord) -> bool:
-    """Return whether the console does not show a record."""
+    """Return whether a record is not shown on stderr. Warnings and errors are always shown.
+
+    Args:
+        record: A record of the logger "areno".
+    """
     if record.levelno >= logging.WARNING:
         return False
     shown = console()
@@ -180,7 +187,7 @@ def is_hidden(record: logging.LogRecord) -> bool:
 
 
 def host_listens() -> bool:
-    """Return whether a handler of the host program receives areno's records."""
+    """Return whether a logging handler of the host program receives areno's records."""
     place: logging.Logger | None = logger
     while place is not None:
         if any(not isinstance(handler, OwnHandler) for handler in place.handlers):

@@ -1,6 +1,6 @@
-"""Writes samples for people to read: to the log (ARENO_LOG_COMPLETIONS) and to files.
+"""Trackers that write samples for people to read, to the log (ARENO_LOG_COMPLETIONS) and to files.
 
-Samples of training are in rollouts/<step>.jsonl. Samples of evaluation are in eval/<step>.jsonl or, with several
+Samples from training are in rollouts/<step>.jsonl. Samples from evaluations are in eval/<step>.jsonl or, with several
 validation sets, in eval/<set>/<step>.jsonl.
 """
 
@@ -33,10 +33,10 @@ _TASK_CHARS = 500
 
 
 class SampleLog(Tracker):
-    """Logs the first samples of each step. The environment variable ARENO_LOG_COMPLETIONS has their number.
+    """Logs the first samples of each step. The environment variable ARENO_LOG_COMPLETIONS sets how many (default 0).
 
     Raises:
-        ConfigError: The variable is no number.
+        ConfigError: The variable is not a whole number.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class SampleLog(Tracker):
         self._n_samples = int(text or 0)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Log the first samples."""
+        """Log the first samples of a step: prompt, completion, reward and, for agents, the trajectory."""
         for number, sample in enumerate(samples[: self._n_samples]):
             outcome = sample.outcome
             reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
@@ -65,14 +65,16 @@ class SampleLog(Tracker):
 
 
 class SampleFiles(Tracker):
-    """Writes samples of a step to <folder>/<step>.jsonl, a line for each. A file is complete or absent.
+    """Writes samples of each training step to <folder>/<step>.jsonl, one line per sample.
 
-    A thread writes while the models are trained. The file is there at the end of its step.
+    A thread writes the file while the models are trained. It is complete at the end of the step. No file is ever partly
+    written.
 
     Args:
-        folder: The folder of the files.
-        most: The most samples of a step, in whole groups that are drawn at random. None writes all.
-        token_text: Returns the text of a token id.
+        folder: The folder for the files.
+        most: The largest number of samples per step. They are chosen as whole groups at random. None writes all
+            samples.
+        token_text: Returns the text for a token id.
     """
 
     def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
@@ -81,19 +83,20 @@ class SampleFiles(Tracker):
         self._writer = Background("areno-samples")
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Begin to write the samples of a step."""
+        """Start to write the samples of a step in a thread."""
         self._writer.start(self._write, step, list(samples))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Wait for the file at the end of a step. Raises ArenoError if it could not be written."""
+        """Wait at the end of a step until its file is written. Raises ArenoError if the file cannot be written."""
         if END_OF_STEP in scalars:
             self._writer.wait()
 
     def finish(self) -> None:
-        """Wait for the last file."""
+        """Wait until the last file is written."""
         self._writer.close()
 
     def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Write the file of one step. This runs in the thread."""
         kept = None if self._most is None else chosen([sample.group for sample in samples], self._most, step)
         key, advice = "rollout.dump_n_samples", "set it to 0"
         if kept is None:
@@ -102,34 +105,35 @@ class SampleFiles(Tracker):
 
 
 class EvalFiles(Tracker):
-    """Writes all samples of an evaluation to <folder>/<name>/<step>.jsonl, a line for each.
+    """Writes all samples of each evaluation to <folder>/<name>/<step>.jsonl, one line per sample.
 
-    A file is complete or absent.
+    No file is ever partly written.
 
     Args:
-        folder: The folder of the files.
-        token_text: Returns the text of a token id.
+        folder: The folder for the files.
+        token_text: Returns the text for a token id.
     """
 
     def __init__(self, folder: str | Path, token_text: Callable[[int], str]):
         self.folder, self._lines = Path(folder), _Lines(token_text)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        """Write the samples. Raises ArenoError if that is not possible."""
+        """Write all samples of an evaluation. Raises ArenoError if the file cannot be written."""
         lines = self._lines.of(samples, {"step": step, "set": name or None})
         _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
 
 
 def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
-    """Choose samples of a step, in whole groups that are drawn at random.
+    """Choose samples of a step, as whole groups (all samples of a prompt) at random.
 
     Args:
-        groups: The number of the group of each sample.
-        most: The most samples to choose. If every group is larger, the first samples of one group are chosen.
-        step: The seed of the draw: a step always has the same samples.
+        groups: The group number of each sample.
+        most: The largest number of samples to choose. If the first group that is drawn is larger, only its first `most`
+            samples are chosen.
+        step: The seed for the random choice, so that a step always has the same samples.
 
     Returns:
-        Whether each sample is chosen.
+        For each sample, whether it is chosen.
     """
     sizes = Counter(groups)
     order = list(sizes)
@@ -147,7 +151,10 @@ def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
 
 
 def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
-    """Write a complete file or none. An ArenoError names the setting `key` and what to do with it."""
+    """Write JSON lines to a temporary file and rename it to `path`.
+
+    Raises ArenoError if the file cannot be written. The error names the setting `key` and the text `advice`.
+    """
     unfinished = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +172,7 @@ def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: 
 
 
 def _trajectory_lines(trajectory: Trajectory) -> str:
-    """Return what an agent did, as lines for people."""
+    """Return the messages, tool calls, tool results and tokens of an agent's trajectory as log lines."""
     said = {
         "messages": _short(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
         "final answer": _short(str(trajectory.messages[-1].get("content") or "")),
@@ -182,13 +189,13 @@ def _trajectory_lines(trajectory: Trajectory) -> str:
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return each run of equal values as (value, length)."""
+    """Run-length encode a 1-D array as a list of (value, length)."""
     edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
     return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
 
 
 def _replay(trajectory: Trajectory) -> dict[str, object]:
-    """Return a trajectory with all values that a replay without a model needs."""
+    """Return the JSON form of a trajectory, with everything needed to rebuild its rows without a model."""
     rows = [
         {
             "tokens": row.tokens,
@@ -203,7 +210,7 @@ def _replay(trajectory: Trajectory) -> dict[str, object]:
 
 
 class _Lines:
-    """Makes the lines of samples. It remembers the text of each token id."""
+    """Converts samples to dictionaries for JSON lines, and caches the text of each token id."""
 
     def __init__(self, token_text: Callable[[int], str]):
         self._token_text, self._texts = token_text, dict[int, str]()
@@ -211,7 +218,10 @@ class _Lines:
     def of(
         self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
     ) -> Iterator[dict[str, object]]:
-        """Yield the lines of the samples that `kept` chooses, or of all. Each begins with the fields `first`."""
+        """Yield one dictionary per sample, beginning with the fields `first`.
+
+        `kept` says for each sample whether it is included. None includes all samples.
+        """
         numbers: Counter[int] = Counter()  # group -> samples so far
         for place, sample in enumerate(samples):
             number = numbers[sample.group]
@@ -241,12 +251,12 @@ class _Lines:
 
 
 def _rounded(values: Any) -> list[float]:
-    """Return numbers with four digits: more than bfloat16 has, and half the size of all digits."""
+    """Round numbers to four decimals. That is more than bfloat16 holds, and halves the size of the file."""
     return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
 
 
 def _line(sample: ScoredSample) -> dict[str, object]:
-    """Return the fields of a sample that are not per token."""
+    """Return the fields of a sample that belong to the whole sample and not to a token."""
     parts, advantages = sample.outcome.parts, sample.advantages
     return {
         "row": sample.item.index,
@@ -270,13 +280,13 @@ def _line(sample: ScoredSample) -> dict[str, object]:
 
 
 def _task(item: PromptItem) -> str:
-    """Return the beginning of the last user message; "" if the prompt has no chat template."""
+    """Return the first characters of the last user message, or "" if the prompt's text already is that message."""
     asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
     text = asked[-1] if asked else item.prompt
     return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""
 
 
 def _short(text: str) -> str:
-    """Return the beginning of a text in one line."""
+    """Return a text escaped to one line and cut to _SHOWN_CHARS characters."""
     text = repr(text)[1:-1]
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""The trackers that write scalars to files: JSON lines, and the event files of TensorBoard."""
+"""Trackers that write scalars to files: JSON lines, and event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ _HPARAM_TYPES = (bool, int, float, str)
 
 
 class _ScalarFile(Tracker):
-    """A file that appears with its first record and never ends in half a record, even on a full disk.
+    """Base class for a file of records. The file is made with the first record, and never holds a partial record.
 
     Args:
         path: The file.
-        key: The setting with the place of the file. The ArenoError of a file that cannot be written names it.
+        key: The setting for the file's folder, which errors name.
+
+    Attributes:
+        size: The size of the file, in bytes.
+
+    Raises:
+        ArenoError: The folder cannot be written.
     """
 
     def __init__(self, path: Path, key: str):
@@ -43,7 +49,7 @@ class _ScalarFile(Tracker):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     def append(self, record: bytes) -> None:
-        """Write a record, or nothing of it. Raises ArenoError if the file cannot be written."""
+        """Append a record. If writing fails, as on a full disk, remove its partial bytes and raise ArenoError."""
         with self._naming_the_setting():
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by finish()
@@ -58,7 +64,7 @@ class _ScalarFile(Tracker):
             self.size += len(record)
 
     def resume(self, step: int) -> None:
-        """Reopen the file, which may have been cut back."""
+        """Close the file so that the next record reopens it, because the file may have been truncated."""
         self.finish()
         self.size = self.path.stat().st_size if self.path.exists() else 0
 
@@ -70,7 +76,7 @@ class _ScalarFile(Tracker):
 
     @contextmanager
     def _naming_the_setting(self) -> Iterator[None]:
-        """Turn an OSError into an ArenoError that names the setting."""
+        """Convert an OSError inside the `with` block to an ArenoError that names the setting."""
         try:
             yield
         except OSError as error:
@@ -79,9 +85,9 @@ class _ScalarFile(Tracker):
 
 
 class Jsonl(_ScalarFile):
-    """Writes a line of JSON for each call: "step", "time" (seconds since 1970), and the scalars.
+    """Writes one JSON line per call of `log`: "step", "time" (in seconds since 1970) and the scalars by name.
 
-    A scalar that is not finite is null.
+    A scalar that is NaN or infinite is written as null.
 
     Args:
         path: The file.
@@ -91,20 +97,18 @@ class Jsonl(_ScalarFile):
         super().__init__(Path(path), "cluster.fileroot")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write a line."""
+        """Append one line with the step, the current time and the scalars."""
         finite = {name: float(value) if math.isfinite(value) else None for name, value in scalars.items()}
         self.append((json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n").encode())
 
 
 class TensorBoard(_ScalarFile):
-    """Writes an event file of TensorBoard. Each scalar is in the file when `log` returns.
-
-    Some samples of a step are written as text.
+    """Writes scalars and some samples to an event file for TensorBoard. `log` returns after the scalars are written.
 
     Args:
-        folder: The folder of the file.
-        suffix: The end of the file name.
-        settings: The settings of the run under dotted keys, for the tab HPARAMS.
+        folder: The folder for the event file.
+        suffix: The end of the file's name, which tells apart runs that share a folder.
+        settings: The settings of the run by dotted name, for TensorBoard's tab HPARAMS.
     """
 
     def __init__(self, folder: str | Path, suffix: str = "", settings: Mapping[str, Any] = MappingProxyType({})):
@@ -119,14 +123,14 @@ class TensorBoard(_ScalarFile):
         self._settings = settings
 
     def resume(self, step: int) -> None:
-        """Mark where the run resumes, so that TensorBoard drops the later steps."""
+        """Make the next record tell TensorBoard to drop all steps after `step`."""
         super().resume(step)
         self._resumed_step = step
         if step:  # an earlier session has written the settings
             self._settings = {}
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars of a step."""
+        """Write the scalars of a step."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]  # protobuf makes it
 
         self._append_summary(
@@ -134,22 +138,22 @@ class TensorBoard(_ScalarFile):
         )
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Write some samples of a step as text."""
+        """Write a few samples of a step, from different prompts, as text."""
         self._append_texts(step, "samples", samples)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        """Write some samples of an evaluation as text."""
+        """Write a few samples of an evaluation, from different prompts, as text."""
         self._append_texts(step, f"eval_samples/{name}" if name else "eval_samples", samples)
 
     def _append_texts(self, step: int, tag: str, samples: Sequence[ScoredSample]) -> None:
-        """Write the first sample of a few groups as one text."""
+        """Write the first sample of each of the first _TEXTS groups as one text under `tag`."""
         first = {sample.group: sample for sample in reversed(samples)}
         shown = sorted(first.values(), key=lambda sample: sample.group)[:_TEXTS]
         if shown:
             self._append_summary(step, _text(tag, "\n\n---\n\n".join(map(_markdown, shown))))
 
     def _append_summary(self, step: int, summary: Any) -> None:
-        """Write a summary. The first one of the file comes after the version and the settings."""
+        """Write a summary. In an empty file, write the format's version and the settings before it."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
@@ -163,7 +167,7 @@ class TensorBoard(_ScalarFile):
         self._append_event(step=step, summary=summary)
 
     def _append_event(self, **fields: Any) -> None:
-        """Write an event."""
+        """Write one event with the given protobuf fields."""
         # TensorBoard's own event writer has a thread, which loses errors.
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -174,7 +178,7 @@ class TensorBoard(_ScalarFile):
 
 
 def _text(tag: str, text: str) -> Any:
-    """Return a summary for the tab TEXT. TensorBoard's own function needs TensorFlow."""
+    """Return a protobuf summary for TensorBoard's tab TEXT. TensorBoard's own function needs TensorFlow."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[attr-defined]
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[attr-defined]
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[attr-defined]
@@ -191,7 +195,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 def _markdown(sample: ScoredSample) -> str:
-    """Return a sample as Markdown. TensorBoard shows indented blocks unchanged."""
+    """Format a sample as Markdown, with prompt and completion as indented blocks, which TensorBoard shows verbatim."""
     outcome = sample.outcome
     parts = "".join(f", {name} {value:.4g}" for name, value in outcome.parts.items())
     reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}{parts}"
@@ -201,5 +205,5 @@ def _markdown(sample: ScoredSample) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return the beginning of a long text."""
+    """Return a text cut to _TEXT_CHARS characters."""
     return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}..."

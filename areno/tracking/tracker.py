@@ -1,6 +1,7 @@
-"""Trackers follow a run: they receive its scalars and samples, and show them or write them.
+"""The base class of trackers, which receive the scalars and samples of a run to show or write them.
 
-A script passes its own tracker to a loop by `trackers=`. A service that many runs use is a file of areno/services.
+A script passes its own tracker to a training loop with `trackers=`. A service that many runs use is a file in
+areno/services.
 """
 
 from __future__ import annotations
@@ -11,83 +12,86 @@ from contextlib import ExitStack
 from areno.types import ScoredSample
 
 END_OF_STEP = "time/step"
-"""The scalar that comes last in a step."""
+"""The scalar that is logged last in a step."""
 
 
 class Tracker:
-    """Base class of trackers. Its methods do nothing: override those that you need.
+    """Base class of trackers. Its methods do nothing, so a subclass overrides only the methods that it needs.
 
     An exception in a tracker ends the run.
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Receive scalars of a step. One step may take several calls.
+        """Receive scalars of a step. One step may take several calls; the last one has the scalar time/step.
 
         Args:
             step: The number of the step, from 1 on. 0 is an evaluation before the first step.
-            scalars: Numbers by name, such as "train/loss".
+            scalars: Values by name, such as "train/loss".
         """
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Receive all samples of a step, with their rewards.
+        """Receive all samples of a training step, with their rewards.
 
         Args:
             step: The number of the step.
-            samples: The samples, those of a prompt next to each other.
+            samples: The scored samples. Samples of the same prompt are adjacent.
         """
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        """Receive all samples of an evaluation.
+        """Receive all samples of an evaluation, with their rewards.
 
         Args:
-            step: The last step before the evaluation.
-            samples: The samples, with their rewards.
-            name: The name of the validation set; "" if there is only one.
+            step: The last training step before the evaluation.
+            samples: The scored samples.
+            name: The name of the validation set, or "" if there is only one set.
         """
 
     def resume(self, step: int) -> None:
-        """Note that the run resumes from the state of an earlier session. The steps after it are repeated.
+        """Handle that the run resumes from the saved state of an earlier session. Later steps will be repeated.
 
         Args:
             step: The last step that the state contains.
         """
 
     def finish(self) -> None:
-        """Close files and connections. Nothing is logged afterwards, and a second call does nothing."""
+        """Close files and connections at the end of the run. No other method is called after that.
+
+        A second call of `finish` must do nothing.
+        """
 
 
 class Trackers(Tracker):
-    """Several trackers used as one.
+    """A tracker that passes each call to several trackers.
 
     Args:
-        trackers: Each call goes to all of them, in this order.
+        trackers: The trackers, in the order in which they are called.
     """
 
     def __init__(self, trackers: Sequence[Tracker]):
         self._trackers = trackers
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Give scalars to all trackers."""
+        """Pass the scalars of a step to each tracker."""
         for tracker in self._trackers:
             tracker.log(step, scalars)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Give samples to all trackers."""
+        """Pass the samples of a step to each tracker."""
         for tracker in self._trackers:
             tracker.samples(step, samples)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        """Give samples of an evaluation to all trackers."""
+        """Pass the samples of an evaluation to each tracker."""
         for tracker in self._trackers:
             tracker.eval_samples(step, samples, name)
 
     def resume(self, step: int) -> None:
-        """Tell all trackers that the run resumes after a step."""
+        """Call `resume` of each tracker."""
         for tracker in self._trackers:
             tracker.resume(step)
 
     def finish(self) -> None:
-        """Finish all trackers, even if one raises. Later calls are ignored."""
+        """Finish each tracker, even if another tracker raises an exception. Later calls do nothing."""
         trackers, self._trackers = self._trackers, []
         with ExitStack() as stack:
             for tracker in reversed(trackers):

@@ -1,1 +1,1 @@
-"""Processes that run user code, for reward functions and agents alike."""
+"""Processes that run the user's code, which are shared by reward functions and agents."""

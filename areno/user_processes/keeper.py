@@ -1,9 +1,9 @@
-"""Run a keeper process, which ends everything that user code starts.
+"""The keeper process, which starts one process of user code and ends everything that the user code starts.
 
-The driver starts a keeper, and the keeper forks the process that runs a reward function (areno.rewards.process) or an
-agent. User code may start processes that leave their session and lose their parent. On Linux such a process becomes a
-child of the keeper (PR_SET_CHILD_SUBREAPER), which kills it at the end. On other systems only the process group is
-killed.
+The driver starts a keeper. The keeper forks the process that runs reward functions (areno.rewards.process) or agents
+(areno.agents.process). User code may start processes that leave their session and outlive their parent. On Linux such a
+process becomes a child of the keeper (PR_SET_CHILD_SUBREAPER), which kills it at the end. On other systems only the
+process group is killed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _SIGNALLED = 128  # the exit code of a process that was killed by signal n is 12
 
 
 def main(fd: int, driver_pid: int, module: str) -> None:
-    """Run a process until it ends, SIGTERM arrives or the driver ends. Then kill all processes below this one.
+    """Run the process of user code until it ends, SIGTERM arrives or the driver ends. Then kill all child processes.
 
-    This process exits with the code of the process that it ran, see `exit_text`.
+    This function does not return. The keeper exits with the exit code of the process that it ran, or with 128 + n if
+    signal n killed the process. `exit_text` describes such a code.
 
     Args:
-        fd: File descriptor of the socket to the driver.
-        driver_pid: Process id of the driver.
-        module: Module whose `serve` the process runs.
+        fd: The file descriptor of the socket to the driver.
+        driver_pid: The process id of the driver.
+        module: The name of the module whose function `serve` the process runs.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    # The signals are blocked and waited for. A handler could run just before a blocking call, which would not return.
+    # Block the signals, and wait for them with sigtimedwait. A handler could run just before a call that then blocks.
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
@@ -53,10 +54,11 @@ def main(fd: int, driver_pid: int, module: str) -> None:
 
 
 def exit_text(code: int) -> str:
-    """Describe the end of a process, such as "exit code 3" or "signal SIGKILL".
+    """Return how a process ended as text, such as "exit code 3" or "signal SIGKILL".
 
     Args:
-        code: Exit code of its keeper.
+        code: The exit code of the keeper of the process. A negative code means that a signal killed the keeper
+            itself.
     """
     number = -code if code < 0 else code - _SIGNALLED
     if number in set(signal.Signals):
@@ -65,7 +67,7 @@ def exit_text(code: int) -> str:
 
 
 def _become_worker(fd: int, module: str) -> None:
-    """Turn this forked process into the process of user code."""
+    """Run the user code in this forked process, and exit. This function does not return."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
@@ -76,7 +78,7 @@ def _become_worker(fd: int, module: str) -> None:
 
 
 def _was_stopped() -> bool:
-    """Wait until a child ends, SIGTERM arrives or a moment passes. Return whether SIGTERM arrived."""
+    """Wait at most _POLL_S seconds until a child ends or SIGTERM arrives. Return whether SIGTERM arrived."""
     if sys.platform == "linux":
         found = signal.sigtimedwait(_AWAITED, _POLL_S)
         return found is not None and found.si_signo == signal.SIGTERM
@@ -85,7 +87,7 @@ def _was_stopped() -> bool:
 
 
 def _reap(worker: int) -> int | None:
-    """Collect ended children. Return the exit code of the worker if it is among them."""
+    """Collect the exit codes of children that have ended. Return the code of `worker`, or None if it still runs."""
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -95,7 +97,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _end_all(worker: int) -> None:
-    """Kill the children of this process until none is left. Children of a killed child become its own."""
+    """Kill the children of this process until none is left. On Linux this includes all their descendants."""
     if worker:
         with contextlib.suppress(OSError):
             os.killpg(worker, signal.SIGKILL)
@@ -123,6 +125,6 @@ def _children() -> list[int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl on Linux."""
+    """Call prctl on Linux. On other systems, do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

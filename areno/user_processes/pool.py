@@ -1,7 +1,8 @@
-"""Keep a pool of processes that run user code.
+"""The base class for pools of processes that run user code.
 
-`WorkerPool` starts the processes together, sends them calls, and replaces those that end or hang. Reward functions and
-agents derive their pools from it. `default_workers` chooses the number of processes by the cores of the machine.
+`WorkerPool` starts the processes together, sends calls to them, and replaces processes that end or hang. The pools for
+reward functions and agents derive from it. `default_workers` chooses the number of processes by the number of CPU
+cores.
 """
 
 from __future__ import annotations
@@ -23,34 +24,39 @@ from areno.user_processes.worker import Output, Worker
 
 _CGROUP = Path("/sys/fs/cgroup")
 MIN_WORKERS, MAX_WORKERS = 2, 64
-"""At least two, so that one hanging process does not block all calls. Each takes memory and time to start."""
+"""The limits of the default number of processes.
+
+With two processes, a process that hangs does not block all calls. More processes take more memory and time to start.
+"""
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
-    """Return the default number of processes.
+    """Return the default number of processes, from MIN_WORKERS to MAX_WORKERS.
 
-    The usable cores count, less one for the driver and one for each device's worker.
+    It is the number of usable CPU cores, minus one for the driver and one for each device worker.
 
     Args:
-        n_devices: Number of devices.
-        cgroup: Folder of the container's limits.
+        n_devices: The number of devices, each of which has a worker process.
+        cgroup: The folder with the container's limits.
     """
     return min(MAX_WORKERS, max(MIN_WORKERS, usable_cores(cgroup) - 1 - n_devices))
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Return the cores that this process may use: those it is bound to, and at most its container's share of CPU time.
+    """Return the number of CPU cores that this process may use, at least 1.
+
+    It is the number of cores that the process is bound to, or less if the container limits the CPU time.
 
     Args:
-        cgroup: Folder of the container's limits.
+        cgroup: The folder with the container's limits.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.floor(min(cores, _quota(cgroup))))
 
 
 def _quota(cgroup: Path) -> float:
-    """Return the container's limit on CPU time, in cores. Infinite without a limit."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
+    """Return the container's limit on CPU time as a number of cores, or infinity if there is no limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroup versions 2 and 1
         try:
             quota, period = " ".join((cgroup / name).read_text() for name in names).split()
             if quota != "max" and int(quota) > 0:
@@ -70,64 +76,64 @@ _POLL_S = 0.5
 
 
 class Work(Protocol):
-    """The calls that a pool makes for one request of the driver.
+    """The calls of user code that belong to one request of the driver. Pools send them to their processes.
 
     Attributes:
-        n_open: Number of calls without an outcome.
+        n_open: The number of calls without an outcome.
     """
 
     n_open: int
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return calls for an idle process.
+        """Return the next calls for an idle process.
 
         Args:
-            n_workers: Number of processes of the pool.
+            n_workers: The number of processes in the pool.
             is_async: Whether the user's function is async.
 
         Returns:
-            (number of the call, pickled arguments) of each call. Empty if all calls have been sent.
+            A tuple (number of the call, pickled arguments) for each call. Empty if no call is left to send.
         """
         ...
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
-        """Record the answer to one call.
+        """Record the answer to a call.
 
         Args:
-            position: Number of the call.
-            answer: The answer of the process.
+            position: The number of the call.
+            answer: The answer that the process sent.
         """
         ...
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Handle the end of a process that had calls left in `worker.chunk`.
+        """Handle the calls of a process that died or did not answer in time.
 
         Args:
-            worker: The process. It has ended, or was killed because it did not answer in time.
-            status: "timeout" if it did not answer in time, else "error".
-            text: Description of the failure.
+            worker: The process, which has ended or was killed. `worker.chunk` has the numbers of its unanswered calls.
+            status: "timeout" if the process did not answer in time, else "error".
+            text: The description of the failure.
         """
         ...
 
 
 class WorkerPool(Generic[Config]):
-    """Base class of the pools of processes that call user code. Use it in a `with` block.
+    """Base class for a pool of processes that call user code. Use it in a `with` block.
 
-    Start it early: the processes import the user code while other work goes on.
+    Start it early, so that the processes import the user code while the driver does other work.
 
     Args:
-        config: The section of the configuration.
-        name: Name of the functions, for messages.
-        n_workers: Number of processes. None takes `config.workers`.
+        config: The section `reward` or `agent` of the settings.
+        name: The name of the user's functions, for messages.
+        n_workers: The number of processes. None takes `config.workers`.
 
     Attributes:
-        section: "reward" or "agent", the name of the configuration section and of the logger.
-        module: Module whose `serve` the processes run.
-        ended_text: Message of a process that ended, with {} for how.
-        late_text: Message of a process that did not answer in time, with {} for the limit in seconds.
-        import_text: Message of a process that ended while it started, with {} for how.
+        section: "reward" or "agent", the name of the configuration section, which log lines and errors use.
+        module: The name of the module whose function `serve` the processes run.
+        ended_text: The message for a process that died. {} stands for the exit code or signal.
+        late_text: The message for a process that did not answer in time. {} stands for the limit in seconds.
+        import_text: The message for a process that died while it imported the user code. {} stands for the reason.
         output: Logs the lines that the processes print.
-        workers: The processes.
+        workers: The processes. A process that ended is replaced.
     """
 
     section: ClassVar[str]
@@ -146,11 +152,11 @@ class WorkerPool(Generic[Config]):
         self.workers: list[Worker] = []
 
     def start(self) -> None:
-        """Start the processes without waiting for their imports.
+        """Start the processes, without waiting until they have imported the user code.
 
         Raises:
-            ConfigError: If the file of the user code is missing or does not parse.
-            EngineError: If the system does not allow so many processes.
+            ConfigError: The file with the user code is missing, cannot be parsed or cannot be sent.
+            EngineError: The system refuses to start so many processes.
         """
         self._first_message = self._build_first_message()
         try:
@@ -166,7 +172,7 @@ class WorkerPool(Generic[Config]):
         """Wait until every process has imported the user code.
 
         Raises:
-            ConfigError: If a process cannot import it. The message names the setting.
+            ConfigError: A process cannot import the user code. The error names the setting.
         """
         slow = SlowTimer()
         while starting := [worker for worker in self.workers if worker.is_starting]:
@@ -176,7 +182,7 @@ class WorkerPool(Generic[Config]):
                 self._logger.info("%s: importing %s takes %.0f s so far", self._key, self.name, slow.seconds)
 
     def close(self) -> None:
-        """End the processes and all processes that they started."""
+        """End the processes of the pool, and all processes that these have started."""
         for worker in self.workers:
             worker.stop()
         for worker in self.workers:
@@ -191,15 +197,15 @@ class WorkerPool(Generic[Config]):
         self.close()
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the first message for each process: the user code and its options. Raises ConfigError."""
+        """Return the first message to each process: the user code and its options. Raises ConfigError."""
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
-        """Start a process."""
+        """Start one process."""
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
     def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
-        """Make calls until each has an outcome. `look` is called meanwhile, at least every half second."""
+        """Send calls and receive answers until each call has an outcome. Call `look` at least every half second."""
         if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)
         try:
@@ -213,7 +219,7 @@ class WorkerPool(Generic[Config]):
             raise
 
     def send_calls(self, work: Work) -> None:
-        """Send calls to each idle process, as long as there are any.
+        """Send calls to each idle process, until no call is left.
 
         Args:
             work: The calls.
@@ -223,30 +229,34 @@ class WorkerPool(Generic[Config]):
                 worker.send(work.next_chunk(len(self.workers), worker.is_async), self.config.timeout_s)
 
     def wait(self, work: Work, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
-        """Wait until a process answers or is out of time, and handle it.
+        """Wait until a busy process answers, dies or exceeds its time limit, and pass this to `work`.
 
         Args:
-            work: The calls.
-            wake: A message on this connection ends the wait.
-            max_s: The most seconds to wait.
+            work: The calls that the processes are working on.
+            wake: A connection that also ends the wait when it receives a message. The message is read. None: no such
+                connection.
+            max_s: The longest time to wait, in seconds.
         """
         self._wait([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
 
     def drop_calls(self) -> None:
-        """Kill the busy processes and start new ones in their place."""
+        """Kill the busy processes, so that their calls have no answer, and start new processes in their place."""
         for worker in self.workers:
             if worker.chunk:
                 self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
-        """Kill a process and start another one in its place."""
+        """Kill a process, and start a new one in its place."""
         worker.end()
         self.workers[self.workers.index(worker)] = self._start_worker()
 
     def _wait(
         self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
-        """Wait for `workers`, as `wait` does."""
+        """Wait until one of `workers` answers, dies or exceeds its time limit.
+
+        `work` receives the answers. It is None while the processes start.
+        """
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
         ready = readable(connections if wake is None else [*connections, wake], timeout_s)
@@ -259,7 +269,7 @@ class WorkerPool(Generic[Config]):
                 self._lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
 
     def _receive(self, worker: Worker, work: Work | None) -> None:
-        """Handle the messages of a process, or its end."""
+        """Read all messages of a process, or handle that it has died."""
         while readable([worker.connection]):
             try:
                 kind_or_position, value = worker.connection.recv()
@@ -274,7 +284,10 @@ class WorkerPool(Generic[Config]):
                 work.answered(kind_or_position, value)
 
     def _lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
-        """Replace a process that died or hangs, and let the work handle its calls."""
+        """Replace a process that died or hangs, and pass its calls to `work`.
+
+        Raises ConfigError if the process was still importing the user code.
+        """
         if worker.is_starting:
             hangs = f"importing it took more than {IMPORT_LIMIT_S:g} s"
             why = hangs if status == "timeout" else self.import_text.format(text)
@@ -285,13 +298,16 @@ class WorkerPool(Generic[Config]):
 
 
 def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[Connection]:
-    """Return the connections that have something to read or are closed.
+    """Return the connections that can be read without blocking, because they have data or are closed.
 
-    Does the same as multiprocessing.connection.wait in a fifth of its time.
+    This does the same as multiprocessing.connection.wait in a fifth of the time.
 
     Args:
-        connections: Connections to look at.
-        timeout_s: The most seconds to wait for the first of them.
+        connections: The connections to check.
+        timeout_s: The longest time to wait until one of them can be read, in seconds.
+
+    Returns:
+        The readable connections. Empty after the time has passed.
     """
     poll, by_number = select.poll(), {connection.fileno(): connection for connection in connections}
     for number in by_number:
@@ -300,7 +316,10 @@ def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[C
 
 
 class SlowTimer:
-    """Clock that is due when waiting has become long, and again each time that it has doubled."""
+    """A timer that says when a long wait should be logged.
+
+    The first time is after SLOW_S seconds, and each further time is when the wait has doubled.
+    """
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -308,11 +327,11 @@ class SlowTimer:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
+        """Return the time since the timer was made, in seconds."""
         return time.monotonic() - self._started
 
     def is_due(self) -> bool:
-        """Return whether the wait should be logged now."""
+        """Return whether the wait should be logged now. If True, the next log line is due at twice the time."""
         if time.monotonic() < self._due_at:
             return False
         self._due_at = self._started + 2 * self.seconds

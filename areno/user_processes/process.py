@@ -1,8 +1,8 @@
-"""Run user code in a process of its own, for reward functions and agents alike.
+"""The code that processes of user code share, for reward functions and for agents.
 
-The keeper (keeper.py) calls `run` with the `serve(connection)` of a module. `serve` loads the user code, sends
-("ready", is_async), and answers each message by (position, answer). `ForkedCopies` ends copies of the process that the
-user code makes by a fork.
+The keeper (keeper.py) calls `run` with the function `serve(connection)` of a module. `serve` loads the user code, sends
+("ready", is_async), and answers each call with (position, answer). `ForkedCopies` ends copies of the process that the
+user code makes with os.fork.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _COPY_LIMIT_S = 0.2  # seconds to wait for a forked copy of this process that le
 
 
 def run(fd: int, serve: Callable[[Connection], None]) -> None:
-    """Serve until the driver closes the socket. Then end the process.
+    """Call `serve` until the driver closes the socket, then end the process. This function does not return.
 
     Args:
-        fd: File descriptor of the socket.
-        serve: Function that serves. If it raises an ArenoError, the driver gets its problems.
+        fd: The file descriptor of the socket to the driver.
+        serve: Answers the messages on the connection. If it raises an ArenoError, the problems of the error are sent to
+            the driver.
     """
     signal.signal(signal.SIGINT, lambda *_: None)  # the driver handles Ctrl-C
     os.set_inheritable(fd, False)
@@ -47,24 +48,24 @@ def run(fd: int, serve: Callable[[Connection], None]) -> None:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a function or callable object is async.
+    """Return whether a function is async, or a callable object has an async `__call__`.
 
     Args:
-        function: A function or callable object.
+        function: The function or callable object.
     """
     call = getattr(function, "__call__", None)  # noqa: B004  # that of an object may be async
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def unpickle(data: bytes, key: str) -> Callable[..., Any]:
-    """Load a function that a script passed as an object.
+    """Load a function that a script passed to the run and the driver pickled.
 
     Args:
         data: The pickled function.
-        key: Setting that errors name.
+        key: The setting that errors name.
 
     Raises:
-        ConfigError: If the function does not load.
+        ConfigError: The function cannot be unpickled in this process.
     """
     try:
         return pickle.loads(data)
@@ -74,13 +75,13 @@ def unpickle(data: bytes, key: str) -> Callable[..., Any]:
 
 
 def event_loop(end_copy: Callable[[], object]) -> Any:
-    """Return an event loop that forked copies of this process cannot run.
+    """Return an event loop that stops working in forked copies of this process.
 
-    A copy shares the connections of the loop and, on Linux, the list of those that it waits for (epoll). If it ran the
-    loop, or only closed a connection, this process would wait for answers in vain.
+    A forked copy shares the loop's connections and, on Linux, its epoll list. If the copy ran the loop or closed a
+    connection, this process would no longer receive answers.
 
     Args:
-        end_copy: Called in a copy that awaits, to end it.
+        end_copy: Called in a copy that tries to run the loop. It must end the copy.
     """
     from asyncio import SelectorEventLoop
     from selectors import DefaultSelector
@@ -100,19 +101,19 @@ def event_loop(end_copy: Callable[[], object]) -> Any:
 
 
 class ForkReturned(Exception):
-    """User code forked, and the copy of this process left the user code, too."""
+    """Raised if user code called os.fork and the forked copy also returned from the user code."""
 
 
 class ForkedCopies:
-    """Guard against copies of this process that user code makes by a fork.
+    """Ends copies of this process that user code makes with os.fork, when they leave the user code.
 
-    A copy must not answer, since it shares the connection. A copy that leaves the user code is ended. With `reports`,
-    it first reports this through a pipe, which every copy holds open until it ends or becomes another program. Without,
-    it prints a message, because with calls at the same time nobody could tell which call made it.
+    A copy must not answer the driver, because it shares the connection. With `reports`, a copy first reports itself
+    through a pipe, which every copy holds open until it ends or executes another program. The current call then fails.
+    Without `reports`, a copy prints a message, because with concurrent calls the call that made the copy is unknown.
 
     Args:
-        connection: Connection to the driver, which copies close.
-        reports: Whether a copy reports through a pipe, so that the call fails.
+        connection: The connection to the driver. It is closed in each copy.
+        reports: Whether a copy makes the current call fail. Use False for concurrent calls.
     """
 
     def __init__(self, connection: Connection, reports: bool = True):
@@ -121,23 +122,23 @@ class ForkedCopies:
         os.register_at_fork(before=self._open if reports else lambda: None, after_in_child=connection.close)
 
     def _open(self) -> None:
-        """Open the pipe before the first fork."""
+        """Open the pipe for reports. This is called before each fork."""
         if self._pipe is None:
             self._pipe = os.pipe()
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Run user code in this `with` block.
+        """Return a context manager around a call of user code.
 
         Raises:
-            ForkReturned: If a copy left the block. It replaces the result or exception of the block.
+            ForkReturned: A forked copy left the block. This replaces the result or the exception of the block.
         """
         self.end_copy()
         try:
             yield
         except SystemExit:
             if os.getpid() != self._original:
-                os._exit(0)  # a proper end of a copy
+                os._exit(0)  # the copy has ended itself, as it should
             raise
         finally:
             self.end_copy()
@@ -145,7 +146,7 @@ class ForkedCopies:
                 raise ForkReturned("forked, and the forked process returned too; end it with os._exit()")
 
     def end_copy(self) -> None:
-        """End this process if it is a copy, after reporting it."""
+        """End this process if it is a forked copy, after reporting it. In the original process, do nothing."""
         if os.getpid() != self._original:
             if not self._reports:
                 print(_ENDED, flush=True)
@@ -155,9 +156,9 @@ class ForkedCopies:
             os._exit(0)
 
     def _copy_left(self) -> bool:
-        """Return whether a copy has left the block since the first fork.
+        """Return whether a copy has left the block since the pipe was opened, and close the pipe.
 
-        ForkedCopies that are still inside are not waited for.
+        This waits at most _COPY_LIMIT_S seconds, and not for copies that are still inside of the block.
         """
         assert self._pipe is not None
         reader, writer = self._pipe

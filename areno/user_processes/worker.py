@@ -1,7 +1,7 @@
-"""Control one process of user code from the driver.
+"""The driver's handle for one process of user code, and the log of printed lines.
 
-`Worker` starts the process, sends it calls, keeps its deadline and ends it. `Output` writes the lines that the
-processes print to the log, with control characters escaped and up to a limit for each step.
+`Worker` starts the process, sends calls to it, keeps its deadline and ends it. `Output` logs the lines that the
+processes of a pool print, with control characters escaped and up to a limit per step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LINE_BYTES = 4096  # a longer line is split
 
 
 class Output:
-    """Logs the lines that all processes of a pool print.
+    """Logs the lines that all processes of a pool print, up to 256 KiB per step.
 
     Args:
-        name: Name of the pool, which begins each line.
+        name: The name of the pool, such as "reward", which begins each line.
     """
 
     def __init__(self, name: str):
@@ -44,12 +44,12 @@ class Output:
             self._left = _MAX_BYTES
 
     def log(self, printed: IO[bytes]) -> None:
-        """Log the output of a process until it and all processes that it started have ended.
+        """Log the output of a process until the process and all processes that it started have ended.
 
-        Output over the limit is dropped.
+        Output over the limit is read and dropped.
 
         Args:
-            printed: Pipe of the process's output.
+            printed: The pipe with the output of the process. It is closed at the end.
         """
         logger = logging.getLogger(f"areno.{self._name}s")
         with printed:
@@ -73,22 +73,23 @@ _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # buffered by the syste
 
 
 class Worker:
-    """One process of user code: starting, idle (no chunk), or busy with `chunk` until `deadline`.
+    """One process of user code. It is starting, idle, or busy with the calls in `chunk` until `deadline`.
 
     Args:
-        first_message: The user code and its options.
-        import_limit_s: Seconds for the import of the user code.
-        module: Module whose `serve` runs in the process.
-        output: Logs the lines that it prints.
+        first_message: The message with the user code and its options.
+        import_limit_s: The time limit for importing the user code, in seconds.
+        module: The name of the module whose function `serve` the process runs.
+        output: Logs the lines that the process prints.
 
     Attributes:
-        connection: Connection to the process.
-        process: The keeper of the process.
-        chunk: Numbers of the calls that it has not answered.
-        sent: Number of calls of the last chunk.
-        is_async: Whether the user's function is async.
-        is_starting: Whether the import has not finished.
-        deadline: Time of `time.monotonic` by which it must answer.
+        connection: The connection to the process.
+        process: The keeper, which is the parent of the process.
+        chunk: The numbers of the calls that the process has not answered yet.
+        sent: The number of calls that were last sent together.
+        is_async: Whether the user's function is async. False until the process has started.
+        is_starting: Whether the process is still importing the user code.
+        deadline: The time (time.monotonic) by which the process must send its next message. Infinity while it is
+            idle.
     """
 
     def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: Output):
@@ -102,7 +103,7 @@ class Worker:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # not the run's, which processes of the user code would hold open
+                stdout=subprocess.PIPE,  # not the driver's stdout, which processes of the user code would keep open
                 stderr=subprocess.STDOUT,
                 pass_fds=[fd],
                 start_new_session=True,
@@ -119,15 +120,15 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the process has started and has no calls left."""
+        """Return whether the process has started and has no unanswered calls."""
         return not self.is_starting and not self.chunk
 
     def send(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
-        """Send calls.
+        """Send calls to the process, and set its deadline.
 
         Args:
-            chunk: (number, pickled arguments) of each call. Empty sends nothing.
-            timeout_s: Time limit for the first answer, and for all answers if the function is async.
+            chunk: A tuple (number of the call, pickled arguments) for each call. An empty list sends nothing.
+            timeout_s: The time limit in seconds, for the first answer or, if the function is async, for all answers.
         """
         if not chunk:
             return
@@ -137,7 +138,7 @@ class Worker:
         self.deadline = time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
 
     def _post(self, message: Any) -> None:
-        """Send a message. A large one is sent in a thread, since a process that hangs does not read it."""
+        """Send a message. A large message is sent in a thread, because a process that hangs does not read it."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
         def send() -> None:
@@ -150,11 +151,13 @@ class Worker:
         self._sender.start()
 
     def answered(self, position: int, timeout_s: float) -> None:
-        """Remove an answered call and set the next deadline.
+        """Remove an answered call from `chunk`, and set the next deadline.
+
+        While an async function has more calls to answer, the deadline stays.
 
         Args:
-            position: Number of the call.
-            timeout_s: Time limit for the next answer.
+            position: The number of the call.
+            timeout_s: The time limit for the next answer, in seconds.
         """
         self.chunk.remove(position)
         if not self.chunk:
@@ -163,19 +166,19 @@ class Worker:
             self.deadline = time.monotonic() + timeout_s
 
     def exit_text(self) -> str:
-        """Describe the end of the process."""
+        """Return how the process ended as text, such as "exit code 3", after waiting for its keeper."""
         try:
             return exit_text(self.process.wait(timeout=EXIT_CODE_S))
         except subprocess.TimeoutExpired:
             return "closed its connection"
 
     def stop(self) -> None:
-        """Tell the keeper to end the process and all processes that it started, without waiting."""
+        """Ask the keeper to end the process and all processes that it started. Return without waiting."""
         self.process.terminate()
         self.process.send_signal(signal.SIGCONT)  # in case the keeper is stopped
 
     def end(self) -> None:
-        """End the process and all processes that it started, and wait for it."""
+        """End the process and all processes that it started, wait for their end, and close the connection."""
         self.stop()
         try:
             self.process.wait(_END_S)

@@ -1,4 +1,4 @@
-"""The data of the live display: the trends of scalars, the current step, a few samples, and warnings."""
+"""The data of the live display: recent scalars, the progress of the run, a few samples, and warnings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Trend:
-    """The values of a scalar so far, averaged over equal numbers of steps. Its memory does not grow with the run.
+    """The course of a scalar over the whole run, in at most 2 * POINTS points.
+
+    Each point is the mean of equally many consecutive values. When there are too many points, pairs of them are
+    averaged.
 
     Attributes:
-        last: The last value; NaN before the first.
+        last: The last value, or NaN before the first value.
     """
 
     def __init__(self) -> None:
@@ -36,7 +39,7 @@ class Trend:
         self._size = 1  # values in a mean
 
     def add(self, value: float) -> None:
-        """Add the next value. Means skip values that are not finite."""
+        """Add the next value. A value that is NaN or infinite does not count in the means."""
         self.last = value
         self._open.append(value)
         if len(self._open) == self._size:
@@ -48,19 +51,19 @@ class Trend:
 
     @property
     def values(self) -> list[float]:
-        """Return the means, oldest first. The last one covers the newest values."""
+        """Return the points, oldest first. The last point may be the mean of fewer values than the others."""
         return self._means + ([_mean(self._open)] if self._open else [])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as bars of text.
+    """Draw values as a line of Unicode bars, whose heights range from the smallest to the largest value.
 
     Args:
         values: The values, oldest first.
-        width: The most characters. More values are averaged.
+        width: The largest number of characters. If there are more values, neighbours are averaged.
 
     Returns:
-        A bar for each value. A space stands for values that are not finite.
+        One character for each value or average. NaN and infinite values are spaces. "" if no value is finite.
     """
     if width < 1:
         return ""
@@ -78,7 +81,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the finite values; NaN without any."""
+    """Return the mean of the finite values, or NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
@@ -103,13 +106,13 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample to show.
+    """The texts of a sample on the live display.
 
     Attributes:
-        reward: The reward as text, or why there is none.
-        prompt: The prompt.
-        completion: The completion.
-        n_tokens: The length of the completion.
+        reward: The reward as text, or the status of scoring, such as "timeout", if the sample has no reward.
+        prompt: The text of the prompt.
+        completion: The text of the completion.
+        n_tokens: The length of the completion, in tokens.
     """
 
     reward: str
@@ -120,22 +123,22 @@ class ShownSample:
 
 @dataclass
 class Snapshot:
-    """A copy of the board at one moment, for the thread that draws. Times are in seconds.
+    """A snapshot of the board, which the drawing thread uses. All times are in seconds.
 
     Attributes:
         step: The last completed step.
         total: The number of steps of the run.
         elapsed: The time since the start of the run.
-        left: The estimated time to the end of the run; None while there is no estimate.
-        phase: What the current step does; "" between steps.
-        work: How much of the phase is done.
-        times: The times of the last step, by phase.
-        trends: The last value and the trend of each scalar, by name.
+        left: The estimated time until the end of the run, or None if it cannot be estimated yet.
+        phase: The current phases of the step, such as "rollout", or "" if none is in progress.
+        work: The progress of the current rollout or scoring as text, such as "12/64 prompts", or "".
+        times: The duration of each phase in the last step, by name, and of the whole step under "step".
+        trends: For each scalar, a tuple of its last value and its course (see Trend.values).
         samples: The samples to show.
-        samples_step: The step of the samples.
-        n_warnings: The number of warnings so far.
-        warning: The last warning.
-        note: A message to the user, such as that the run will stop soon.
+        samples_step: The step that the samples are from.
+        n_warnings: The number of warnings since the start.
+        warning: The text of the last warning, or "".
+        note: A message to the user, such as that the run will stop soon, or "".
     """
 
     step: int
@@ -154,11 +157,14 @@ class Snapshot:
 
 
 class Board(Tracker):
-    """Collects the data of the live display. Methods may be called in any thread.
+    """Collects the data of the live display. Its methods may be called from any thread.
 
     Args:
-        total_steps: Returns the number of steps of the run, as far as it is known.
-        seconds: Returns how long the run has taken so far.
+        total_steps: Returns the number of steps of the run as currently known.
+        seconds: Returns the time since the start of the run, in seconds.
+
+    Attributes:
+        note: A message to the user, which the display shows in place of the current phase. "" shows the phase.
     """
 
     def __init__(self, total_steps: Callable[[], int], seconds: Callable[[], float]):
@@ -175,7 +181,7 @@ class Board(Tracker):
         self.note = ""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add scalars to their trends."""
+        """Add the scalars of a step to their trends. The scalars time/* become the durations of the phases."""
         with self._lock:
             for name, value in scalars.items():
                 if name.startswith("time/"):
@@ -188,31 +194,31 @@ class Board(Tracker):
                 self._ends.append((step, time.monotonic()))
 
     def forget(self) -> None:
-        """Drop trends and samples, because the steps are repeated."""
+        """Drop all trends and samples, because the run returns to an earlier step."""
         with self._lock:
             self._trends.clear()
             self._samples = []
 
     def recall(self, name: str, value: float) -> None:
-        """Add a value that an earlier session has recorded.
+        """Add a value that an earlier session of the run recorded.
 
         Args:
             name: The name of the scalar.
-            value: The value.
+            value: The value. Values are added oldest first.
         """
         with self._lock:
             self._trends.setdefault(name, Trend()).add(value)
 
     @property
     def has_steps(self) -> bool:
-        """Return whether the run has recorded any scalar."""
+        """Return whether any scalar other than time/* has been recorded."""
         return bool(self._trends)
 
     def begin(self, step: int) -> None:
-        """Note that the step after `step` starts. The estimate of the remaining time ignores the time before.
+        """Record that training starts after `step`. The remaining time is estimated only from the steps that follow.
 
         Args:
-            step: The last completed step; 0 before the first.
+            step: The last completed step, or 0 before the first step.
         """
         with self._lock:
             self._step = step
@@ -220,7 +226,7 @@ class Board(Tracker):
             self._ends.append((step, time.monotonic()))
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Choose samples to show, if those on the display are old enough."""
+        """Replace the shown samples if they have been on the display for at least SAMPLES_S seconds."""
         now = time.monotonic()
         if now - self._samples_at < SAMPLES_S:
             return
@@ -229,12 +235,12 @@ class Board(Tracker):
             self._samples, self._samples_step, self._samples_at = chosen, step, now
 
     def warn(self, text: str) -> None:
-        """Add a warning of the run."""
+        """Record a warning, which replaces the earlier one on the display."""
         self._warnings.append(text)
         self._n_warnings += 1
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the current data."""
+        """Return a snapshot of the current data."""
         phase = " · ".join(dict.fromkeys(_PHASES[name] for name, _ in heartbeat.work() if name in _PHASES))
         now = time.monotonic()
         with self._lock:
@@ -256,7 +262,7 @@ class Board(Tracker):
             )
 
     def _left(self, now: float, total: int) -> float | None:
-        """Estimate the time to the end of the run."""
+        """Estimate the time until the end of the run, in seconds. None before a step has completed."""
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -265,22 +271,25 @@ class Board(Tracker):
 
 
 class Warnings(OwnHandler):
-    """A logging handler that adds the warnings of a run to its board."""
+    """A logging handler that passes warnings and errors to a board."""
 
     def __init__(self, board: Board):
         super().__init__(logging.WARNING)
         self._board = board
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add the message of a record."""
+        """Pass the message of a record to the board."""
         self._board.warn(record.getMessage())
 
 
 def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-    """Return the samples with the highest, the median and the lowest reward.
+    """Return the samples with the highest, the median and the lowest reward, without duplicates.
 
     Args:
-        samples: The samples of a step. Without any reward, the first ones are returned.
+        samples: The samples of a step.
+
+    Returns:
+        At most three samples. If no sample has a reward, the first N_SAMPLES samples.
     """
     scored = sorted(
         (sample for sample in samples if sample.outcome.value is not None),
@@ -294,14 +303,14 @@ def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
 
 
 def _shown(sample: ScoredSample) -> ShownSample:
-    """Return the fields of a sample that are shown."""
+    """Convert a sample to the texts that the display shows."""
     value = sample.outcome.value
     reward = sample.outcome.status if value is None else f"{value:.3g}"
     return ShownSample(reward, sample.item.prompt, sample.completion, sample.sequence.n_tokens)
 
 
 def _work() -> str:
-    """Return in words how much of a rollout is done."""
+    """Return the progress of the innermost open Progress as text, or "" if there is none."""
     for one in console.under_way[-1:]:
         rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""
         return f"{one.done}/{one.total} {one.unit}{rate}"

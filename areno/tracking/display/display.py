@@ -1,4 +1,4 @@
-"""The live display of a run: a panel at the start, a few lines that are kept up to date, and a table at the end."""
+"""The live display of a run: a panel at the start, a few lines that are updated in place, and a table at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _SETTINGS_LINES = 4  # of the panel at the start
 
 
 def chosen_console(setting: str) -> Console:
-    """Return the console of a setting on the current stderr.
+    """Return which lines stderr shows, after replacing "auto" by a choice for this terminal.
+
+    "auto" and "live" become "lines" if stderr cannot show the live display. "auto" also becomes "lines" if a host
+    program receives areno's log records.
 
     Args:
         setting: The value of stats_logger.console.
@@ -45,13 +48,13 @@ def chosen_console(setting: str) -> Console:
 
 
 class Display(Tracker):
-    """Shows a run on the terminal of stderr. If drawing fails, the lines of the log appear instead.
+    """A tracker that shows a run on the terminal of stderr. If drawing fails, log lines are shown from then on.
 
     Args:
         folder: The folder of the run.
-        log: The log of the run. Its console is "live".
-        total_steps: Returns the number of steps of the run, as far as it is known.
-        seconds: Returns how long the run has taken so far.
+        log: The RunLog of the run, with the console "live".
+        total_steps: Returns the number of steps of the run as currently known.
+        seconds: Returns the time since the start of the run, in seconds.
     """
 
     def __init__(self, folder: Path, log: RunLog, total_steps: Callable[[], int], seconds: Callable[[], float]):
@@ -64,10 +67,10 @@ class Display(Tracker):
         self._shows = False
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Show a panel, and start the display below it.
+        """Print the start panel, and start the live display below it.
 
         Args:
-            facts: The lines of the panel, by name.
+            facts: The texts in the panel by name, such as the model and the data of the run.
         """
         with self._harmless():
             self._screen.start()
@@ -76,15 +79,15 @@ class Display(Tracker):
             self._screen.print(self._rendered(start_panel(facts, self._width)))
 
     def begin(self, step: int) -> None:
-        """Note that the step after `step` starts.
+        """Record that training starts after `step`.
 
         Args:
-            step: The last completed step; 0 before the first.
+            step: The last completed step, or 0 before the first step.
         """
         self.board.begin(step)
 
     def tell(self, text: bytes) -> None:
-        """Show a message of a signal handler.
+        """Show a message from a signal handler, such as that the run will stop soon.
 
         Args:
             text: The message, in UTF-8.
@@ -92,7 +95,7 @@ class Display(Tracker):
         self.board.note = text.decode().strip()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show scalars of a step."""
+        """Show the scalars of a step."""
         with self._harmless():
             self.board.log(step, scalars)
 
@@ -102,7 +105,7 @@ class Display(Tracker):
             self.board.samples(step, samples)
 
     def resume(self, step: int) -> None:
-        """Show the scalars of the earlier session up to a step."""
+        """Replace the shown scalars by the values that the run recorded up to and including `step`."""
         with self._harmless():
             self.board.forget()
             for name, (steps, values) in RunReader(self._folder).metrics().items():
@@ -110,14 +113,14 @@ class Display(Tracker):
                     self.board.recall(name, value)
 
     def finish(self) -> None:
-        """Replace the display by a table of the most important scalars."""
+        """Replace the live display by a table with the most important scalars and the last checkpoint."""
         with self._harmless():
             if self._shows:
                 self._stop(self._final_text() if self.board.has_steps else "")
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Turn an error of the display into its end, so that the run continues."""
+        """End the display if the `with` block raises an exception, so that the run continues."""
         try:
             yield
         except Exception as error:
@@ -125,13 +128,13 @@ class Display(Tracker):
             self._failed(error)
 
     def _stop(self, last: str = "") -> None:
-        """Remove the display, and print `last` in its place."""
+        """Remove the live display, and print `last` in its place."""
         self._shows = False
         logger.removeHandler(self._handler)
         self._screen.close(last)
 
     def _failed(self, error: Exception) -> None:
-        """Show lines from now on, and warn once."""
+        """Log a warning about `error`, and show log lines from now on."""
         self._shows = False
         self._log.console = "lines"
         logger.removeHandler(self._handler)
@@ -139,20 +142,22 @@ class Display(Tracker):
 
     @property
     def _width(self) -> int:
+        """Return the width of panels and tables, in characters."""
         return min(os.get_terminal_size(self._stream.fileno()).columns or 80, 120) - 1
 
     def _lines(self, width: int, height: int) -> list[Line]:
+        """Return the lines of the display for a terminal of this size, in characters."""
         return draw(self.board.snapshot(), self._title, width, height)
 
     def _final_text(self) -> str:
-        """Return the table and the last checkpoint as text."""
+        """Return the table of scalars and the path of the last checkpoint as text."""
         run = RunReader(self._folder)
         checkpoint = run.latest_checkpoint()
         said = f"checkpoint:   {os.path.relpath(checkpoint)}\n" if checkpoint else "no checkpoint was saved\n"
         return self._rendered(end_table(run, self._title)) + said
 
     def _rendered(self, part: Panel | Table) -> str:
-        """Return a panel or a table as text for the terminal."""
+        """Convert a panel or a table to text with the terminal's control sequences."""
         console = RichConsole(file=self._stream, width=self._width)
         with console.capture() as capture:
             console.print(part)
@@ -160,14 +165,15 @@ class Display(Tracker):
 
 
 def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """Return the settings that differ from the defaults: those of the command line, and the others.
+    """Return the settings of a run that differ from the defaults, as text for the start panel.
 
     Args:
         config: The settings of the run.
-        overrides: The settings of its command line.
+        overrides: The settings given on the command line of the run.
 
     Returns:
-        "given" and "settings", each if there are any.
+        "given" has the settings from the command line, "settings" has all others that differ from their defaults. A
+        name is left out if its text is empty.
     """
     known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # other lines of the panel show them
     known |= {line.partition("=")[0].lstrip("+") for line in overrides}
@@ -177,11 +183,11 @@ def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[s
 
 
 def start_panel(facts: Mapping[str, str], width: int) -> Panel:
-    """Return a panel with the facts of a run.
+    """Return the panel that is shown at the start of a run.
 
     Args:
-        facts: The facts by name. A long one takes at most a few lines.
-        width: The width of the panel, in cells.
+        facts: The texts by name. A text of more than _SETTINGS_LINES lines is cut.
+        width: The width of the panel, in terminal cells.
     """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold cyan", no_wrap=True)
@@ -194,10 +200,12 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
 
 
 def end_table(run: RunReader, title: str) -> Table:
-    """Return a table of the headline numbers. Equal series, such as accuracy and a reward of 0 or 1, are one row.
+    """Return a table with the first, the best and the last value of the most important scalars.
+
+    A scalar is left out if its values equal those of an earlier row, as for accuracy and a reward of 0 or 1.
 
     Args:
-        run: The run.
+        run: The reader of the run.
         title: The title of the table.
     """
     table = Table(title=title, title_justify="left", border_style="bright_black")

@@ -1,7 +1,7 @@
-"""Redraws a few lines at the bottom of a terminal in a thread, and prints all other output above them.
+"""Redraws a few lines at the bottom of a terminal from a thread, and prints all other output above them.
 
-The cursor is never hidden, and no mode of the terminal changes. So the terminal stays usable if the process is stopped,
-continued or killed.
+The cursor is never hidden, and no mode of the terminal is changed. So the terminal stays usable if the process is
+stopped, continued or killed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ _COLORS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "true
 
 
 class Screen:
-    """Shows lines at the bottom of a terminal until `close`. Meanwhile it replaces stderr and stdout.
+    """Shows lines at the bottom of a terminal until `close`. Until then, it replaces sys.stderr and sys.stdout.
 
     Args:
         stream: The terminal.
-        lines: Returns the lines for a width and a height. They are fewer than the height.
-        failed: Called once, in any thread, if drawing raises. stderr and stdout are restored before.
+        lines: Returns the lines to show, given the width and the height in characters. It must return fewer lines than
+            the height.
+        failed: Called with the exception if drawing raises one, after sys.stderr and sys.stdout are restored. It may be
+            called in any thread, and at most once.
     """
 
     def __init__(self, stream: TextIO, lines: Callable[[int, int], list[Line]], failed: Callable[[Exception], None]):
@@ -58,7 +60,7 @@ class Screen:
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-display")
 
     def start(self) -> None:
-        """Start to draw. It is called once."""
+        """Replace sys.stderr and sys.stdout, and start the drawing thread. Call this once."""
         for name in ("stderr", "stdout"):
             before = vars(sys)[name]
             if before is not None and before.isatty():
@@ -70,10 +72,10 @@ class Screen:
         self._thread.start()
 
     def print(self, text: str) -> None:
-        """Print complete lines above the display. The thread writes them a little later, see `flush`.
+        """Print complete lines above the display. The drawing thread writes them a little later, see `flush`.
 
         Args:
-            text: The lines.
+            text: The lines. A missing newline at the end is added.
         """
         line = text if text.endswith("\n") else text + "\n"
         with self._ending:
@@ -84,10 +86,10 @@ class Screen:
         self._stream.write(line)
 
     def flush(self) -> None:
-        """Wait until the printed lines are on the terminal, at most _FLUSH_S seconds.
+        """Wait at most _FLUSH_S seconds until all printed lines are on the terminal.
 
-        Ctrl-S may hold the terminal. The main thread does not wait, so that its steps are not delayed. It closes the
-        screen before it ends.
+        In the main thread this returns at once, because Ctrl-S may block the terminal and the steps of the run must not
+        be delayed. The main thread calls `close` before it ends.
         """
         waits = threading.current_thread() not in (threading.main_thread(), self._thread)
         if waits and self._above and not self._ended.is_set():
@@ -96,9 +98,9 @@ class Screen:
             self._shown.wait(_FLUSH_S)
 
     def close(self, last: str = "") -> None:
-        """Remove the lines, and restore stderr and stdout. A second call does nothing.
+        """Remove the lines, and restore sys.stderr and sys.stdout. Later calls do nothing.
 
-        If Ctrl-S holds the terminal, this waits at most _END_S seconds.
+        If Ctrl-S blocks the terminal, this waits at most _END_S seconds.
 
         Args:
             last: The text to print in place of the lines.
@@ -114,7 +116,7 @@ class Screen:
             self._thread.join(_END_S)
 
     def _restore(self) -> None:
-        """Restore stderr, stdout and the signal handler."""
+        """Restore sys.stderr, sys.stdout and the handler of SIGCONT."""
         for name, before, above in self._streams:
             above.end()
             if vars(sys)[name] is above:
@@ -125,11 +127,11 @@ class Screen:
             self._signal = None
 
     def _note_continued(self, number: int, frame: Any) -> None:
-        """Handle SIGCONT."""
+        """Handle SIGCONT: record that the process was stopped and continued."""
         self._continued = True
 
     def _run(self) -> None:
-        """Draw again and again until the end."""
+        """Draw repeatedly until `close`. This runs in the thread."""
         interval = 0.0
         try:
             while not self._ended.is_set():
@@ -156,11 +158,7 @@ class Screen:
             self._failed(error)
 
     def draw(self, keep: bool = True) -> None:
-        """Write new output, and then the lines of the display below it.
-
-        Args:
-            keep: Whether the lines of the display are written. False removes them.
-        """
+        """Write the new output, and redraw the lines below it. With keep=False, only erase the lines."""
         size = os.get_terminal_size(self._stream.fileno())
         width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
         here = _in_foreground(self._stream.fileno())
@@ -183,16 +181,16 @@ class Screen:
         self._shown.set()
 
     def _painted(self, text: str, style: str) -> str:
-        """Return a text with the control sequences of its style."""
+        """Return a text with the terminal's control sequences for a style."""
         return Style.parse(style).render(text, color_system=self._colors) if style and self._colors else text
 
 
 class Above(io.TextIOBase):
-    """Replaces a stream to the terminal: complete lines are printed above the display.
+    """A text stream that replaces sys.stderr or sys.stdout and prints complete lines above the display.
 
     Args:
         screen: The display.
-        stream: The stream.
+        stream: The stream that is replaced.
     """
 
     def __init__(self, screen: Screen, stream: TextIO):
@@ -200,7 +198,7 @@ class Above(io.TextIOBase):
         self._ended = False
 
     def write(self, text: str, /) -> int:
-        """Print the complete lines, and keep the rest."""
+        """Print the complete lines of a text, and keep an incomplete last line until it is complete."""
         if self._ended:  # a caller has kept this object
             return self._stream.write(text)
         with self._lock:
@@ -211,49 +209,49 @@ class Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream or the display."""
+        """Wait until the complete lines are on the terminal, or flush the replaced stream after `end`."""
         if self._ended:
             self._stream.flush()
         else:
             self._screen.flush()
 
     def end(self) -> None:
-        """Write to the stream itself from now on."""
+        """Print an incomplete last line, and pass all later writes to the replaced stream."""
         rest, self._rest = self._rest.rpartition("\r")[2], ""
         if rest:
             self._screen.print(rest)
         self._ended = True
 
     def isatty(self) -> bool:
-        """Return that this is a terminal."""
+        """Return True, because the stream belongs to a terminal."""
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor of the terminal."""
+        """Return the file descriptor of the replaced stream."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
-        """Return that the stream can be written."""
+        """Return True."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Return the encoding of the stream."""
+        """Return the encoding of the replaced stream."""
         return self._stream.encoding
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """Return how the stream handles characters that it cannot encode."""
+        """Return how the replaced stream handles characters that it cannot encode, such as "strict"."""
         return self._stream.errors
 
     @property
     def buffer(self) -> Any:
-        """Return the binary stream, whose bytes go to the terminal unchanged."""
+        """Return the binary buffer of the replaced stream. Bytes written to it bypass the display."""
         return self._stream.buffer
 
 
 def _in_foreground(terminal: int) -> bool:
-    """Return whether this process may draw. After Ctrl-Z and `bg`, the terminal belongs to the shell."""
+    """Return whether this process owns the terminal. After Ctrl-Z and `bg`, the shell owns it."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:  # not the terminal that controls this process
@@ -261,10 +259,10 @@ def _in_foreground(terminal: int) -> bool:
 
 
 def can_draw(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal that can show the display.
+    """Return whether a stream is a terminal that can show the display, with at least 40 columns and Unicode.
 
     Args:
-        stream: The stream; None without one.
+        stream: The stream, or None if the process has no such stream.
     """
     if stream is None or not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
         return False

@@ -1,4 +1,4 @@
-"""Draws the live display as lines of text that fit the terminal."""
+"""Layout of the live display: it becomes lines of styled text that fit the terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TWO_COLUMNS = 100  # the least width for two columns, in cells
 
 @dataclass(frozen=True)
 class Row:
-    """One number of the display.
+    """A row of the display, which shows one scalar.
 
     Attributes:
-        title: Its title.
-        name: The name of the scalar.
-        share: It is shown in percent.
-        is_main: It stands above the others.
+        title: The text before the value.
+        name: The name of the scalar, such as "train/loss".
+        share: Whether the value is a fraction to be shown in percent.
+        is_main: Whether the row is among the important rows at the top.
     """
 
     title: str
@@ -60,16 +60,17 @@ _PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
 
 
 def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
-    """Draw the display.
+    """Return the lines of the display.
 
     Args:
-        look: The data.
-        title: The title.
+        look: The data to show.
+        title: The title of the first line.
         width: The width of the terminal, in cells.
         height: The height of the terminal, in rows.
 
     Returns:
-        Fewer lines than `height`, each narrower than `width`. The most important ones come first.
+        Fewer lines than `height`, each narrower than `width`, the most important lines first. A line is a list of
+        (text, style).
     """
     width -= 1  # after a line of full width, some terminals start another line
     lines = [_rule(title, width), *_head(look, width)]
@@ -90,10 +91,13 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
 
 
 def rows_of(look: Snapshot) -> list[Row]:
-    """Return the rows for which the run has numbers.
+    """Return the rows whose scalars the run has recorded.
+
+    Of rows with the same values, such as accuracy and a reward of 0 or 1, only the first is returned. The loss is left
+    out if there are rewards.
 
     Args:
-        look: The data. Of two rows with equal values, such as accuracy and a reward of 0 or 1, one is shown.
+        look: The data to show.
     """
     found: dict[tuple[object, ...], Row] = {}
     parts = [name for name in look.trends if name.startswith(_PART) and not name.endswith("_std")]
@@ -106,7 +110,7 @@ def rows_of(look: Snapshot) -> list[Row]:
 
 
 def _head(look: Snapshot, width: int) -> Iterator[Line]:
-    """Draw the progress of the run and of the current step."""
+    """Draw two lines: the progress of the run, and the current phase with the times of the last step."""
     share = look.step / look.total if look.total else 0.0
     told = [f"step {look.step}/{look.total}", f"{100 * share:3.0f} %", f"{duration(look.elapsed)} elapsed"]
     told += [f"{duration(look.left)} left"] if look.left is not None else []
@@ -126,7 +130,7 @@ def _head(look: Snapshot, width: int) -> Iterator[Line]:
 
 
 def _rows(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
-    """Draw rows, with sparklines of at most `trend` cells."""
+    """Draw one line per row. trend: the largest width of its sparkline, in cells."""
     for row in rows:
         value, course = look.trends[row.name]
         text = _cut(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
@@ -140,7 +144,7 @@ def _rows(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterat
 
 
 def _others(rows: Sequence[Row], look: Snapshot, width: int) -> Iterator[Line]:
-    """Draw rows, in two columns if the terminal is wide enough."""
+    """Draw the rows that are not main rows, in two columns if the terminal is wide enough."""
     if width < _TWO_COLUMNS:
         yield from _rows(rows, look, width, width - _TITLE - _VALUE - 4)
         return
@@ -154,7 +158,7 @@ def _others(rows: Sequence[Row], look: Snapshot, width: int) -> Iterator[Line]:
 
 
 def _sample(sample: ShownSample, width: int, n_lines: int) -> Iterator[Line]:
-    """Draw a sample in `n_lines` lines: the end of the prompt, with the question, and the start of the completion."""
+    """Draw a sample in at most `n_lines` lines: the end of its prompt and the beginning of its completion."""
     reward = f" {sample.reward:>6}  "
     room = width - len(reward)
     prompt, completion = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
@@ -175,13 +179,13 @@ def _sample(sample: ShownSample, width: int, n_lines: int) -> Iterator[Line]:
 
 
 def _rule(title: str, width: int) -> Line:
-    """Draw a line with a title."""
+    """Draw a horizontal line with a title."""
     text = _cut(f"── {title} ", width)
     return [(text + "─" * (width - cell_len(text)), "bright_black")]
 
 
 def _fitted(line: Line, width: int) -> Line:
-    """Return a line, cut to `width` cells."""
+    """Cut a line to `width` cells."""
     kept: list[tuple[str, str]] = []
     for text, style in line:
         kept.append((text if cell_len(text) <= width else set_cell_size(text, width), style))
@@ -190,19 +194,19 @@ def _fitted(line: Line, width: int) -> Line:
 
 
 def _cut(text: str, width: int) -> str:
-    """Return at most `width` cells of a text, without control characters."""
+    """Cut a text to `width` cells, and replace its control characters."""
     width = max(0, width)
     text = "".join(char if char.isprintable() else "·" for char in text[: width + 1])
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[:width]
 
 
 def _end(text: str, width: int) -> str:
-    """Return the last `width` cells of a text."""
+    """Return the end of a text, at most `width` cells wide."""
     return _cut(text if len(text) <= width else "…" + text[1 - width :], width)
 
 
 def _number(value: float, share: bool) -> str:
-    """Return a number as text, in percent if it is a share."""
+    """Format a value as text, in percent if `share` is True."""
     if share:
         return f"{100 * value:.1f} %"
     return f"{value / 1000:,.1f}k" if abs(value) >= 10_000 else f"{value:.4g}"
