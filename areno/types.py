@@ -319,8 +319,9 @@ PromptBatch = Batch[PromptItem]  # of one RL step
 
 @dataclass(slots=True, kw_only=True)
 class TokenRow:
-    """Consecutive tokens that a model read and wrote, as one training row of an agent. Arrays have one entry per
-    token.
+    """Consecutive tokens that a model read and wrote: one training row of an agent.
+
+    Each array has one entry per token.
 
     Attributes:
         tokens: Token ids.

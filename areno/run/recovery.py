@@ -68,9 +68,7 @@ class RecoverableEngine(Protocol):
 
 @dataclass
 class _Write:
-    """A state that is being written. `thread` completes the folder, and is None until the engine has written its
-    files.
-    """
+    """A state that is being written. `thread` is None until the engine has written its files."""
 
     step: int
     folder: Path
