@@ -48,7 +48,7 @@ class DPOActorConfig(ModelConfig):
 
     @forbid("label_smoothing", "is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0")
     def unused_smoothing(self) -> bool:
-        """Refuse label smoothing for a loss without it."""
+        """Return whether label smoothing is set for a loss that does not use it."""
         return self.label_smoothing > 0 and self.loss_type != "sigmoid"
 
 
@@ -67,7 +67,7 @@ class DPOConfig(PreferenceExperimentConfig):
 
 
 def loop() -> type[DPOTrainer]:
-    """Import the training loop, which takes longer than `--help` may."""
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.dpo import DPOTrainer
 
     return DPOTrainer

@@ -30,7 +30,7 @@ class SFTConfig(SupervisedExperimentConfig):
 
 
 def loop() -> type[SFTTrainer]:
-    """Import the training loop, which takes longer than `--help` may."""
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.sft import SFTTrainer
 
     return SFTTrainer

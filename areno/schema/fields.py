@@ -435,7 +435,7 @@ class Section:
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace redundant settings by the settings that they are another way to choose.
+        """Rewrite settings that only choose a value of another setting, such as use_sapo_loss for surrogate=sapo.
 
         The base class changes nothing. A subclass with such settings overrides this method. It is applied to
         constructor arguments, to files and to the settings of earlier runs.
@@ -444,7 +444,7 @@ class Section:
             values: A value for each setting of the section, not checked yet.
 
         Returns:
-            The changed values. Values that contradict each other are returned unchanged.
+            The rewritten values. Values that contradict each other are returned unchanged.
         """
         return dict(values)
 
