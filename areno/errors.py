@@ -1,15 +1,15 @@
-"""Define the exceptions of areno. A message says what was wrong, what was expected and which setting to change.
+"""The exceptions of areno. A message says what was wrong, what was expected and which setting to change.
 
 ArenoError
-├── ConfigError (ValueError)        a setting is missing, unknown, mistyped or does not fit the others
+├── ConfigError (ValueError)        a setting is missing, unknown or mistyped, or contradicts another setting
 ├── DataError (ValueError)          a dataset cannot be read or a row does not have the expected form
 ├── GrammarError (ValueError)       a grammar for constrained decoding cannot be compiled
 ├── CheckpointError (OSError)       a model folder cannot be read or written
-└── EngineError (RuntimeError)      the engine ran out of memory, or was used out of order
-    └── WorkerLost                  a worker died, hangs or lost its device: Engine.restart brings it back
+└── EngineError (RuntimeError)      the engine ran out of memory, or its methods were called out of order
+    └── WorkerLost                  a worker died, hangs or lost its device: Engine.restart starts new workers
 
-Settings in a message are `Key` objects, not words of its text. So a caller whose users know a setting by another name
-can rename it (`keys_renamed`).
+Settings in a message are `Key` objects instead of text. So a caller whose users know a setting by another name can
+rename it (`keys_renamed`).
 
     raise EngineError("a prompt of {} tokens does not fit; raise {}", 900, Key("rollout.max_kv_tokens"))
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Rename = Callable[[str], "str | None"]
-"""Maps the name of a setting to its new name. None keeps the name."""
+"""Function that returns the new name of a setting, or None to keep its name."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Problem:
     @property
     def message(self) -> str:
         """The text with its values filled in, without `key`."""
-        # A text without args is used as it is, since it may contain braces of the user.
+        # A text without args is not formatted, since it may contain braces from user input.
         return self.template.format(*self.args) if self.args else self.template
 
     def under(self, prefix: str) -> Problem:
@@ -153,7 +153,7 @@ class EngineError(ArenoError, RuntimeError):
 
 
 class WorkerLost(EngineError):
-    """A worker died, hangs or lost its device. Its models are lost, and `Engine.restart` loads them again."""
+    """A worker died, hangs or lost its device. `Engine.restart` starts new workers and loads the models again."""
 
 
 def non_finite_logits() -> EngineError:
@@ -226,10 +226,10 @@ _ESCAPES = {code: repr(chr(code))[1:-1] for codes in (*_CONTROLS, _SURROGATES) f
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes in place of characters that control a terminal.
+    """Escape the characters of a text that control a terminal, so that it can be printed safely.
 
     These are control characters, line ends and changes of the text direction. Halves of surrogate pairs, which cannot
-    be encoded, are escaped too. Tabs stay.
+    be encoded, are escaped too. Tabs are kept.
 
     Args:
         text: Any text.

@@ -1,4 +1,4 @@
-"""Records that several rooms share: prompts, requests, samples, rewards, rows to train on. Imports no torch."""
+"""Records that several packages share: prompts, requests, samples, rewards, rows to train on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ _DEFAULTS = SamplingConfig()
 
 @dataclass(init=False)
 class SamplingParams(SamplingConfig):
-    """How completions are sampled. Values are checked when a rollout receives the record.
+    """Settings for sampling completions. They are checked when a rollout receives them.
 
-    Log-probabilities are those of softmax(logits / temperature), without penalties, top-k, top-p and min-p, as in
-    training. The arguments up to max_prompt_len may be positional. All others are keyword arguments.
+    Log-probabilities are those of softmax(logits / temperature), as in training. Penalties, top-k, top-p and min-p do
+    not change them. The arguments up to max_prompt_len may be positional. All others are keyword arguments.
 
     Args:
-        greedy: Take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
-        top_p: In (0, 1]. Keep the most likely tokens with this total probability.
-        top_k: Keep the k most likely tokens. -1 for all.
-        max_new_tokens: Longest completion, in tokens.
-        max_context_len: Longest prompt plus completion, in tokens. None takes the model's limit.
-        temperature: Divides the logits. Values below 1e-5 are greedy.
-        stop: Strings that end a completion. They stay in it.
-        stop_token_ids: Token ids that end a completion, beside the model's own. They stay in it.
-        ignore_eos: Do not end at the model's own end-of-sequence tokens.
-        skip_special_tokens: Leave special tokens out of decoded text. Only the training loops decode.
-        max_prompt_len: Longest prompt, in tokens. Longer prompts are refused.
+        greedy: Whether to take the most likely token at each position. Log-probabilities still use `temperature`.
+        top_p: In (0, 1]. Sample from the most likely tokens whose probabilities add up to this value.
+        top_k: Sample from the k most likely tokens. -1 samples from all.
+        max_new_tokens: Longest completion in tokens, without the prompt.
+        max_context_len: Longest prompt plus completion in tokens. None takes the limit of the model.
+        temperature: Divides the logits. Values below 1e-5 decode greedily, with log-probabilities at temperature 1.
+        stop: Strings that end a completion. The completion includes the string.
+        stop_token_ids: Token ids that end a completion, in addition to those of the model. The completion includes the
+            token.
+        ignore_eos: Whether to continue after an end-of-sequence token of the model.
+        skip_special_tokens: Whether to leave special tokens out of decoded text. Only the training loops decode text.
+        max_prompt_len: Longest prompt in tokens. Longer prompts are refused. None sets no limit.
         **more: `min_new_tokens` (no stop token is sampled before this many tokens), `frequency_penalty` (in [-2, 2],
-            lowers a token's logit once for each earlier occurrence in the completion), `presence_penalty` (in [-2, 2],
-            lowers a token's logit once if the completion contains the token) and `min_p` (in [0, 1], keeps the tokens
-            that are at least this many times as likely as the most likely one, arXiv 2407.01082).
+            subtracted from a token's logit once for each earlier occurrence in the completion), `presence_penalty` (in
+            [-2, 2], subtracted from a token's logit once if the completion contains the token) and `min_p` (in [0, 1],
+            keeps the tokens with at least `min_p` times the probability of the most likely token, arXiv 2407.01082).
     """
 
     max_context_len: int | None = setting(None, help="longest prompt plus completion in tokens", gt=0)
@@ -118,7 +119,7 @@ class Numbers(Generic[Number]):
 
 
 TokenScores = list[tuple[int, float]]
-"""The most likely tokens at one place with their log-probabilities, the most likely first."""
+"""(token id, log-probability) of the most likely tokens at one position, the most likely first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,7 +172,7 @@ class GenerationRequest:
 
 
 GIVEN_BACK = -1
-"""The `sample` of an output that says: this copy of the model has not begun the request, and does not have it now."""
+"""Value of GenerationOutput.sample if a copy of the model has returned a request before it began to sample."""
 
 
 @dataclass(kw_only=True)
@@ -314,7 +315,7 @@ class Batch(Generic[Item]):
         return len(self.items)
 
 
-PromptBatch = Batch[PromptItem]  # of one RL step
+PromptBatch = Batch[PromptItem]  # the prompts of one RL step
 
 
 @dataclass(slots=True, kw_only=True)

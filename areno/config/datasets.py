@@ -1,4 +1,4 @@
-"""Settings of data: the source of rows, their columns, and how many a step uses."""
+"""Settings of datasets: the source of rows, the columns of their fields, and how many rows a step uses."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ MISSING_ROWS = f"missing ({settings(DatasetConfig)['path'].help})"
 
 @dataclass(kw_only=True)
 class ValidSetConfig(DatasetConfig):
-    """Rows for evaluation. By default all of them are read, in order."""
+    """Rows for evaluation. By default all rows are read, in order."""
 
     split: str = setting("test", help="Split to read, if the source has several")
     batch_size: int = setting(

@@ -12,7 +12,7 @@ from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
 
-LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
+LONGEST_NAME = 255  # bytes; the limit of common file systems
 _EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
 
 LossFn = Callable[..., Any]
@@ -124,7 +124,7 @@ class ExperimentConfig(Section):
 
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:
-        """Report names that cannot be names of folders."""
+        """Report an experiment_name or trial_name that cannot be the name of a folder."""
         for key in ("experiment_name", "trial_name"):
             name = vars(self).get(key)
             if name is None:
@@ -162,16 +162,20 @@ class ExperimentConfig(Section):
 
 
 def pass_sizes(n_samples: int) -> list[int]:
-    """Return the values of k for pass@k: 1, 2, 4, ... below n_samples, and n_samples itself."""
+    """Return the values of k for which pass@k is measured: 1, 2, 4, ... below n_samples, and n_samples itself.
+
+    Args:
+        n_samples: Number of samples per prompt.
+    """
     return [*(1 << i for i in range((n_samples - 1).bit_length())), n_samples]
 
 
 def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[Problem]:
-    """Yield the problems with evaluator.metric and saver.best_metric.
+    """Yield a problem if evaluator.metric or saver.best_metric names a metric that evaluation does not measure.
 
     Args:
-        config: The settings of the run.
-        sets: The names of the evaluation sets.
+        config: Settings of the run.
+        sets: Names of the evaluation sets, which become parts of the names of metrics. "" for a single set.
     """
     metrics, best = config.eval_metrics(), config.saver.best_metric or ""
     names = [*metrics, *(f"{name}/{of_set}" for name in sets if name for of_set in metrics)]
@@ -195,7 +199,7 @@ class SupervisedExperimentConfig(ExperimentConfig):
 
 @dataclass(kw_only=True)
 class PreferenceExperimentConfig(ExperimentConfig):
-    """Settings of training on pairs of a preferred and a rejected answer."""
+    """Settings of training on pairs of a preferred and a rejected answer, such as DPO."""
 
     ref: models.ScoringRefConfig = setting(
         factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
@@ -351,7 +355,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_minibatches(self) -> bool:
-        """Return whether the mini-batches of the actor cannot have equal sizes."""
+        """Return whether ppo_n_minibatches does not divide the rows of a step."""
         return self.rows_per_step % self.actor.ppo_n_minibatches != 0
 
 
@@ -388,5 +392,5 @@ class CriticExperimentConfig(KLExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_critic_minibatches(self) -> bool:
-        """Return whether the mini-batches of the critic cannot have equal sizes."""
+        """Return whether the critic's ppo_n_minibatches does not divide the rows of a step."""
         return self.rows_per_step % self.critic.ppo_n_minibatches != 0

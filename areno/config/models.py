@@ -16,7 +16,7 @@ from areno.schema.fields import Needs, Section, check, forbid, setting
 OptimizerType = Literal["adam", "adam_8bit", "sgd"]
 ALL_LINEAR = "all-linear"
 FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")
-"""Settings that the adapters of init_lora_from bring with them."""
+"""Settings that are read from the folder init_lora_from."""
 _ADAPTERS = Needs("use_lora", so="there are no adapters")
 _MOMENTS = Needs("type", "adam", "adam_8bit", so="there are no moments")
 
@@ -77,7 +77,7 @@ class MicroBatchSpec(Section):
         16,
         help="Rows per micro-batch, if max_tokens_per_mb is null",
         gt=0,
-        # The engine makes a size of each from arguments of a script.
+        # Trainer.train sets both sizes, so only `build` reports a size that is not used.
         only_with=Needs("max_tokens_per_mb", None, so="micro-batches have a size in tokens", in_build=True),
         flag="--mini-bs",
     )
@@ -163,7 +163,10 @@ class UpdatedModelConfig(Section):
 
 @dataclass(kw_only=True)
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA 2106.09685): W x becomes W x + scale * B A x, and only A and B are trained."""
+    """Low-rank adapters (LoRA 2106.09685): W x becomes W x + scale * B A x, and only A and B are trained.
+
+    scale is lora_alpha / lora_rank, or lora_alpha / sqrt(lora_rank) with use_rslora.
+    """
 
     use_lora: bool = setting(
         False,
@@ -324,7 +327,7 @@ class KLConfig(PolicyConfig):
 
 @dataclass(kw_only=True)
 class RefConfig(Section):
-    """The frozen reference policy."""
+    """The frozen reference model of a policy algorithm."""
 
     path: str | None = setting(
         None,

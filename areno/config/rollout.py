@@ -1,4 +1,4 @@
-"""Settings of sampling, of agents, and of the reward: functions and a reward model. Imports no torch."""
+"""Settings of sampling, of agents, and of the reward. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from areno.reward_fns.built_in import BUILT_IN_REWARDS
 from areno.schema.fields import Missing, Needs, Section, as_in, check, forbid, setting, settings, with_sections
 
 LEAST_TEMPERATURE = 1e-5
-"""Lower temperatures count as 0: logits divided by them would leave the range of float32."""
+"""Lower temperatures decode greedily, because logits divided by them would leave the range of float32."""
 MOST_TEMPERATURE = 1e5
 _MOST = 2**31 - 1
-# A script may make a section greedy that has other settings of sampling.
+# A script may set greedy in a section that also has other sampling settings.
 _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=True)
 
 
@@ -110,12 +110,12 @@ class SamplingConfig(Section):
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
     def shortest_above_longest(self) -> bool:
-        """Return whether the shortest completion is longer than the longest."""
+        """Return whether min_new_tokens exceeds max_new_tokens."""
         return self.min_new_tokens > self.max_new_tokens
 
     @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
     def no_token_to_sample(self) -> bool:
-        """Return whether top_k keeps no token."""
+        """Return whether top_k is 0, which keeps no token."""
         return self.top_k == 0
 
     @forbid("stop", "contains an empty string, which would end every completion; leave it out")
@@ -199,7 +199,7 @@ class GenerationConfig(SamplingConfig):
 
 
 VERIFIERS = "verifiers:"
-"""The prefix of agent.fn before the name of an environment of the verifiers package."""
+"""Prefix of agent.fn if the agent is an environment of the verifiers package."""
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
 
 

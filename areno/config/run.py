@@ -19,7 +19,7 @@ from areno.services.service import Service
 
 @dataclass(kw_only=True)
 class DecoderConfig(Section):
-    """Memory and speed of the decoder."""
+    """Memory and speed of the decoder: prefill size, KV cache and CUDA graphs."""
 
     max_prefill_tokens: int = setting(8192, help="Prompt tokens per forward pass. Longer prompts are split", gt=0)
     mem_fraction: float = setting(
@@ -184,7 +184,10 @@ _EARLY_STOPPING = Needs("patience", so="the run is not ended early")
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
-    """When the model is evaluated on valid_dataset. A run with a valid_dataset always evaluates at its end."""
+    """When the model is evaluated on valid_dataset, and when early stopping ends the run.
+
+    A run with a valid_dataset always evaluates at its end.
+    """
 
     eval_before_train: bool = setting(False, help="Also evaluate before the first step")
     patience: int | None = setting(
@@ -305,7 +308,7 @@ class Layout:
 
 
 ALONE = Layout()
-"""The layout of one rank."""
+"""The layout of an engine with one rank."""
 
 
 @dataclass(kw_only=True)
@@ -436,7 +439,7 @@ class ClusterConfig(Section):
 
 @dataclass(kw_only=True)
 class SchedulerConfig(Section):
-    """How the worker processes are started."""
+    """Where the worker processes are started: on this machine or on a Ray cluster."""
 
     type: Literal["local", "ray"] = setting(
         "local",
@@ -454,7 +457,7 @@ class SchedulerConfig(Section):
 
 @dataclass(kw_only=True)
 class TensorBoardConfig(Section):
-    """TensorBoard event files."""
+    """Settings of the TensorBoard event files."""
 
     path: str | None = setting(
         None,

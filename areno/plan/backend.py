@@ -222,7 +222,7 @@ def _text(path: Any) -> Any:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-# What the settings that messages name are called in a script.
+# Setting of a recipe -> argument of a script.
 _ARGUMENTS = {
     "actor.path": "model_path",
     "actor.optimizer": "custom_config.optimizer",

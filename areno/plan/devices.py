@@ -95,7 +95,7 @@ def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: Sche
 
     each = cluster.n_gpus_per_node or (engine.world_size and engine.world_size // cluster.n_nodes)
     visible = torch.cuda.device_count() if engine.device != "cpu" else 0
-    if visible or engine.device == "cuda":  # the node of the command may have none of the run's
+    if visible or engine.device == "cuda":  # this machine may have no device of the run
         return visible if each is None else min(each, visible)
     return each or engine.tp_size
 

@@ -83,7 +83,7 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
 
 
 def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """Yield a rank that exceeds the width of every adapted layer. Some layers, such as k_proj, may be narrower."""
+    """Yield a problem if lora_rank exceeds the width of every adapted layer. Single narrower layers are accepted."""
     widths = [min(shape) for shape in _adapted_shapes(actor, model).values()]
     if widths and actor.lora_rank > (most := max(widths)):
         text = "is {}, but none of the layers with adapters is wider than {}, so a higher rank adds nothing"

@@ -45,9 +45,9 @@ class TrainerPlan:
         tokenizer: The tokenizer of the actor.
         workers: Kind of worker processes: a value of engine.workers, or "ray".
         rollout: Settings of the decoder. If max_concurrent_rollouts is null, all samples of a rollout are decoded at
-            the same time.
-        max_len: Longest prompt plus completion that the KV cache holds, in tokens. None sizes the cache by the longest
-            request of each rollout.
+            the same time, within the memory of the engine.
+        max_len: Longest prompt plus completion that the KV cache holds, in tokens. None enlarges the cache whenever a
+            rollout needs longer sequences.
         progress_interval_s: Seconds between log lines of a rollout.
     """
 
@@ -261,18 +261,18 @@ def load_tokenizer(folder: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        if len(tokenizer) < 2:  # what the library makes of a folder without tokenizer files, for some models
+        if len(tokenizer) < 2:  # for some models, transformers makes an empty tokenizer if files are missing
             raise ValueError("its vocabulary is empty")
-    except Exception as error:  # the library raises whatever its parsers do
+    except Exception as error:  # transformers passes on any error of its parsers
         said = printable(" ".join(str(error).split()))[:300] or type(error).__name__
-        if (Path(folder) / "config.json").is_file():  # read on the way
+        if (Path(folder) / "config.json").is_file():  # transformers reads config.json to find the tokenizer class
             try:
                 AutoConfig.from_pretrained(folder)
             except Exception:
                 raise CheckpointError(f"{folder}/config.json is refused by transformers: {said}") from error
         message = f"no tokenizer can be loaded from {folder}: {said}; set it to a folder that has one"
         raise ConfigError([Problem("tokenizer_path", message)]) from error
-    tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
+    tokenizer.model_max_length = 10**9  # areno checks lengths itself; without this, transformers would warn too
     return tokenizer
 
 
@@ -388,7 +388,7 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig
         uses += [(sampled, of_set.max_length) for of_set in config.valid_dataset.by_name().values()]
-    if config.agent.fn is not None:  # a conversation may take all that there is
+    if config.agent.fn is not None:  # a conversation may fill the context
         uses = [(gconfig, context_len) for gconfig, _ in uses]
     return max(
         min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)

@@ -15,7 +15,7 @@ from areno.config.models import OptimizerConfig
 from areno.engine.spec import RoleSpec
 from areno.plan.plan import TrainerPlan
 
-_EARLY, _LATE = 0.9, 2.0  # a decay that is shorter or longer than this part of the run was made for another one
+_EARLY, _LATE = 0.9, 2.0  # lr_decay_steps outside of this range, relative to the updates, causes a warning
 
 
 def with_schedules(

@@ -59,7 +59,7 @@ class DPOConfig(PreferenceExperimentConfig):
     actor: DPOActorConfig = setting(help="The model that is trained")
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import dpo_loss_fn
 
         actor = self.actor

@@ -94,7 +94,7 @@ class GRPOConfig(KLExperimentConfig):
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import grpo_loss_fn
 
         return partial(grpo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))

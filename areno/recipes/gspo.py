@@ -67,7 +67,7 @@ class GSPOConfig(KLExperimentConfig):
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import gspo_loss_fn
 
         actor = self.actor

@@ -82,7 +82,7 @@ class PPOConfig(CriticExperimentConfig):
         return critic_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import ppo_loss_fn
 
         return partial(ppo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))

@@ -23,7 +23,7 @@ class SFTConfig(SupervisedExperimentConfig):
     """Supervised fine-tuning."""
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of SFT, which has no settings."""
         from areno.loss_fns import sft_loss_fn
 
         return sft_loss_fn

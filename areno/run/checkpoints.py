@@ -1,6 +1,6 @@
-"""The checkpoints of a run, each complete or absent.
+"""The checkpoints of a run. A checkpoint is either complete or absent.
 
-`Saver` writes them, names and links them, and removes old ones. `Ranking` orders them by saver.best_metric.
+`Saver` writes checkpoints, names and links them, and removes old ones. `Ranking` orders them by saver.best_metric.
 `HubUpload` uploads them to a model repository of the Hugging Face hub, in a thread.
 """
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("areno.saver")
 _KEY = "saver.path"
 _POLL_S = 0.05
 _UPLOAD_POLL_S = 1.0
-OWNER = ".owner"  # a file beside the checkpoints: the folder of the run that they belong to
+OWNER = ".owner"  # file beside the checkpoints, with the path of the run that writes them
 TOKEN = "HF_TOKEN"  # environment variable
 
 
@@ -185,7 +185,7 @@ class HubUpload:
         self._lock = threading.Lock()
         self._waiting: Path | None = None
         self._uploading: Path | None = None
-        self._thread: threading.Thread | None = None  # while there is something to upload
+        self._thread: threading.Thread | None = None  # None if no checkpoint waits
 
     def push(self, folder: Path) -> None:
         """Start to upload a checkpoint, or queue it until the current upload ends. Returns at once.
@@ -237,7 +237,10 @@ class HubUpload:
                 repo_id=repo,
                 folder_path=folder,
                 commit_message=f"areno: {folder.name}",
-                delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of an earlier model with other files
+                delete_patterns=[
+                    "*.safetensors",
+                    "*.safetensors.index.json",
+                ],  # of an earlier model
             )
             logger.info("checkpoint pushed: %s to %s", folder.name, repo)
         except Exception as error:  # the client passes on any error of its transport
@@ -249,7 +252,7 @@ class HubUpload:
 
 
 class _Dropped(Exception):
-    """Raised inside the context of an unfinished checkpoint to remove it."""
+    """Raised inside the context of an unfinished checkpoint, so that the context removes its folder."""
 
 
 class Saver:
@@ -274,8 +277,8 @@ class Saver:
         self.due = self.trigger.due
         self.saved_step: int | None = None
         self._unfinished_step: int | None = None
-        self._unfinished = ExitStack()  # leaving it gives the folder of that step its name
-        self._interrupted_step: int | None = None  # its checkpoint was unfinished when the loaded state was taken
+        self._unfinished = ExitStack()  # leaving it renames the folder of that step to its final name
+        self._interrupted_step: int | None = None  # step whose checkpoint was unfinished in the loaded state
         self.ranking = Ranking(config)
         self._hub = HubUpload(config.push_to_hub, config.hub_private) if config.push_to_hub is not None else None
         self._claim = ExitStack()
@@ -292,7 +295,7 @@ class Saver:
         """
         with as_checkpoint_error(self.folder, "be written", _KEY), ExitStack() as claim:
             claim.callback(remove_empty, make_folders(self.folder))
-            # A folder inside the run's folder is its own, even if the owner file names the place it was copied from.
+            # A folder inside the run's folder belongs to the run. After a copy, the owner file may name the original.
             is_inside = self.folder.absolute().is_relative_to(run_dir.absolute())
             if not is_inside and self._owner() != str(run_dir.absolute()):
                 self.refuse_checkpoints()
@@ -309,7 +312,7 @@ class Saver:
                 final = self.folder / replaced.name.removeprefix(REPLACED)
                 if final.exists():
                     remove(replaced)
-                else:  # the crash came before the new checkpoint had its name
+                else:  # the crash came before the new checkpoint was renamed
                     replaced.rename(final)
             for unfinished in self.folder.glob(f"{UNFINISHED}step-*"):
                 remove(unfinished)
@@ -383,7 +386,11 @@ class Saver:
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """Block until the checkpoints and uploads of a finished run are complete."""
+        """Block until the last checkpoint and all uploads of a finished run are complete.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written. No partial files remain.
+        """
         self.finish()
         self.ranking.warn_of_wrong_name()
         if self._hub is not None:
@@ -510,7 +517,7 @@ class Saver:
             remove(link)
             link.symlink_to(target, target_is_directory=True)
             if not (self.folder / name).is_symlink():
-                remove(self.folder / name)  # a folder in its place: the run was copied by what follows links
+                remove(self.folder / name)  # a copy that followed links made it a folder
             link.replace(self.folder / name)
         except OSError as error:  # some file systems have no links; the checkpoint itself is there
             logger.warning("%s could not be linked to %s: %s", self.folder / name, target, error.strerror)

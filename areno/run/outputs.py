@@ -30,7 +30,7 @@ from areno.tracking.tracker import Tracker
 
 logger = logging.getLogger("areno")
 
-_MOST_CHARS = 160  # of the settings in the line at the start
+_MOST_CHARS = 160  # length of the settings that are printed at the start
 
 
 @dataclass(frozen=True, kw_only=True)

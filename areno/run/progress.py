@@ -1,6 +1,6 @@
-"""How far a run has come, and when to save, to evaluate and to write a state.
+"""The progress of a run, and the triggers for saving, evaluating and writing states.
 
-`RunProgress` hands out the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
+`RunProgress` provides the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
 steps an action is due. Both are saved in a state and loaded by a resumed run.
 """
 
@@ -89,7 +89,7 @@ class RunProgress:
         self._rows_taken = 0
         self._batches_taken = 0
         self._batches: Iterator[Batch[Any]] = iter(())
-        self._seconds_before = 0.0  # of earlier sessions of this run
+        self._seconds_before = 0.0  # seconds of earlier sessions of this run
         self._started = time.monotonic()
 
     @property

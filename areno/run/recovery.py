@@ -29,7 +29,7 @@ from areno.tracking.run_folder import RunFiles, versions
 
 logger = logging.getLogger("areno.recover")
 
-_POLL_EVERY_S = 0.5  # each question costs workers that decode a moment
+_POLL_EVERY_S = 0.5  # each poll interrupts decoding for a moment
 
 
 class RecoverableEngine(Protocol):
@@ -186,7 +186,7 @@ class StateWriter:
         return timer
 
     def _finish(self, write: _Write) -> None:
-        """Complete the folder of a state in a thread."""
+        """Start a thread that completes the folder of a state after the engine has written its files."""
 
         def finish() -> None:
             try:
@@ -317,7 +317,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         """Raise ConfigError if settings, model or data differ from the state in a way that cannot be resumed."""
         found = changes(type(self.config), state.record["config"], self._settings)
         earlier = EarlierRun.find(self.folder)
-        if earlier is not None:  # it has the changes that the user asked for by --resume
+        if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
             earlier.refuse_other(self.config, None)
         refuse(found, self.folder, explicit=earlier is not None)
         given, now = state.record["inputs"], self._inputs

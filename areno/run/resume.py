@@ -114,7 +114,7 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _kind(key: str) -> tuple[Kind, str]:
-    """Return kind and effect of a change of a setting."""
+    """Return (kind, effect) of a change to a setting. A setting that is not listed is of kind "explicit"."""
     section = key
     while section not in _KINDS and section:
         section = section.rpartition(".")[0]
@@ -366,7 +366,7 @@ def existing(folder: Path) -> NewFolder:
     return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
 
 
-# The rest is printed by the command line.
+# The functions below print messages for the command line.
 
 
 def print_result(

@@ -369,7 +369,7 @@ class Run:
 
 
 class _HasRun(Protocol):
-    """A training loop with its run."""
+    """A training loop that has a run."""
 
     @property
     def run(self) -> Run: ...

@@ -201,12 +201,12 @@ class Setup(Generic[Config]):
             self._resources = stack.pop_all()
 
     def _check_train_source(self, given: Any) -> None:
-        """Check that the configured training rows exist, unless a script gives its own."""
+        """Raise an error if the configured training rows do not exist, unless a script passes its own rows."""
         if given is None and self._loop.trains:
             check_source(self.config.train_dataset, "train_dataset")
 
     def _check_valid_sources(self, given: Any) -> None:
-        """Check that the configured validation sets exist, unless a script gives its own."""
+        """Raise an error if configured validation sets do not exist, unless a script passes its own rows."""
         if given is None:
             check_valid_sources(self.config.valid_dataset)
 

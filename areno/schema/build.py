@@ -51,7 +51,7 @@ def build(
     config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain)
     if problems:
         keys = {problem.key for problem in problems}
-        # A setting that needs one with a problem of its own may have an effect once that one is right.
+        # If the other setting of an Unused problem is wrong itself, correcting it may give this setting an effect.
         causes = [problem for problem in problems if not isinstance(problem, Unused) or problem.other not in keys]
         causes = [problem for problem in causes if not isinstance(problem, Consequence)]
         raise ConfigError(dict.fromkeys(causes or problems))
@@ -198,7 +198,7 @@ def with_defaults(
     values: dict[Any, Any] = {}
     for name, setting in settings(cls).items():
         default = setting.default_in(section)
-        # A section that is left out is filled all the same: its required keys are what is missing.
+        # A section that is left out is filled too, so that messages name its missing keys.
         value = data.get(name, {} if setting.section and default is not None else default)
         if setting.section and isinstance(value, Mapping):
             inner = default if isinstance(default, Section) else None
@@ -238,7 +238,7 @@ def _examine(
             problems.append(Problem(f"{prefix}{key}", f"unknown key{explain(str(key), prefix, fields)}"))
     for name, setting in fields.items():
         key, value = prefix + name, data[name]
-        if key in reported:  # its value is not known, so nothing else can be said of it
+        if key in reported:  # the caller has already found the value wrong
             continue
         if value is REQUIRED or (value is None and setting.required and setting.optional):
             problems.append(Missing(key, f"missing ({setting.help})"))

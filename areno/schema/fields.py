@@ -19,7 +19,7 @@ from areno.errors import ConfigError, Key, Problem
 from areno.schema.values import InvalidValue, convert, show, spelling
 
 REQUIRED: Any = dataclasses.MISSING
-"""The default of a setting that has none."""
+"""Stands for the default of a required setting."""
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", operator.ge),
     "gt": ("more than", operator.gt),
@@ -150,7 +150,7 @@ class Unused(Problem):
 
     @property
     def other(self) -> str:
-        """The key of the other setting."""
+        """Key of the other setting, which makes this setting have no effect."""
         return next(arg.name for arg in self.args if isinstance(arg, Key))
 
     def under(self, prefix: str) -> Problem:
@@ -267,7 +267,7 @@ class Setting:
 
     @property
     def type_text(self) -> str:
-        """The type in words, bounds included: `int, more than 0, or null`."""
+        """The type in words, with its bounds: `int, more than 0, or null`."""
         return spelling(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
     def default_in(self, section: Section | None) -> Any:
@@ -458,7 +458,7 @@ class Section:
 
 
 class _UnknownValue(Exception):
-    """A check read a value that is missing or wrong."""
+    """Raised when a check reads a value that is missing or wrong."""
 
 
 def _value(section: Section, name: str) -> Any:
@@ -498,7 +498,7 @@ def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
         The problems, with keys relative to the section.
     """
     found, attributes = [], {}
-    # Checks of a base come first, and one that is overridden keeps its place.
+    # Checks of base classes come first. An overridden check keeps the place of the original.
     for base in reversed(type(section).__mro__):
         attributes.update(vars(base))
     for attribute in attributes.values():
