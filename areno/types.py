@@ -295,7 +295,7 @@ class PairItem:
 
 @dataclass(kw_only=True)
 class Batch(Generic[Item]):
-    """The dataset rows that one step trains on.
+    """Dataset rows that are read together, such as the rows of one training step.
 
     Attributes:
         items: The rows, such as PromptItem or PairItem.
@@ -513,7 +513,7 @@ class ScoredSample:
         sequence: The completion. For an agent, all tokens that were sampled.
         completion: Text of the completion.
         outcome: The reward, or why there is none.
-        group: Index of the sample's group. The samples drawn for one prompt are a group.
+        group: Index of the sample's group, which holds all samples of one prompt.
         trajectory: The record of an agent. None for a single completion.
         advantages: Advantage of each token of the completion (for an agent, of each trained token). None until they are
             computed, and for samples that are not trained on.

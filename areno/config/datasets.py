@@ -109,7 +109,7 @@ def set_name_problems(names: Collection[Any]) -> Iterator[str]:
     """Yield the problems with names of evaluation sets, which become parts of metric and file names.
 
     Args:
-        names: The names.
+        names: Keys of the setting `sets`, of any type.
 
     Yields:
         The text of each problem, which follows the key of the setting in a message.

@@ -225,8 +225,8 @@ _OVERLONG = Needs("overlong_reward_penalty", so="no reward is reduced")
 class PolicyConfig(ModelConfig):
     """The actor of a policy algorithm: updates of a batch, and how rewards become advantages.
 
-    An algorithm of your own inherits from this class. The class has no settings of an importance ratio
-    (`ratio.RatioConfig`) or of a KL penalty (`KLConfig`); inherit from those classes too if the loss uses them.
+    An algorithm of your own inherits from this class. If its loss uses an importance ratio or a KL penalty, it
+    also inherits from `ratio.RatioConfig` or `KLConfig`, which have these settings.
     """
 
     ppo_n_minibatches: int = setting(

@@ -31,7 +31,7 @@ def _edit(default: float, **declared: Any) -> Any:
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
-    """Settings for sampling one completion. `gconfig` and the `SamplingParams` of a script both inherit them.
+    """Settings for sampling one completion. `gconfig` and the `SamplingParams` of a script both inherit from this class.
 
     Every sampling setting is declared here with its default and its bounds. Subclasses change only defaults and
     bounds.
@@ -305,7 +305,7 @@ class RewardConfig(Section):
 
     @check
     def functions_and_weights(self) -> Iterator[Problem]:
-        """Report an empty list of functions, or a number of weights that is not the number of functions."""
+        """Report an empty list of functions, or weights whose number differs from the number of functions."""
         if self.fn == []:
             yield Problem("fn", "is an empty list; name a function, or set it to null")
         elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.functions):

@@ -112,7 +112,7 @@ def memory_told(engine: Engine) -> Iterator[None]:
     """Log the memory of the models after a `with` block if the block has changed it.
 
     Args:
-        engine: The engine.
+        engine: A started engine.
     """
     before = engine.memory_table()
     yield

@@ -248,7 +248,7 @@ def load_tokenizer(folder: str) -> Any:
     """Load the tokenizer of a local folder.
 
     Args:
-        folder: The folder.
+        folder: Folder with tokenizer files.
 
     Returns:
         A tokenizer of transformers, without a limit of its own on the length of texts.

@@ -197,7 +197,7 @@ class RunProgress:
         return float(np.mean(self.history[name][-n:]))
 
     def result(self, evaluated: str, trained: str, n: int = 1) -> float:
-        """Return the number by which runs are compared: a value from evaluation if there is one, else from training.
+        """Return the result of the run: the last evaluation metric or, without evaluation, a mean over training steps.
 
         Args:
             evaluated: Name of the evaluation metric, whose last value is returned.

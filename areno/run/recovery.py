@@ -56,7 +56,7 @@ class RecoverableEngine(Protocol):
         """Load weights and optimizers from a folder that `save_state` has filled.
 
         Args:
-            folder: The folder.
+            folder: Folder of an earlier `save_state`.
             with_moments: Whether to load the moments of the optimizers. If False, they start at zero.
         """
         ...

@@ -153,7 +153,7 @@ class EarlierRun:
         config.yaml is missing if the folder holds no run, or if the run ended before its folder was complete.
 
         Args:
-            folder: The folder.
+            folder: Any path, which need not exist.
         """
         return cls(folder) if run_folder.is_described(folder) else None
 
@@ -206,7 +206,7 @@ class EarlierRun:
             The settings that differ from those of the run.
 
         Raises:
-            ConfigError: The recipe is another one, or a change is not accepted.
+            ConfigError: The run belongs to another recipe, or a change is not accepted.
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
@@ -336,7 +336,7 @@ def accept_changes(
     """Check that a run can be resumed, and write the changed settings into its folder.
 
     Args:
-        earlier: The run.
+        earlier: The run to resume.
         config: Settings of the session that resumes it.
         recipe: The recipe whose command was called.
         overrides: Overrides of the command line.
@@ -347,7 +347,7 @@ def accept_changes(
         The settings that differ from the earlier session.
 
     Raises:
-        ConfigError: Another process runs the run, its recipe is another one, or a change is not accepted.
+        ConfigError: The run is in progress, belongs to another recipe, or a change is not accepted.
     """
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
@@ -377,7 +377,7 @@ def print_result(
     Prints nothing if the run has steps left.
 
     Args:
-        earlier: The run.
+        earlier: The run, which may have finished.
         config: Settings of the run in this session.
         changed: Settings that differ from the earlier session.
         command: The command of the run's recipe.
@@ -490,6 +490,6 @@ def shown(folder: Path) -> str:
     """Return a path as text for the user: relative if it lies inside the working directory, else unchanged.
 
     Args:
-        folder: The path.
+        folder: An absolute path.
     """
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

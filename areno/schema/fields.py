@@ -198,7 +198,7 @@ class check:
     is skipped, so each check should contain only one rule.
 
     Args:
-        rule: The method.
+        rule: The method to mark.
     """
 
     def __init__(self, rule: Callable[[Any], Iterable[Problem]]):

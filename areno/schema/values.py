@@ -25,7 +25,7 @@ def convert(value: Any, hint: Any) -> Any:
     reads 1e-6 as text). All other values must have the type already.
 
     Args:
-        value: The value.
+        value: Any value, such as one read from YAML.
         hint: The type: str, int, float, bool, a dataclass, Literal, list, dict[str, ...], Any or a union.
 
     Returns:
@@ -169,7 +169,7 @@ def spelling(hint: Any, bounds: str = "") -> str:
     """Return a type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`.
 
     Args:
-        hint: The type.
+        hint: Type annotation of a field.
         bounds: Bounds of a number in words, such as "more than 0". "" without bounds.
     """
     origin, arms = get_origin(hint), get_args(hint)
