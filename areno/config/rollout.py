@@ -31,7 +31,7 @@ def _edit(default: float, **declared: Any) -> Any:
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
-    """Settings for sampling one completion. `gconfig` and the `SamplingParams` of a script both inherit from this class.
+    """Settings for sampling one completion. `gconfig` and the `SamplingParams` of a script both inherit this class.
 
     Every sampling setting is declared here with its default and its bounds. Subclasses change only defaults and
     bounds.
