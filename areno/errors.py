@@ -1,15 +1,15 @@
-"""Define the exceptions of areno. A message says what was wrong, what was expected and which setting to change.
+"""The exceptions of areno. A message says what was wrong, what was expected and which setting to change.
 
 ArenoError
-├── ConfigError (ValueError)        a setting is missing, unknown, mistyped or does not fit the others
+├── ConfigError (ValueError)        a setting is missing, unknown or mistyped, or contradicts another setting
 ├── DataError (ValueError)          a dataset cannot be read or a row does not have the expected form
 ├── GrammarError (ValueError)       a grammar for constrained decoding cannot be compiled
 ├── CheckpointError (OSError)       a model folder cannot be read or written
-└── EngineError (RuntimeError)      the engine ran out of memory, or was used out of order
-    └── WorkerLost                  a worker died, hangs or lost its device: Engine.restart brings it back
+└── EngineError (RuntimeError)      the engine ran out of memory, or its methods were called out of order
+    └── WorkerLost                  a worker died, hangs or lost its device: Engine.restart starts new workers
 
-Settings in a message are `Key` objects, not words of its text. So a caller whose users know a setting by another name
-can rename it (`keys_renamed`).
+Settings in a message are `Key` objects instead of text. So a caller whose users know a setting by another name can
+rename it (`keys_renamed`).
 
     raise EngineError("a prompt of {} tokens does not fit; raise {}", 900, Key("rollout.max_kv_tokens"))
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Rename = Callable[[str], "str | None"]
-"""Maps the name of a setting to its new name. None keeps the name."""
+"""Function that returns the new name of a setting, or None to keep its name."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,14 @@ class Key:
 
 
 class Problem:
-    """One thing that is wrong.
+    """One wrong setting, argument or file. An ArenoError holds one or several problems.
 
     Args:
-        key: Setting that the problem is about, or "".
-        message: A text with {} for each of `args`. Without `args` it is used as it is.
-        *args: Values for the text. Settings are `Key` objects.
+        key: Dotted name of the setting that is wrong, or "" if the problem is not about a setting.
+        message: Text with one {} for each value in `args`. Without `args`, the text is not formatted, so it may contain
+            braces.
+        *args: Values that fill the {} of the text. The name of a setting is passed as a `Key`, so that it can be
+            renamed.
     """
 
     def __init__(self, key: str, message: str, *args: Any):
@@ -56,36 +58,36 @@ class Problem:
 
     @property
     def message(self) -> str:
-        """The text, without the key."""
-        # A text without args is used as it is, since it may contain braces of the user.
+        """The text with its values filled in, without `key`."""
+        # A text without args is not formatted, since it may contain braces from user input.
         return self.template.format(*self.args) if self.args else self.template
 
     def under(self, prefix: str) -> Problem:
-        """Return the same problem with its setting inside of a section.
+        """Return a copy whose key is inside of a section, such as "tp_size" -> "engine.tp_size".
 
         Args:
-            prefix: Name of the section.
+            prefix: Dotted name of the section. It becomes the key if the problem has none.
         """
         return type(self)(f"{prefix}.{self.key}" if self.key else prefix, self.template, *self.args)
 
     def of_node(self, host: str) -> Problem:
-        """Return the same problem with the machine that has it, for runs on several machines.
+        """Return a copy whose message ends with the name of a machine, for runs on several machines.
 
         Args:
-            host: Name of the machine.
+            host: Name of the machine that has the problem.
         """
         template = self.template if self.args else self.template.replace("{", "{{").replace("}", "}}")
         return type(self)(self.key, template + " (on node {})", *self.args, host)
 
     def mentions(self) -> set[str]:
-        """Return the names of all settings in the problem."""
+        """Return the names of the settings in the problem: its key, and each `Key` in its text."""
         return {self.key, *(arg.name for arg in self.args if isinstance(arg, Key))} - {""}
 
     def renamed(self, rename: Rename) -> Problem:
-        """Return the same problem with other names of its settings.
+        """Return a copy in which the settings have other names, both in the key and in the text.
 
         Args:
-            rename: The new names.
+            rename: Maps the name of a setting to its new name, or to None to keep the name.
         """
         args = (Key(rename(arg.name) or arg.name) if isinstance(arg, Key) else arg for arg in self.args)
         return type(self)(rename(self.key) or self.key if self.key else "", self.template, *args)
@@ -103,14 +105,14 @@ class Problem:
 
 
 class ArenoError(Exception):
-    """Base class of all errors meant for the user. `str(error)` is complete without a traceback.
+    """Base class of all errors meant for the user. `str(error)` can be shown without a traceback.
 
     Args:
-        what: A text with {} for each of `args`, or one or several Problems.
-        *args: Values for the text.
+        what: Text with one {} for each value in `args`, one Problem, or several Problems.
+        *args: Values that fill the {} of the text.
 
     Attributes:
-        problems: All problems.
+        problems: The Problems of the error. An error made from a text has one Problem without a key.
     """
 
     def __init__(self, what: str | Problem | Iterable[Problem], *args: Any):
@@ -122,10 +124,10 @@ class ArenoError(Exception):
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([heading, *lines]))
 
     def renamed(self, rename: Rename) -> ArenoError:
-        """Return the same error with other names of its settings.
+        """Return a copy of the error in which the settings have other names.
 
         Args:
-            rename: The new names.
+            rename: Maps the name of a setting to its new name, or to None to keep the name.
         """
         return type(self)([problem.renamed(rename) for problem in self.problems])
 
@@ -147,15 +149,15 @@ class CheckpointError(ArenoError, OSError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine cannot continue: a worker is lost, memory ran out, or a call was out of order."""
+    """The engine cannot continue: a worker is lost, memory ran out, or a method was called out of order."""
 
 
 class WorkerLost(EngineError):
-    """A worker died, hangs or lost its device. Its models are lost, and `Engine.restart` loads them again."""
+    """A worker died, hangs or lost its device. `Engine.restart` starts new workers and loads the models again."""
 
 
 def non_finite_logits() -> EngineError:
-    """Return the error of a model whose logits are NaN or infinite."""
+    """Return an EngineError which says that the model computed NaN or infinite logits."""
     return EngineError(
         "the model produced non-finite logits; expected finite weights: a training step may have diverged (lower "
         "actor.optimizer.lr) or the checkpoint at actor.path is damaged"
@@ -163,17 +165,17 @@ def non_finite_logits() -> EngineError:
 
 
 def all_of(*steps: Callable[[], Any]) -> list[Any]:
-    """Call all functions, and report the problems of all of them at once.
+    """Call every function even if an earlier function fails, and raise the problems of all of them together.
 
     Args:
-        *steps: The functions.
+        *steps: Functions without arguments.
 
     Returns:
-        The result of each function.
+        The results of the functions, in the order of `steps`.
 
     Raises:
-        ArenoError: If functions raise ArenoErrors: one error with all problems. It is a ConfigError if their classes
-            differ.
+        ArenoError: A function raised an ArenoError. If several did, the error has all their problems, and it is a
+            ConfigError if their classes differ.
     """
     results, errors = [], []
     for step in steps:
@@ -203,12 +205,15 @@ _FILE_ERRORS = {
 
 
 def as_file_error(error: BaseException) -> ArenoError | None:
-    """Return an error of the user's file system as an ArenoError, or None for any other error.
+    """Return an ArenoError for an error of the file system, such as a missing permission or a full disk.
 
-    Such an error is about the user's machine (no permission, a full disk), so its traceback would not help.
+    The cause is the user's machine, so a traceback would not help.
 
     Args:
         error: Any error.
+
+    Returns:
+        The error with path and reason as its message. None if `error` is not such an OSError, or names no file.
     """
     if not isinstance(error, OSError) or error.errno not in _FILE_ERRORS or error.filename is None:
         return None
@@ -221,10 +226,10 @@ _ESCAPES = {code: repr(chr(code))[1:-1] for codes in (*_CONTROLS, _SURROGATES) f
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes in place of characters that control a terminal.
+    """Escape the characters of a text that control a terminal, so that it can be printed safely.
 
     These are control characters, line ends and changes of the text direction. Halves of surrogate pairs, which cannot
-    be encoded, are escaped too. Tabs stay.
+    be encoded, are escaped too. Tabs are kept.
 
     Args:
         text: Any text.
@@ -233,31 +238,33 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
-    """Return `; did you mean a or b?` for the end of a message.
+    """Return the end of a message about an unknown word, such as `; did you mean a or b?`.
 
     Args:
         word: The unknown word.
-        names: Known names.
-        otherwise: Result if no name is similar.
+        names: The known names, from which up to three similar names are suggested.
+        otherwise: Text to return if no name is similar.
     """
     return suggestion(difflib.get_close_matches(word, list(names))) or otherwise
 
 
 def suggestion(names: list[str]) -> str:
-    """Return `; did you mean a or b?`, or "" without names.
+    """Return the end of a message, such as `; did you mean a or b?`, or "" if `names` is empty.
 
     Args:
-        names: Suggestions.
+        names: The names to suggest.
     """
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 @contextmanager
 def keys_renamed(rename: Rename) -> Iterator[None]:
-    """Rename the settings in ArenoErrors of a `with` block, for callers whose users know them by other names.
+    """Rename the settings in an ArenoError that the `with` block raises.
+
+    This is for callers whose users know a setting by another name, such as the arguments of a script.
 
     Args:
-        rename: The new names.
+        rename: Maps the name of a setting to its new name, or to None to keep the name.
     """
     try:
         yield

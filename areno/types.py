@@ -1,4 +1,4 @@
-"""Records that several rooms share: prompts, requests, samples, rewards, rows to train on. Imports no torch."""
+"""Records that several packages share: prompts, requests, samples, rewards, rows to train on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ _DEFAULTS = SamplingConfig()
 
 @dataclass(init=False)
 class SamplingParams(SamplingConfig):
-    """How completions are sampled. Values are checked when a rollout receives the record.
+    """Settings for sampling completions. They are checked when a rollout receives them.
 
-    Log-probabilities are those of softmax(logits / temperature), without penalties, top-k, top-p and min-p, as in
-    training. The arguments up to max_prompt_len may be positional. All others are keyword arguments.
+    Log-probabilities are those of softmax(logits / temperature), as in training. Penalties, top-k, top-p and min-p do
+    not change them. The arguments up to max_prompt_len may be positional. All others are keyword arguments.
 
     Args:
-        greedy: Take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
-        top_p: In (0, 1]. Keep the most likely tokens with this total probability.
-        top_k: Keep the k most likely tokens. -1 for all.
-        max_new_tokens: Longest completion, in tokens.
-        max_context_len: Longest prompt plus completion, in tokens. None takes the model's limit.
-        temperature: Divides the logits. Values below 1e-5 are greedy.
-        stop: Strings that end a completion. They stay in it.
-        stop_token_ids: Token ids that end a completion, beside the model's own. They stay in it.
-        ignore_eos: Do not end at the model's own end-of-sequence tokens.
-        skip_special_tokens: Leave special tokens out of decoded text. Only the training loops decode.
-        max_prompt_len: Longest prompt, in tokens. Longer prompts are refused.
+        greedy: Whether to take the most likely token at each position. Log-probabilities still use `temperature`.
+        top_p: In (0, 1]. Sample from the most likely tokens whose probabilities add up to this value.
+        top_k: Sample from the k most likely tokens. -1 samples from all.
+        max_new_tokens: Longest completion in tokens, without the prompt.
+        max_context_len: Longest prompt plus completion in tokens. None takes the limit of the model.
+        temperature: Divides the logits. Values below 1e-5 decode greedily, with log-probabilities at temperature 1.
+        stop: Strings that end a completion. The completion includes the string.
+        stop_token_ids: Token ids that end a completion, in addition to those of the model. The completion includes the
+            token.
+        ignore_eos: Whether to continue after an end-of-sequence token of the model.
+        skip_special_tokens: Whether to leave special tokens out of decoded text. Only the training loops decode text.
+        max_prompt_len: Longest prompt in tokens. Longer prompts are refused. None sets no limit.
         **more: `min_new_tokens` (no stop token is sampled before this many tokens), `frequency_penalty` (in [-2, 2],
-            lowers a token's logit once for each earlier occurrence in the completion), `presence_penalty` (in [-2, 2],
-            lowers a token's logit once if the completion contains the token) and `min_p` (in [0, 1], keeps the tokens
-            that are at least this many times as likely as the most likely one, arXiv 2407.01082).
+            subtracted from a token's logit once for each earlier occurrence in the completion), `presence_penalty` (in
+            [-2, 2], subtracted from a token's logit once if the completion contains the token) and `min_p` (in [0, 1],
+            keeps the tokens with at least `min_p` times the probability of the most likely token, arXiv 2407.01082).
     """
 
     max_context_len: int | None = setting(None, help="maximum number of tokens of prompt and completion together", gt=0)
@@ -89,9 +90,12 @@ Number = TypeVar("Number", int, float)
 
 
 class Numbers(Generic[Number]):
-    """A dataclass field that holds a list of numbers. An array becomes a list when it is first read.
+    """A descriptor for a dataclass field that holds a list of numbers. A stored array is converted on first read.
 
-    Most arrays are never read as lists. `vars(record)[name]` returns the array or the list.
+    Most arrays are never read as lists. `vars(record)[name]` returns the stored array or list without conversion.
+
+    Args:
+        default: Default of the dataclass field. None makes the field required.
     """
 
     def __init__(self, default: Any = None):
@@ -115,33 +119,36 @@ class Numbers(Generic[Number]):
 
 
 TokenScores = list[tuple[int, float]]
-"""The most likely tokens at one place with their log-probabilities, the most likely first."""
+"""(token id, log-probability) of the most likely tokens at one position, the most likely first."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to be sampled `n_samples` times.
 
-    The random number of a token depends only on (seed, sample number, position in the completion).
+    The random number that draws a token depends only on (seed, sample number, position in the completion).
 
     Attributes:
-        request_id: Number of the request, unique among unfinished ones.
+        request_id: Id of the request, unique among unfinished requests.
         prompt: Token ids.
-        n_samples: Number of samples.
+        n_samples: Number of completions to sample.
         params: Sampling settings.
-        seed: Any int; 64 bits are used. Each request needs its own.
-        stream: Return tokens as they are sampled. A stop string may be found when its first tokens were already
-            returned.
-        pieces: Return tokens every 64 steps, for a caller that processes tokens while later ones are sampled.
-        grammar: Only tokens that this grammar allows are sampled, see engine/decoder/grammar.py. A sample whose grammar
-            becomes too complex ends with "abort".
-        logit_bias: Token id -> number to add to its logit. Log-probabilities do not include it. Slower.
-        top_logprobs: Number of most likely tokens to return for each token. Slower.
-        prompt_logprobs: Also return log-probabilities of the prompt, which is then not taken from the cache. Slower.
-        first_sample: Number of the first sample.
-        expected_tokens: Expected length of a sample, by which an engine with several copies of the model divides the
-            work.
-            None: the longest possible.
+        seed: Seed of the samples. Any int is accepted, of which 64 bits are used. Requests should have different seeds.
+        stream: Whether to return tokens as they are sampled. The first tokens of a stop string may then be returned
+            before the stop string is recognised.
+        pieces: Whether to return the new tokens of each sample every 64 decoding steps, so that the caller can process
+            them while later tokens are sampled.
+        grammar: Grammar for constrained decoding, see engine/decoder/grammar.py. A sample whose grammar becomes too
+            complex ends with finish_reason "abort". None samples freely.
+        logit_bias: Token id -> value to add to the logit of the token. Log-probabilities do not include it. It makes
+            decoding slower.
+        top_logprobs: Number of most likely tokens to return for each sampled token. More than 0 makes decoding slower.
+        prompt_logprobs: Whether to return log-probabilities of the prompt tokens too. The whole prompt is then
+            computed, without the prefix cache, which is slower.
+        first_sample: Sample number of the first completion. More than 0 if the samples of one prompt are divided among
+            several requests.
+        expected_tokens: Expected length of a completion in tokens. An engine with several copies of the model divides
+            requests among them by this length. None expects the longest possible completion.
     """
 
     request_id: int
@@ -160,7 +167,7 @@ class GenerationRequest:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether its draws need more than the sampling kernel."""
+        """Whether sampling needs changes of the logits that the sampling kernel does not compute."""
         return bool(self.logit_bias) or self.params.edits_logits
 
 
@@ -173,20 +180,21 @@ class GenerationOutput:
     """One finished sample of a request, or the next tokens of a streamed sample.
 
     Attributes:
-        request_id: The request.
-        sample: Number of the sample.
+        request_id: Id of the request.
+        sample: Sample number within the request, or RETURNED.
         tokens: Token ids of the completion, with the stop token if one was sampled. A finished output has the whole
-            completion; a partial one continues the previous partial output.
+            completion. A partial output has only the tokens after the previous partial output.
         logprobs: Log-probability of each token.
         versions: For each token, version of the weights that sampled it.
-        finish_reason: None for a partial output. "error" if the model gave no finite numbers; earlier tokens are
-            present.
-        cached_tokens: Prompt tokens found in the prefix cache.
-        top_logprobs: For each token, the most likely tokens that the request wanted.
-        prompt_logprobs: Of a finished output: for each prompt token after the first, (log-probability, most likely
-            tokens).
-        routes: Of a finished output, with actor.routing_replay: experts of all tokens but the last, which is never
-            computed. See RouteShape.
+        finish_reason: Why the sample ended. None for a partial output. "error" if the model computed a logit that is
+            NaN or infinite; the tokens sampled before are returned.
+        cached_tokens: Number of prompt tokens found in the prefix cache.
+        top_logprobs: For each token, the `request.top_logprobs` most likely tokens. Empty if the request asked for
+            none.
+        prompt_logprobs: For each prompt token after the first, (log-probability, most likely tokens). Only a finished
+            output of a request with prompt_logprobs has them.
+        routes: With actor.routing_replay, the experts chosen for each token but the last, which is never computed:
+            (tokens, layers with experts, experts per token), see RouteShape. Only a finished output has them.
     """
 
     request_id: int
@@ -206,20 +214,21 @@ class TrainSequence:
     """One row to train on. Per-token lists and arrays cover `tokens` (prompt and response) and have its length.
 
     Attributes:
-        prompt_mask: True for tokens that are not trained (prompt, tool results). Losses train on the others.
+        prompt_mask: True for tokens that are not trained (prompt, tool results). Losses train on all other tokens.
         tokens: Token ids.
-        logprobs: Log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it, from the rollout;
+        logprobs: Log-probability of `tokens[t]` given `tokens[:t]` from the rollout, under the policy that sampled it.
             0.0 on the prompt.
-        old_logprobs: The same under the policy before its first update on this row, from the training pass. Importance
-            ratios divide by these. `Trainer.train` sets it for later calls. None, or NaN for a token, is the policy at
-            the start of the call. Set it to None after changing tokens or temperature.
-        advantages, returns, values, ref_logprobs: Per token. None if the loss does not need them.
+        old_logprobs: Log-probability of each token from the training pass, under the policy before its first update on
+            this row. Importance ratios divide by these probabilities. `Trainer.train` sets the field for later calls.
+            None, or NaN for a token, stands for the policy at the start of the call. Set it to None after changing
+            tokens or temperature.
+        advantages, returns, values, ref_logprobs: One value per token. None if the loss does not need them.
         reward: Reward of the whole row.
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
-        staleness: Optimizer steps since the policy that sampled the row. 0 is on-policy.
-        routes: (n, layers, experts of a token) whole numbers: experts that training uses for the first n tokens
-            (RolloutSequence.routes). None lets the router choose.
+        staleness: Number of optimizer steps since the policy that sampled the row. 0 is on-policy.
+        routes: Experts that training uses for the first n tokens (routing replay): integers of shape (n, layers with
+            experts, experts per token), as in RolloutSequence.routes. None lets the router choose.
     """
 
     prompt_mask: list[bool] | np.ndarray | None = None
@@ -243,16 +252,16 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True, kw_only=True)
 class PromptItem:
-    """One row of a dataset of prompts, ready to be sampled.
+    """One row of a dataset of prompts, with the token ids to sample from.
 
     Attributes:
-        prompt: The row's own text. For a row of messages, the rendered text.
+        prompt: The prompt of the row before the chat template. For a row of messages, the rendered text.
         text: The text that the model reads: `prompt` after the chat template.
         tokens: Token ids of `text`.
-        messages: The row's messages. None for a row of plain text.
+        messages: Chat messages of the row. None for a row of plain text.
         solutions: Reference answers. None if the row has none.
-        record: The whole row.
-        index: Number of the row in the dataset.
+        record: The whole row, column -> value.
+        index: Index of the row in the dataset.
     """
 
     prompt: str
@@ -269,9 +278,9 @@ class PairItem:
     """One row of a preference dataset, encoded: one prompt with two answers.
 
     Attributes:
-        chosen: The preferred answer.
-        rejected: The other answer.
-        index: Number of the row in the dataset.
+        chosen: Prompt and preferred answer as a training row.
+        rejected: Prompt and rejected answer as a training row.
+        index: Index of the row in the dataset.
     """
 
     chosen: TrainSequence
@@ -280,19 +289,19 @@ class PairItem:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the longer row, which decides whether the pair is too long."""
+        """Token ids of the longer of the two rows. Its length decides whether the pair is too long."""
         return max(list(self.chosen.tokens or []), list(self.rejected.tokens or []), key=len)
 
 
 @dataclass(kw_only=True)
 class Batch(Generic[Item]):
-    """The rows of one step.
+    """Dataset rows that are read together, such as the rows of one training step.
 
     Attributes:
-        items: The rows.
-        skipped_long: Too long rows that were skipped while this batch was filled.
-        total_skipped_long: The same since the start of the run.
-        epoch: Number of the epoch, from 0.
+        items: The rows, such as PromptItem or PairItem.
+        skipped_long: Number of rows that were skipped as too long while this batch was filled.
+        total_skipped_long: Number of rows that were skipped as too long since the start of the run.
+        epoch: Index of the epoch, from 0.
         ends_epoch: Whether this is the last batch of its epoch.
     """
 
@@ -306,21 +315,24 @@ class Batch(Generic[Item]):
         return len(self.items)
 
 
-PromptBatch = Batch[PromptItem]  # of one RL step
+PromptBatch = Batch[PromptItem]  # the prompts of one RL step
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenRow:
-    """Consecutive tokens that a model read and wrote. Each array has one entry for each token.
+    """Consecutive tokens that a model read and wrote: one training row of an agent.
+
+    Each array has one entry per token.
 
     Attributes:
         tokens: Token ids.
-        sources: Source of each token, uint8, see areno.server.tokens.Source.
+        sources: Origin of each token (chat template, system, user, tool or sampled), uint8, a value of
+            areno.server.tokens.Source.
         sampled: Whether the token was sampled in this row, bool.
-        trained: Whether the loss mask trains the token, bool. Tokens that were not sampled may be trained, too.
-        logprobs: float64, 0.0 if not sampled.
+        trained: Whether the loss trains on the token, bool. Tokens that were not sampled may be trained too.
+        logprobs: Log-probability of each sampled token, float64. 0.0 for all other tokens.
         versions: Version of the weights that sampled the token, int64.
-        temperature: Temperature of all sampled tokens. None if they differ.
+        temperature: Temperature at which all sampled tokens were drawn. None if the temperatures differ.
     """
 
     tokens: list[int]
@@ -340,12 +352,13 @@ class Trajectory:
     """The record of an agent's work on one sample.
 
     Attributes:
-        rows: Token rows. More than one if a turn did not continue the tokens of the turn before.
-        turns: For each turn, messages, tools, tool_choice, the model's message and finish_reason, as plain values.
+        rows: Token rows to train on. There is more than one if the prompt of a turn did not begin with the tokens of
+            the turn before.
+        turns: One dictionary per model call: messages, tools, tool_choice, the model's message and finish_reason.
         messages: The whole conversation, in OpenAI's form.
-        tool_calls: Tool calls, in order.
-        tool_results: Their results, in order.
-        reward: Reward that the agent gave itself, with its parts by name. None if it gave none.
+        tool_calls: Tool calls of the model, in order.
+        tool_results: Results of the tool calls, in order.
+        reward: (reward, its parts by name) if the agent set a reward itself. None otherwise.
     """
 
     rows: list[TokenRow]
@@ -357,7 +370,7 @@ class Trajectory:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens in the longest row. 0 without rows."""
         return max(map(len, self.rows), default=0)
 
 
@@ -366,10 +379,11 @@ class ModelRole:
     """A model beside the policy, for Trainer.ensure_roles.
 
     Attributes:
-        name: "ref" scores log-probabilities, "critic" values, "reward" whole rows. Other names are free.
+        name: "ref" computes log-probabilities, "critic" a value per token, "reward" a score per row. Other names are
+            free.
         path: Model folder or hub id.
-        trainable: Whether it has an optimizer. Only models with values can be trained.
-        optimizer_lr: Learning rate of a trainable role. None takes that of the policy.
+        trainable: Whether the model is trained and gets an optimizer. Only models with a value head can be trained.
+        optimizer_lr: Learning rate of a trainable model. None takes the learning rate of the policy.
     """
 
     name: str
@@ -383,12 +397,12 @@ class RolloutSequence:
     """One sampled completion.
 
     Attributes:
-        resp_tokens: Token ids, with the stop token.
+        resp_tokens: Token ids of the completion, with the stop token if one was sampled.
         resp_logprobs: Log-probability of each token when it was sampled.
         finish_reason: Why the completion ended.
         resp_versions: For each token, version of the weights that sampled it.
-        routes: With actor.routing_replay, experts of the tokens of prompt and completion but the last, for
-            TrainSequence.
+        routes: With actor.routing_replay, the experts chosen for each token of prompt and completion except the last:
+            (tokens, layers with experts, experts per token), as TrainSequence.routes expects them. None otherwise.
     """
 
     resp_tokens: Numbers[int] = Numbers()
@@ -399,13 +413,18 @@ class RolloutSequence:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the completion."""
+        """Number of tokens in the completion."""
         return len(vars(self)["resp_tokens"])
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutResult:
-    """All samples of one prompt."""
+    """All samples of one prompt.
+
+    Attributes:
+        prompt_tokens: Token ids of the prompt.
+        sequences: The sampled completions.
+    """
 
     prompt_tokens: list[int]
     sequences: list[RolloutSequence]
@@ -416,13 +435,16 @@ class RewardRecord:
     """The argument of a reward function: one completed sample.
 
     Attributes:
-        prompt, solutions, record: See PromptItem.
+        prompt: Prompt of the row before the chat template, see PromptItem.
+        solutions: Reference answers of the row. None if the row has none.
+        record: The whole dataset row, column -> value.
         messages: The conversation up to the end of the sample.
         completion: All text of the assistant.
-        final_answer: The last turn of the assistant.
+        final_answer: Text of the last assistant turn.
         rendered_completion: The trajectory after the first prompt as the chat template renders it, with special tokens,
             tool results and turn markers. For a single completion, its text with special tokens.
-        tool_calls, tool_results: Parsed calls and their results.
+        tool_calls: Parsed tool calls.
+        tool_results: Results of the tool calls.
         tokens, logprobs, loss_mask: One entry for each token of the response. loss_mask is True for trained tokens.
         prompt_tokens: Token ids of the prompt.
         step: Training step in which the sample was drawn, from 1. 0 before the first step.
@@ -452,10 +474,12 @@ class RewardOutcome:
 
     Attributes:
         value: The reward. None unless status is "ok".
-        status: "not_finite": the reward is NaN, infinite, or too large for float32. "agent_error", "agent_timeout": the
-            agent failed, so there is nothing to score. "agent_filtered": its conversation filled the context.
-        message: Why there is no reward.
-        parts: Numbers that the reward is made of, by name, without their weights. Empty if it is a single number.
+        status: "ok", or why there is no reward. "timeout", "error": the reward function took too long or raised an
+            exception. "not_finite": the reward is NaN, infinite, or too large for float32. "agent_error",
+            "agent_timeout": the agent failed, so there is nothing to score. "agent_filtered": the agent's conversation
+            filled the context.
+        message: Why there is no reward, in words. "" if there is a reward.
+        parts: Unweighted components of the reward by name. Empty if the reward is a single number.
     """
 
     value: float | None
@@ -466,12 +490,13 @@ class RewardOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class TokenArrays:
-    """A prompt and its completion as arrays.
+    """A prompt and its completion as arrays of one entry per token.
 
     Attributes:
         tokens: Token ids, int64.
-        logprobs: float64, 0.0 on the prompt.
-        oldest_version: Oldest version of the weights that sampled one of the tokens. None without tokens.
+        logprobs: Log-probability of each sampled token, float64. 0.0 on the prompt.
+        oldest_version: Lowest version of the weights that sampled a token of the completion. None if it has no
+            tokens.
     """
 
     tokens: np.ndarray
@@ -484,15 +509,17 @@ class ScoredSample:
     """One sample with its text and its reward.
 
     Attributes:
-        item: The prompt.
+        item: The dataset row that was sampled.
         sequence: The completion. For an agent, all tokens that were sampled.
-        completion: Its text.
-        outcome: The reward.
-        group: Number of its group: the samples drawn for one prompt together.
+        completion: Text of the completion.
+        outcome: The reward, or why there is none.
+        group: Index of the sample's group, which holds all samples of one prompt.
         trajectory: The record of an agent. None for a single completion.
-        advantages: Of each token of the completion (for an agent, of its trained tokens), if it is trained on.
-        train_logprobs: Of each token of the completion, by the training pass before the update.
-        arrays: Of a single completion, the arrays of its training row.
+        advantages: Advantage of each token of the completion (for an agent, of each trained token). None until they are
+            computed, and for samples that are not trained on.
+        train_logprobs: Log-probability of each token of the completion from the training pass, before the update. None
+            if it is not known.
+        arrays: Prompt and completion as arrays, for the training row. None for an agent.
     """
 
     item: PromptItem
@@ -507,12 +534,12 @@ class ScoredSample:
 
     @property
     def is_done(self) -> bool:
-        """Whether the sample was drawn to its end, so that it could be scored."""
+        """Whether the sample was drawn to its end, so that it could be scored. False if its agent failed."""
         return not self.outcome.status.startswith("agent_")
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of prompt and completion. For an agent, of the longest row."""
+        """Number of tokens in prompt and completion. For an agent, in its longest row."""
         if self.trajectory is not None:
             return self.trajectory.n_tokens
         return len(self.item.tokens) + self.sequence.n_tokens

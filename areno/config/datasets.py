@@ -1,4 +1,4 @@
-"""Settings of data: the source of rows, their columns, and how many a step uses."""
+"""Settings of datasets: the source of rows, the columns of their fields, and how many rows a step uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areno.schema.fields import Missing, Needs, Section, build_check, check, set
 
 @dataclass(kw_only=True)
 class ColumnsConfig(Section):
-    """The columns of a dataset that hold the fields of a row. null: the column has the name of the field."""
+    """The column of a dataset that holds each field of a row. null: the column has the name of the field."""
 
     prompt: str | None = setting(None, help="Column of the prompt, which is a text or a list of messages")
     solutions: str | None = setting(
@@ -25,13 +25,13 @@ class ColumnsConfig(Section):
     tools: str | None = setting(None, help="Column of the tool definitions, which are passed to the chat template")
 
     def given(self) -> dict[str, str]:
-        """Return the columns that are set, by the fields of a row."""
+        """Return field -> column for the columns that are set."""
         return {field: column for field, column in vars(self).items() if column is not None}
 
 
 @dataclass(kw_only=True)
 class DatasetConfig(Section):
-    """The source of rows, and how many a step uses."""
+    """The source of training rows, how to read it, and how many rows a step uses."""
 
     path: str | None = setting(
         None,
@@ -72,12 +72,12 @@ class DatasetConfig(Section):
 
     @property
     def is_given(self) -> bool:
-        """Whether a source of rows is set."""
+        """Whether a source of rows is set: a path or a loader."""
         return self.path is not None or self.loader is not None
 
     @check
     def arguments_of_the_loader(self) -> Iterator[Problem]:
-        """Report arguments that no function gets, and those that have settings of their own."""
+        """Report dataset_kwargs without a source of rows, or with a key that has a setting of its own."""
         if self.dataset_kwargs and not self.is_given:
             text = "is set, but {} and {} are null, so nothing is loaded"
             yield Problem("dataset_kwargs", text, Key("path"), Key("loader"))
@@ -92,7 +92,7 @@ MISSING_ROWS = f"missing ({settings(DatasetConfig)['path'].help})"
 
 @dataclass(kw_only=True)
 class ValidSetConfig(DatasetConfig):
-    """Rows for evaluation. By default all of them are read, in order."""
+    """Rows for evaluation. By default all rows are read, in order."""
 
     split: str = setting("test", help="Split of the dataset to read, if the dataset has several")
     batch_size: int = setting(
@@ -114,10 +114,13 @@ class ValidSetConfig(DatasetConfig):
 
 
 def set_name_problems(names: Collection[Any]) -> Iterator[str]:
-    """Yield the problems with names of evaluation sets, which become parts of the names of metrics and files.
+    """Yield the problems with names of evaluation sets, which become parts of metric and file names.
 
     Args:
-        names: The names.
+        names: Keys of the setting `sets`, of any type.
+
+    Yields:
+        The text of each problem, which follows the key of the setting in a message.
     """
     if not names:
         yield "is empty; at least one set is expected"
@@ -128,7 +131,7 @@ def set_name_problems(names: Collection[Any]) -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class ValidDatasetConfig(ValidSetConfig):
-    """Rows for evaluation: one set of them, or several sets that have names."""
+    """Rows for evaluation: a single set, or several named sets."""
 
     sets: dict[str, ValidSetConfig] | None = setting(
         None,
@@ -139,15 +142,15 @@ class ValidDatasetConfig(ValidSetConfig):
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
-        """Report a section without a source of rows."""
+        """Report a single set without a source of rows. Named sets check their own sources."""
         return super().something_to_read() if self.sets is None else iter(())
 
     @check
     def names_of_sets(self) -> Iterator[Problem]:
-        """Report names that cannot be parts of metrics and files."""
+        """Report names of sets that cannot be parts of metric and file names."""
         if self.sets is not None:
             yield from (Problem("sets", text) for text in set_name_problems(self.sets))
 
     def by_name(self) -> dict[str, ValidSetConfig]:
-        """Return the evaluation sets by their names. The name of a single set is ""."""
+        """Return name -> settings of each evaluation set. A single set has the name ""."""
         return {"": self} if self.sets is None else self.sets

@@ -1,4 +1,4 @@
-"""Settings of a whole run, one class for each loop. Each recipe adds its own settings. Imports no torch."""
+"""Settings of a whole run: a class for each training loop, to which recipes add settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LossFn = Callable[..., Any]
 
 @dataclass(kw_only=True)
 class ExperimentConfig(Section):
-    """Settings of every run. The dataclass of a recipe also defines the loss that its settings describe."""
+    """Settings that every run has. The subclass of a recipe adds more settings, and defines the loss."""
 
     experiment_name: str = setting(help="Name of the experiment, and of the folder that holds its runs")
     trial_name: str | None = setting(
@@ -67,33 +67,33 @@ class ExperimentConfig(Section):
     scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="How worker processes are started")
 
     def brings_rows(self) -> bool:
-        """Return whether the run has training data although train_dataset names none."""
+        """Return whether the run has training rows even if train_dataset names no source."""
         return False
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
-        """Report a run without training data."""
+        """Report a run without a source of training rows."""
         if not self.train_dataset.is_given and not self.brings_rows():
             yield Missing("train_dataset.path", datasets.MISSING_ROWS)
 
     @build_check
     def evaluation_of_nothing(self) -> Iterator[Problem]:
-        """Report a best_metric of evaluation in a run without evaluation."""
+        """Report an eval/* scalar in saver.best_metric if nothing is evaluated."""
         if self.valid_dataset is None and (metric := self.saver.best_metric or "").startswith("eval/"):
             yield _EVALUATION.problem("saver.best_metric", metric, None)
 
     @build_check
     def metric_of_the_evaluator(self) -> Iterator[Problem]:
-        """Report metrics that the evaluation does not measure."""
+        """Report evaluator.metric or saver.best_metric if evaluation does not measure it."""
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
 
     def optimizers(self) -> list[models.OptimizerConfig]:
-        """Return the optimizer of each trained model."""
+        """Return the optimizer settings of each trained model."""
         return [self.actor.optimizer]
 
     @check
     def states_of_no_moments(self) -> Iterator[Problem]:
-        """Report settings about moments in a run whose optimizers have none."""
+        """Report settings about optimizer moments if every optimizer is SGD, which has no moments."""
         if all(optimizer.type == "sgd" for optimizer in self.optimizers()):
             for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
                 text = "is true, but {} is sgd, which has no moments; leave it out"
@@ -105,19 +105,19 @@ class ExperimentConfig(Section):
         "or lower it to 1",
     )
     def nodes_without_a_cluster(self) -> bool:
-        """Return whether several nodes are asked for without Ray."""
+        """Return whether several nodes are set without scheduler.type=ray."""
         return self.cluster.n_nodes > 1 and self.scheduler.type == "local"
 
     @forbid(
         "engine.workers", "is inline, which runs in this process, but scheduler.type=ray starts processes; leave it out"
     )
     def inline_on_a_cluster(self) -> bool:
-        """Return whether Ray is asked to run workers in this process."""
+        """Return whether workers are to run inside of the driver process although Ray starts them."""
         return self.engine.workers == "inline" and self.scheduler.type == "ray"
 
     @check
     def devices_fill_the_nodes(self) -> Iterator[Problem]:
-        """Report numbers of devices that the nodes cannot share evenly."""
+        """Report a number of devices that cannot be divided evenly among the nodes."""
         size, n_nodes, n_each = self.engine.world_size, self.cluster.n_nodes, self.cluster.n_gpus_per_node
         if n_each is not None and size is not None and size != n_nodes * n_each:
             text = "is {}, but {}={} and {}={} make {}; leave one of them out"
@@ -134,7 +134,7 @@ class ExperimentConfig(Section):
 
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:
-        """Report names that cannot be names of folders."""
+        """Report an experiment_name or trial_name that cannot be the name of a folder."""
         for key in ("experiment_name", "trial_name"):
             name = vars(self).get(key)
             if name is None:
@@ -145,11 +145,16 @@ class ExperimentConfig(Section):
                 yield Problem(key, f"has {size} bytes; a folder name has at most {MAX_NAME_BYTES}")
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
+        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
         return ()
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the name of the number by which a sweep compares runs, and whether more or less is better."""
+        """Return the number by which a sweep compares runs.
+
+        Returns:
+            (name, mode): what is compared, in words, and whether larger ("max") or smaller ("min") values are
+            better.
+        """
         return self._objective("eval/loss", "train/loss of the last step", "min")
 
     def _objective(
@@ -167,16 +172,20 @@ class ExperimentConfig(Section):
 
 
 def pass_sizes(n_samples: int) -> list[int]:
-    """Return the values of k for pass@k: 1, 2, 4, ... below n_samples, and n_samples itself."""
+    """Return the values of k for which pass@k is measured: 1, 2, 4, ... below n_samples, and n_samples itself.
+
+    Args:
+        n_samples: Number of samples per prompt.
+    """
     return [*(1 << i for i in range((n_samples - 1).bit_length())), n_samples]
 
 
 def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[Problem]:
-    """Yield the problems with evaluator.metric and saver.best_metric.
+    """Yield a problem if evaluator.metric or saver.best_metric names a metric that evaluation does not measure.
 
     Args:
-        config: The settings of the run.
-        sets: The names of the evaluation sets.
+        config: Settings of the run.
+        sets: Names of the evaluation sets, which become parts of the names of metrics. "" for a single set.
     """
     metrics, best = config.eval_metrics(), config.saver.best_metric or ""
     names = [*metrics, *(f"{name}/{of_set}" for name in sets if name for of_set in metrics)]
@@ -191,16 +200,16 @@ def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[P
 
 @dataclass(kw_only=True)
 class SupervisedExperimentConfig(ExperimentConfig):
-    """Training on demonstrations."""
+    """Settings of supervised fine-tuning."""
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
+        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
         return ("loss",)
 
 
 @dataclass(kw_only=True)
 class PreferenceExperimentConfig(ExperimentConfig):
-    """Settings of training on pairs of a preferred and a rejected answer."""
+    """Settings of training on pairs of a preferred and a rejected answer, such as DPO."""
 
     ref: models.ScoringRefConfig = setting(
         factory=models.ScoringRefConfig,
@@ -208,17 +217,22 @@ class PreferenceExperimentConfig(ExperimentConfig):
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
+        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
         return ("loss", "accuracy", "margin", "ranking_accuracy")
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the name of the result of a run, and whether more or less is better."""
+        """Return the number by which a sweep compares runs.
+
+        Returns:
+            (name, mode): what is compared, in words, and whether larger ("max") or smaller ("min") values are
+            better.
+        """
         return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
 
 
 @dataclass(kw_only=True)
 class PolicyExperimentConfig(ExperimentConfig):
-    """Settings of GRPO, GSPO and their relatives: sample a group, score it, update the policy."""
+    """Settings of reinforcement learning: sample a group of completions per prompt, score it, update the policy."""
 
     actor: models.PolicyConfig = setting(help="The policy")
     ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
@@ -243,32 +257,44 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
 
     def brings_rows(self) -> bool:
-        """Return whether the agent is an environment, which has its own rows."""
+        """Return whether the agent is an environment of the verifiers package, which has its own rows."""
         return self.agent.is_environment
 
     @build_check
     def something_rewards(self) -> Iterator[Problem]:
-        """Report a run without a reward."""
+        """Report a run without reward function, reward model or agent."""
         return self.reward.problems_of_none(self.agent.fn is not None)
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the metrics of an evaluation set, the default of evaluator.metric first."""
+        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
         of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
         return ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences", *of_groups)
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the name of the result of a run, and whether more or less is better."""
+        """Return the number by which a sweep compares runs.
+
+        Returns:
+            (name, mode): what is compared, in words, and whether larger ("max") or smaller ("min") values are
+            better.
+        """
         return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
 
     @check
     def eval_gconfig_of_greedy(self) -> Iterator[Problem]:
-        """Yield the temperature of a greedy evaluation, which has no effect."""
+        """Report a temperature of a greedy evaluation, which does not use it."""
         if self.eval_gconfig is not None:
             yield from self.eval_gconfig.unused_in_evaluation("eval_gconfig")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Return the advantages that the settings describe, with the arguments of an AdvantageFn (areno.trainers.rows).
+        """Compute the advantages that the settings describe. A recipe overrides this method.
+
+        Args:
+            rows: The TrainSequences of the step.
+            groups: Index of the group of each row. The samples of one prompt are a group.
+
+        Returns:
+            For each row, an array with one advantage per trained token. With a critic, (advantages, returns).
 
         Raises:
             ConfigError: The class defines no advantages.
@@ -281,12 +307,12 @@ class PolicyExperimentConfig(ExperimentConfig):
         "leave it out",
     )
     def offloaded_base(self) -> bool:
-        """Return whether a reference is to be moved that is the actor itself."""
+        """Return whether ref.offload is set although the reference is the actor without its adapters."""
         return self.ref is not None and self.ref.offload and self.ref.path is None and self.actor.use_lora
 
     @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_of_one(self) -> bool:
-        """Return whether a group advantage has groups of one sample."""
+        """Return whether advantages or rewards are normalised over groups that have one sample."""
         norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
         return self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms)
 
@@ -295,7 +321,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
     )
     def routes_of_agents(self) -> bool:
-        """Return whether the experts of an agent's tokens are asked for."""
+        """Return whether routing replay is set in a run with agents, whose samples have no routes."""
         return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -304,7 +330,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "engine.exact=true, what each of their requests draws does not depend on the others",
     )
     def agents_keep_no_time(self) -> bool:
-        """Return whether equal runs are asked for although the order of an agent's requests varies."""
+        """Return whether engine.deterministic is set in a run with agents, whose requests come in any order."""
         return self.engine.deterministic and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -312,7 +338,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
     )
     def samples_that_cannot_differ(self) -> bool:
-        """Return whether every group would be dropped, as it has one sample."""
+        """Return whether dynamic sampling would drop every group, because groups have one sample."""
         return self.rollout.dynamic_sampling and self.gconfig.n_samples < 2
 
     @forbid(
@@ -322,7 +348,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "false (eval_gconfig has a setting of its own)",
     )
     def repeated_greedy_samples(self) -> bool:
-        """Return whether all samples of a prompt would be equal."""
+        """Return whether greedy sampling makes all samples of a prompt equal."""
         has_agent = self.agent.fn is not None or self.agent.is_environment
         return self.gconfig.greedy and self.gconfig.n_samples > 1 and not has_agent
 
@@ -331,12 +357,12 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is {self.actor.overlong_tokens}, more than gconfig.max_new_tokens={self.gconfig.max_new_tokens}; lower it",
     )
     def overlong_zone_too_large(self) -> bool:
-        """Return whether the penalty for length begins before the first token."""
+        """Return whether the overlong penalty begins before the first token of a completion."""
         return (self.actor.overlong_tokens or 0) > self.gconfig.max_new_tokens
 
     @property
     def rows_per_step(self) -> int:
-        """The rows of a full batch."""
+        """Number of training rows in a full batch: prompts per step times samples per prompt."""
         return self.train_dataset.batch_size * self.gconfig.n_samples
 
     @forbid(
@@ -345,35 +371,35 @@ class PolicyExperimentConfig(ExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_minibatches(self) -> bool:
-        """Return whether the mini-batches of the actor cannot have equal sizes."""
+        """Return whether ppo_n_minibatches does not divide the rows of a step."""
         return self.rows_per_step % self.actor.ppo_n_minibatches != 0
 
 
 @dataclass(kw_only=True)
 class KLExperimentConfig(PolicyExperimentConfig):
-    """Policy experiments that use the reference only for the KL to it."""
+    """Settings of a policy algorithm that uses the reference model only for a KL penalty."""
 
     actor: models.KLConfig = setting(help="The policy")
 
     @forbid("actor.kl_ctl", "is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
     def kl_without_reference(self) -> bool:
-        """Return whether a KL is asked for without a reference."""
+        """Return whether a KL penalty is set without a reference model."""
         return self.actor.kl_ctl > 0 and self.ref is None
 
     @forbid("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
     def unused_reference(self) -> bool:
-        """Return whether a reference is loaded without a KL."""
+        """Return whether a reference model is set without a KL penalty."""
         return self.ref is not None and self.actor.kl_ctl == 0
 
 
 @dataclass(kw_only=True)
 class CriticExperimentConfig(KLExperimentConfig):
-    """Policy experiments with a critic."""
+    """Settings of a policy algorithm with a critic."""
 
     critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
 
     def optimizers(self) -> list[models.OptimizerConfig]:
-        """Return the optimizer of each trained model."""
+        """Return the optimizer settings of the actor and the critic."""
         return [self.actor.optimizer, self.critic.optimizer]
 
     @forbid(
@@ -382,5 +408,5 @@ class CriticExperimentConfig(KLExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_critic_minibatches(self) -> bool:
-        """Return whether the mini-batches of the critic cannot have equal sizes."""
+        """Return whether the critic's ppo_n_minibatches does not divide the rows of a step."""
         return self.rows_per_step % self.critic.ppo_n_minibatches != 0

@@ -1,7 +1,7 @@
 """Settings of the models: the actor with its optimizer, adapters and micro-batches, the reference and the critic.
 
-Imports no torch. What only some policy algorithms have is elsewhere: settings of the importance ratio in
-`areno.config.ratio`, those of a loss beside its formula in `areno.loss_fns` or in the recipe.
+Imports no torch. Settings that only some policy algorithms have are elsewhere: the importance ratio in
+`areno.config.ratio`, the settings of a loss beside its formula in `areno.loss_fns` or in the recipe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areno.schema.fields import Needs, Section, check, forbid, setting
 OptimizerType = Literal["adam", "adam_8bit", "sgd"]
 ALL_LINEAR = "all-linear"
 FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")
-"""Settings that the adapters of init_lora_from bring with them."""
+"""Settings that are read from the folder init_lora_from."""
 _ADAPTERS = Needs("use_lora", so="there are no adapters")
 _MOMENTS = Needs("type", "adam", "adam_8bit", so="there are no moments")
 
@@ -75,13 +75,16 @@ class OptimizerConfig(Section):
 
 @dataclass(kw_only=True)
 class MicroBatchSpec(Section):
-    """How an optimizer step is cut into forward passes. It changes memory use and speed, not the result."""
+    """How the rows of an optimizer step are divided into micro-batches.
+
+    The sizes change memory use and speed, not the result.
+    """
 
     mini_bs: int = setting(
         16,
         help="Number of rows per micro-batch. Used if max_tokens_per_mb is null",
         gt=0,
-        # The engine makes a size of each from arguments of a script.
+        # Trainer.train sets both sizes, so only `build` reports a size that is not used.
         only_with=Needs("max_tokens_per_mb", None, so="micro-batches have a size in tokens", in_build=True),
         flag="--mini-bs",
     )
@@ -98,7 +101,10 @@ _DEVIATION = Needs("std_level", so="nothing is divided by a deviation")
 
 @dataclass(kw_only=True)
 class NormConfig(Section):
-    """Normalisation: (x - mean) / (std + eps). Mean and std are each over the group or the batch, or left out."""
+    """Normalisation of rewards or advantages: (x - mean) / (std + eps).
+
+    Mean and standard deviation are each taken over the group (the samples of a prompt) or the batch, or left out.
+    """
 
     mean_level: Literal["batch", "group"] | None = setting(
         "group",
@@ -127,7 +133,7 @@ class NormConfig(Section):
 
 @dataclass(kw_only=True)
 class UpdatedModelConfig(Section):
-    """The model that is trained, and how it is updated."""
+    """Settings of a trained model and of its updates, without adapters."""
 
     path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
@@ -173,7 +179,7 @@ class UpdatedModelConfig(Section):
         "the rows; set it",
     )
     def schedule_of_unknown_length(self) -> bool:
-        """Return whether the number of updates is unknown and the learning rate decays."""
+        """Return whether the learning rate decays over all updates although their number cannot be known."""
         unknown = self.gradient_accumulation_steps is not None and self.mb_spec.max_tokens_per_mb is not None
         decays = self.optimizer.lr_scheduler_type != "constant"
         return unknown and decays and self.optimizer.lr_decay_steps is None
@@ -181,7 +187,10 @@ class UpdatedModelConfig(Section):
 
 @dataclass(kw_only=True)
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA 2106.09685): W x becomes W x + scale * B A x, and only A and B are trained."""
+    """Low-rank adapters (LoRA 2106.09685): W x becomes W x + scale * B A x, and only A and B are trained.
+
+    scale is lora_alpha / lora_rank, or lora_alpha / sqrt(lora_rank) with use_rslora.
+    """
 
     use_lora: bool = setting(
         False,
@@ -215,18 +224,18 @@ class LoraConfig(Section):
 
     @forbid("target_modules", "is empty; name linear layers, or leave it out for all of them")
     def adapters_of_nothing(self) -> bool:
-        """Return whether no layer has adapters."""
+        """Return whether target_modules names no layer."""
         return not self.target_modules
 
     @forbid("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
     def all_and_some(self) -> bool:
-        """Return whether all-linear stands beside other layers."""
+        """Return whether target_modules has all-linear beside names of layers."""
         return ALL_LINEAR in self.target_modules and len(self.target_modules) > 1
 
 
 @dataclass(kw_only=True)
 class ModelConfig(LoraConfig, UpdatedModelConfig):
-    """The model that is trained, and how it is updated. Supervised fine-tuning needs no other settings."""
+    """Settings of the trained model, its adapters and its updates. Supervised fine-tuning needs no more."""
 
     @forbid(
         "use_lora",
@@ -243,10 +252,10 @@ _OVERLONG = Needs("overlong_reward_penalty", so="no reward is reduced")
 
 @dataclass(kw_only=True)
 class PolicyConfig(ModelConfig):
-    """The actor of any policy algorithm: updates of a batch, and how rewards become advantages.
+    """The actor of a policy algorithm: updates of a batch, and how rewards become advantages.
 
-    An algorithm of your own inherits from this class. It has no setting of an importance ratio (`ratio.RatioConfig`) or
-    of a KL penalty (`KLConfig`).
+    An algorithm of your own inherits from this class. If its loss uses an importance ratio or a KL penalty, it
+    also inherits from `ratio.RatioConfig` or `KLConfig`, which have these settings.
     """
 
     ppo_n_minibatches: int = setting(
@@ -300,22 +309,22 @@ class PolicyConfig(ModelConfig):
         "the batch into optimizer steps; set only one of them",
     )
     def two_ways_to_cut_the_batch(self) -> bool:
-        """Refuse two settings for the number of optimizer steps."""
+        """Return whether two settings both determine the number of optimizer steps per batch."""
         return self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
-        """The source of the old log-probabilities, as `areno.Trainer.train` names it."""
+        """Source of the log-probabilities that ratios divide by, as the argument old_logprobs of Trainer.train."""
         return "recompute"
 
     @property
     def kl_in_reward(self) -> float:
-        """The coefficient of the KL that is subtracted from the rewards. 0 if there is none."""
+        """Coefficient of the KL that is subtracted from the rewards. 0 subtracts none."""
         return 0.0
 
     @check
     def overlong_penalty_is_whole(self) -> Iterator[Problem]:
-        """Refuse an overlong penalty of which a part is missing."""
+        """Report missing settings of the overlong penalty if it is on."""
         if self.overlong_reward_penalty:
             values = {"overlong_tokens": self.overlong_tokens, "overlong_penalty_factor": self.overlong_penalty_factor}
             for name in (name for name, value in values.items() if value is None):
@@ -327,7 +336,7 @@ _KL = Needs("kl_ctl", so="there is no KL")
 
 @dataclass(kw_only=True)
 class KLConfig(PolicyConfig):
-    """The actor of an algorithm that has a penalty on the KL divergence to the reference model.
+    """The actor of an algorithm with a penalty on the KL divergence to the reference model.
 
     An algorithm of your own inherits from this class if its loss or its advantages use these settings.
     """
@@ -353,12 +362,12 @@ class KLConfig(PolicyConfig):
 
     @property
     def kl_in_loss(self) -> float:
-        """The coefficient of the KL term of the loss. 0 if the KL is part of the reward."""
+        """Coefficient of the KL term in the loss. 0 if the KL is subtracted from the rewards instead."""
         return 0.0 if self.use_kl_in_reward else self.kl_ctl
 
     @property
     def kl_in_reward(self) -> float:
-        """The coefficient of the KL that is subtracted from the rewards. 0 if the KL is part of the loss."""
+        """Coefficient of the KL that is subtracted from the rewards. 0 if the KL is a term of the loss instead."""
         return self.kl_ctl if self.use_kl_in_reward else 0.0
 
     @forbid(
@@ -367,14 +376,14 @@ class KLConfig(PolicyConfig):
         "adv_norm.mean_level=group",
     )
     def leave_one_out_is_for_samples(self) -> bool:
-        """Refuse a mean over other samples for advantages of tokens."""
+        """Return whether a leave-one-out mean is set for advantages that differ between tokens."""
         norm = self.adv_norm
         return norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group"
 
 
 @dataclass(kw_only=True)
 class RefConfig(Section):
-    """The frozen reference policy."""
+    """The frozen reference model of a policy algorithm."""
 
     path: str | None = setting(
         None,
@@ -387,7 +396,7 @@ class RefConfig(Section):
 
 @dataclass(kw_only=True)
 class ScoringRefConfig(Section):
-    """A reference that scores the data before training and is then released."""
+    """A reference model that computes the log-probabilities of all rows before training, and is then released."""
 
     path: str | None = setting(
         None, help="Model folder or hub id of the reference model. null: the actor before training", flag="--ref-ckpt"
@@ -396,7 +405,7 @@ class ScoringRefConfig(Section):
 
 @dataclass(kw_only=True)
 class CriticConfig(Section):
-    """The value function of PPO: a transformer body with one output per token."""
+    """The value function of PPO: a transformer body whose head computes one value per token."""
 
     path: str | None = setting(
         None,

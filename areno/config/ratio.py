@@ -1,7 +1,7 @@
 """Settings of the importance ratio: what it compares, and how stale or mismatched rollouts are corrected.
 
-The actors of GRPO, GSPO and PPO have these settings (`RatioConfig`). What a loss does with the ratio, such as the clip,
-is set beside the formulas in `areno.loss_fns.surrogates`. Imports no torch.
+The actors of GRPO, GSPO and PPO have these settings (`RatioConfig`). Settings of what a loss does with the ratio, such
+as the clip range, stand beside the formulas in `areno.loss_fns.surrogates`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areno.schema.fields import Needs, Section, check, forbid, setting
 
 @dataclass(kw_only=True)
 class RejectionSamplingConfig(Section):
-    """Mask or truncate tokens or rows whose importance weights are extreme: settings of the decoupled loss."""
+    """How the decoupled loss masks or truncates tokens or rows with extreme importance weights."""
 
     level: Literal["token", "sequence"] = setting(
         "token", help="Compare each token with the bounds (token), or each row as a whole (sequence)"
@@ -44,12 +44,12 @@ class RejectionSamplingConfig(Section):
 
     @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
     def clamp_without_ratio(self) -> bool:
-        """Refuse to clamp a metric that is not a weight."""
+        """Return whether action=clamp is set for a metric that is not an importance weight."""
         return self.action == "clamp" and self.metric != "ratio"
 
     @check
     def a_kl_of_zero_passes(self) -> Iterator[Problem]:
-        """Refuse a lower bound that rejects tokens on which both policies agree."""
+        """Report a lower bound that rejects tokens on which both policies agree."""
         if self.lower is None or self.metric == "ratio":
             return
         if self.metric != "kl_k1":
@@ -59,20 +59,21 @@ class RejectionSamplingConfig(Section):
 
     @forbid("lower", "is {self.lower}, but it must be less than upper={self.upper}")
     def bounds_out_of_order(self) -> bool:
-        """Refuse bounds that nothing can pass."""
+        """Return whether no value lies between the bounds."""
         return self.lower is not None and self.lower >= self.upper
 
     @forbid("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
     def ratio_of_one_outside(self) -> bool:
-        """Refuse bounds that reject tokens on which both policies agree."""
+        """Return whether the bounds reject a ratio of 1, at which both policies agree."""
         return self.metric == "ratio" and (self.upper <= 1 or (self.lower or 0.5) >= 1 or (self.lower or 0.5) <= 0)
 
 
 @dataclass(kw_only=True)
 class RatioConfig(PolicyConfig):
-    """The actor of an algorithm whose loss has an importance ratio, trained policy / old policy.
+    """The actor of an algorithm whose loss uses the importance ratio of the trained policy to the old policy.
 
-    An algorithm of your own inherits from this class if its loss divides by `pack.old_logprobs`.
+    An algorithm of your own inherits from this class if its loss divides by the probabilities in
+    `pack.old_logprobs`.
     """
 
     recompute_logprob: bool = setting(
@@ -115,7 +116,7 @@ class RatioConfig(PolicyConfig):
         "it to recompute",
     )
     def loglinear_decides_late(self) -> bool:
-        """Refuse corrections before the update without the proximal policy."""
+        """Return whether corrections before the update are set although loglinear has no proximal policy by then."""
         needed = self.rejection_sampling is not None or self.m2_threshold is not None
         return self.prox_logp_method == "loglinear" and needed
 
@@ -125,34 +126,38 @@ class RatioConfig(PolicyConfig):
         "recompute_logprob out",
     )
     def decoupled_from_the_rollout(self) -> bool:
-        """Refuse a decoupled loss whose proximal policy is the behaviour policy."""
+        """Return whether the decoupled loss would use the behaviour policy as its proximal policy."""
         return self.use_decoupled_loss and not self.recompute_logprob
 
     @property
     def ratio_level(self) -> Literal["token", "sequence"]:
-        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
+        """Whether each token has its own importance ratio ("token") or all tokens of a row share one ("sequence")."""
         return "token"
 
     def clip_range(self) -> float | None:
-        """Return the lower clip range of the ratio, None for a loss that does not clip."""
+        """Return the lower clip range of the ratio, such as 0.2. None if the loss does not clip."""
         return None
 
     @property
     def clip_against_rollout(self) -> float | None:
-        """The clip range if ratios compare with the rollout. None if they compare with a training pass."""
+        """Lower clip range if ratios divide by rollout or interpolated probabilities.
+
+        Such probabilities differ from those of a training pass by rounding, which can exceed a narrow clip range. None
+        if ratios divide by the probabilities of a training pass, or if the loss does not clip.
+        """
         updates_again = self.ppo_n_minibatches > 1 or self.gradient_accumulation_steps is not None
         interpolates = self.prox_logp_method == "loglinear" and updates_again
         return self.clip_range() if interpolates or not self.recompute_logprob else None
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
-        """The source of the denominator of the ratio, as `areno.Trainer.train` names it."""
+        """Source of the log-probabilities that ratios divide by, as the argument old_logprobs of Trainer.train."""
         if not self.recompute_logprob:
             return "rollout"
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the policy must score the rows before the update, to weigh or mask tokens."""
+        """Whether a forward pass must score the rows before the update, to weight or mask their tokens."""
         decoupled = self.use_decoupled_loss and self.prox_logp_method != "loglinear"
         return decoupled or self.m2_threshold is not None

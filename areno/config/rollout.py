@@ -1,4 +1,4 @@
-"""Settings of sampling, the rollout, agents, and the reward: functions and a reward model. Imports no torch."""
+"""Settings of sampling, of agents, and of the reward. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""
 MAX_TEMPERATURE = 1e5
 _MOST = 2**31 - 1
-# A script may make a section greedy that has other settings of sampling.
+# A script may set greedy in a section that also has other sampling settings.
 _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=True)
 
 
@@ -32,9 +32,10 @@ def _edit(default: float, **declared: Any) -> Any:
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
-    """How one completion is sampled. `gconfig` and the `SamplingParams` of a script have these settings in common.
+    """Settings for sampling one completion. `gconfig` and the `SamplingParams` of a script both inherit this class.
 
-    Every setting is declared here, with its default and its bounds, and nowhere else.
+    Every sampling setting is declared here with its default and its bounds. Subclasses change only defaults and
+    bounds.
     """
 
     greedy: bool = setting(
@@ -107,27 +108,27 @@ class SamplingConfig(Section):
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether each token is the most likely one. A temperature below MIN_TEMPERATURE counts as 0."""
+        """Whether decoding is greedy: `greedy` is set, or the temperature is below LEAST_TEMPERATURE."""
         return self.greedy or self.temperature < MIN_TEMPERATURE
 
     @property
     def logprob_temperature(self) -> float:
-        """Return the temperature of the log-probabilities, which is 1 where `temperature` counts as 0."""
+        """Temperature at which log-probabilities are computed. 1 if `temperature` is below LEAST_TEMPERATURE."""
         return 1.0 if self.temperature < MIN_TEMPERATURE else self.temperature
 
     @property
     def edits_logits(self) -> bool:
-        """Return whether a draw needs more than the sampling kernel: a setting declared by `_edit` is in use."""
+        """Whether sampling needs changes of the logits that the sampling kernel does not compute."""
         return any(vars(self)[name] != default for name, default in _edits())
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
     def shortest_above_longest(self) -> bool:
-        """Return whether the shortest completion is longer than the longest."""
+        """Return whether min_new_tokens exceeds max_new_tokens."""
         return self.min_new_tokens > self.max_new_tokens
 
     @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
     def no_token_to_sample(self) -> bool:
-        """Return whether top_k keeps no token."""
+        """Return whether top_k is 0, which keeps no token."""
         return self.top_k == 0
 
     @forbid("stop", "contains an empty string, which would end every completion; leave it out")
@@ -142,7 +143,7 @@ class SamplingConfig(Section):
 
 
 def flags_of_draws() -> dict[str, str]:
-    """Return the flags of the settings that a greedy completion does not use, by name."""
+    """Return setting -> command-line flag for the settings that greedy decoding does not use."""
     known = settings(GenerationConfig)
     names = ["temperature", *(name for name, each in known.items() if _DRAWING in each.only_with)]
     return {name: known[name].flag for name in names if known[name].flag}
@@ -150,19 +151,22 @@ def flags_of_draws() -> dict[str, str]:
 
 @cache
 def _edits() -> list[tuple[str, Any]]:
-    """Return the settings declared by `_edit` with their defaults, which change no draw."""
+    """Return (name, default) of each setting declared by `_edit`. With its default, a setting changes no logit."""
     declared = dataclasses.fields(SamplingConfig)
     return [(field.name, field.default) for field in declared if "edits_logits" in field.metadata]
 
 
 def at_temperature(value: Any) -> SamplingConfig:
-    """Return the settings of rows that were sampled at a temperature.
+    """Return sampling settings with a given temperature, for rows that were sampled elsewhere.
 
     Args:
-        value: Number that the logits are divided by.
+        value: The temperature that the logits were divided by.
+
+    Returns:
+        The settings. All other settings have their defaults.
 
     Raises:
-        ConfigError: `value` is not a number that logits can be divided by.
+        ConfigError: `value` is not a number from LEAST_TEMPERATURE to MOST_TEMPERATURE.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not MIN_TEMPERATURE <= float(value) <= MAX_TEMPERATURE:
@@ -173,7 +177,7 @@ def at_temperature(value: Any) -> SamplingConfig:
 
 @dataclass(kw_only=True)
 class GenerationConfig(SamplingConfig):
-    """How completions are sampled."""
+    """Settings for sampling the completions of a prompt, in training or evaluation."""
 
     n_samples: int = setting(8, help="Number of completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
     max_new_tokens: int = as_in(SamplingConfig, "max_new_tokens", default=3071)
@@ -187,7 +191,13 @@ class GenerationConfig(SamplingConfig):
     temperature: float = as_in(SamplingConfig, "temperature", ge=MIN_TEMPERATURE)
 
     def unused_in_evaluation(self, section: str) -> Iterator[Problem]:
-        """Yield a problem of a temperature that greedy evaluation does not use; in training it scales the logits."""
+        """Yield a problem if a temperature is set for greedy evaluation, which does not use it.
+
+        In training, the temperature of greedy samples still scales the logits.
+
+        Args:
+            section: Name of the section, "gconfig" or "eval_gconfig".
+        """
         if self.greedy and not self.is_default("temperature"):
             text = f"is {self.temperature}, but {section}.greedy takes the most likely token; "
             yield Problem(f"{section}.temperature", f"{text}set {section}.greedy=false")
@@ -197,7 +207,7 @@ class GenerationConfig(SamplingConfig):
         "is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
     )
     def no_room_for_prompts(self) -> bool:
-        """Return whether the completion fills all of max_tokens."""
+        """Return whether max_new_tokens fills max_tokens (prompt plus completion), so that no prompt fits."""
         return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
 
 
@@ -247,13 +257,13 @@ class RolloutConfig(DecoderConfig):
 
 
 VERIFIERS = "verifiers:"
-"""The prefix of agent.fn before the name of an environment of the verifiers package."""
+"""Prefix of agent.fn if the agent is an environment of the verifiers package."""
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
 
 
 @dataclass(kw_only=True)
 class AgentConfig(Section):
-    """An agent that samples by itself: it asks the policy through an OpenAI-compatible endpoint."""
+    """An agent: user code that samples by requests to the policy's OpenAI-compatible endpoint."""
 
     fn: str | None = setting(
         None,
@@ -298,9 +308,9 @@ _FUNCTION = Needs("fn", so="no function is called", in_build=True)
 @dataclass(kw_only=True)
 @with_sections(_SECTIONS)
 class RewardConfig(Section):
-    """The reward of a completion, from functions, a reward model, or both (their sum).
+    """The reward of a completion, from functions, from a reward model, or the sum of both.
 
-    Each built-in reward that has settings has a section, whose dataclass is in areno/reward_fns/built_in.py.
+    Each built-in reward that has settings has its own section, whose dataclass is in areno/reward_fns/built_in.py.
     """
 
     fn: str | list[str] | None = setting(
@@ -346,14 +356,14 @@ class RewardConfig(Section):
 
     @property
     def functions(self) -> list[str]:
-        """The functions of fn."""
+        """The reward functions that `fn` names, as a list. Empty if `fn` is null."""
         return [self.fn] if isinstance(self.fn, str) else self.fn or []
 
     def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
-        """Yield a problem if neither a reward function nor a reward model is set.
+        """Yield a problem if neither a reward function nor a reward model is set, unless an agent gives the reward.
 
         Args:
-            by_agent: Whether an agent gives the reward, so that neither is needed.
+            by_agent: Whether the run has an agent, which may give the reward.
         """
         if self.fn is None and self.path is None and not by_agent:
             text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
@@ -361,7 +371,7 @@ class RewardConfig(Section):
 
     @check
     def functions_and_weights(self) -> Iterator[Problem]:
-        """Report an empty list of functions, and weights of another number."""
+        """Report an empty list of functions, or weights whose number differs from the number of functions."""
         if self.fn == []:
             yield Problem("fn", "is an empty list; name a function, or set it to null")
         elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.functions):
@@ -371,20 +381,20 @@ class RewardConfig(Section):
 
     @check
     def settings_of_built_in_functions(self) -> Iterator[Problem]:
-        """Refuse settings of a built-in reward that reward.fn does not name."""
+        """Report settings of a built-in reward that `fn` does not name."""
         for name in _SECTIONS:
             if name not in self.functions and not self.is_default(name):
                 yield Problem(name, f"has settings, but reward.fn does not name {name}; leave them out")
 
     @check
     def built_in_functions_that_do_not_work(self) -> Iterator[Problem]:
-        """Report what a built-in reward that reward.fn names finds wrong with its settings."""
+        """Report the problems that each built-in reward named by `fn` finds in its own settings."""
         for name in (name for name in self.functions if name in _SECTIONS and name in vars(self)):
             yield from (problem.under(name) for problem in vars(self)[name].unusable(self.timeout_s))
 
 
 @dataclass(kw_only=True)
 class OnlyReward(Section):
-    """The reward without a run, for commands that only score."""
+    """The reward settings without a run, for commands that only score."""
 
     reward: RewardConfig = setting(factory=RewardConfig, help="Reward function", required_in_build=True)

@@ -1,4 +1,7 @@
-"""Settings beside the models: the decoder, saving, evaluation, resuming, devices and machines. Imports no torch."""
+"""Settings beside the models and the data: decoding, saving, evaluation, resuming, devices and machines.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from areno.services.service import Service
 
 @dataclass(kw_only=True)
 class DecoderConfig(Section):
-    """Memory and speed of the decoder."""
+    """Memory and speed of the decoder: prefill size, KV cache and CUDA graphs."""
 
     max_prefill_tokens: int = setting(
         8192, help="Largest number of prompt tokens per forward pass. Longer prompts are split (chunked prefill)", gt=0
@@ -38,7 +41,7 @@ class DecoderConfig(Section):
 
 @dataclass(kw_only=True)
 class FrequencyConfig(Section):
-    """How often a run saves, evaluates or writes its state. A setting that is null has no effect."""
+    """How often a run saves, evaluates or writes a state. A setting that is null has no effect."""
 
     freq_steps: int | None = setting(None, help="Interval in steps. null: no interval in steps", gt=0)
     freq_epochs: int | None = setting(None, help="Interval in epochs. null: no interval in epochs", gt=0)
@@ -52,7 +55,10 @@ class FrequencyConfig(Section):
 
 @dataclass(kw_only=True)
 class RecoverConfig(FrequencyConfig):
-    """When the state of a run is written, and whether a run resumes from a state. A run writes one at its end."""
+    """When states of a run are written, and whether a run resumes from a state.
+
+    A run always writes a state at its end, unless mode is off.
+    """
 
     mode: Literal["auto", "resume", "off"] = setting(
         "auto",
@@ -95,7 +101,7 @@ _COMPARING = Needs("best_metric", so="checkpoints are not compared")
 
 @dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig):
-    """When and where checkpoints are written. A run always saves one at its end."""
+    """When and where checkpoints are written. A run always saves a checkpoint at its end."""
 
     path: str | None = setting(
         None,
@@ -162,7 +168,10 @@ _EARLY_STOPPING = Needs("patience", so="the run is not ended early")
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
-    """When the model is evaluated on valid_dataset. A run with a valid_dataset always evaluates at its end."""
+    """When the model is evaluated on valid_dataset, and when early stopping ends the run.
+
+    A run with a valid_dataset always evaluates at its end.
+    """
 
     eval_before_train: bool = setting(False, help="Also evaluate before the first training step")
     patience: int | None = setting(
@@ -192,20 +201,21 @@ class EvaluatorConfig(FrequencyConfig):
         "is {self.patience}, but nothing is evaluated during training; set freq_steps, freq_epochs or freq_secs",
     )
     def patience_without_evaluations(self) -> bool:
-        """Return whether early stopping waits for evaluations that do not happen."""
+        """Return whether early stopping is set although nothing is evaluated during training."""
         return self.patience is not None and self.freq_steps is self.freq_epochs is self.freq_secs is None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of an engine hold copies of the models: the record to ask instead of dividing by sizes.
+    """How the ranks of an engine hold copies of a model: the sizes of tensor, data and context parallelism.
 
-    Rank r holds shard r % tp_size of copy r // tp_size. The ranks of a copy follow each other, the first one leads.
+    Rank r holds shard r % tp_size of copy r // tp_size. So the ranks of a copy are consecutive, and the first of them
+    is its leader.
 
     Attributes:
-        world_size: Number of ranks; each has one device.
-        tp_size: Ranks that share one copy of the model (tensor parallel).
-        cp_size: Copies that train each row together (context parallel); they follow each other.
+        world_size: Number of ranks. Each rank has one device.
+        tp_size: Number of ranks that share one copy of the model (tensor parallel).
+        cp_size: Number of consecutive copies that train each row together (context parallel).
     """
 
     world_size: int = 1
@@ -214,48 +224,64 @@ class Layout:
 
     @classmethod
     def one_copy(cls, n_ranks: int) -> Layout:
-        """Return the layout of one copy of a model on `n_ranks` ranks."""
+        """Return the layout of a single copy of a model, sharded over `n_ranks` ranks."""
         return cls(n_ranks, n_ranks)
 
     @property
     def dp_size(self) -> int:
-        """Return the number of copies of the model."""
+        """Number of copies of the model."""
         return self.world_size // self.tp_size
 
     @property
     def data_size(self) -> int:
-        """Return the number of groups of copies that train rows of their own."""
+        """Number of groups of `cp_size` copies. Each group trains different rows (data parallel)."""
         return self.dp_size // self.cp_size
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether several ranks share a copy."""
+        """Whether each copy of the model is sharded over several ranks."""
         return self.tp_size > 1
 
     @property
     def leaders(self) -> range:
-        """Return the first rank of each copy."""
+        """The first rank of each copy."""
         return range(0, self.world_size, self.tp_size)
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return which copy a rank holds a shard of, and which shard."""
+        """Return (index of the copy, index of the shard) that a rank holds.
+
+        Args:
+            rank: Any rank.
+        """
         return divmod(rank, self.tp_size)
 
     def copy_of(self, rank: int) -> range:
-        """Return the ranks that hold the same copy as `rank`, which is one of them."""
+        """Return all ranks that hold the same copy of the model as a rank, including that rank.
+
+        Args:
+            rank: Any rank.
+        """
         leader = rank - rank % self.tp_size
         return range(leader, leader + self.tp_size)
 
     def share(self, total: int) -> int:
-        """Return one rank's share of `total` heads, rows or bytes that the ranks of a copy divide, rounded down."""
+        """Return one rank's share of a number that is divided among the ranks of a copy, rounded down.
+
+        Args:
+            total: Number of heads, rows or bytes.
+        """
         return total // self.tp_size
 
     def share_up(self, total: int) -> int:
-        """Return the largest share of `total` where the ranks of a copy need not divide it."""
+        """Return the largest share of a number that is divided among the ranks of a copy: the quotient, rounded up.
+
+        Args:
+            total: Number of heads, rows or bytes, which `tp_size` need not divide.
+        """
         return -(-total // self.tp_size)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem of `tp_size` or `cp_size` if it does not divide the devices."""
+        """Yield a problem if `tp_size` does not divide the ranks, or `cp_size` does not divide the copies."""
         world_size = Key("engine.world_size")
         if self.world_size % self.tp_size:
             text = "is {}, which does not divide the number of devices, {} ({})"
@@ -267,12 +293,12 @@ class Layout:
 
 
 ALONE = Layout()
-"""The layout of one rank."""
+"""The layout of an engine with one rank."""
 
 
 @dataclass(kw_only=True)
 class EngineConfig(Section):
-    """Devices and processes."""
+    """Devices, parallelism and worker processes."""
 
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", help="Device type. auto: cuda if it is available, else cpu"
@@ -337,18 +363,26 @@ class EngineConfig(Section):
     )
 
     def layout(self, world_size: int) -> Layout:
-        """Return how `world_size` ranks, one for each device of the run, hold the model."""
+        """Return the layout of a run on a number of ranks.
+
+        Args:
+            world_size: Number of ranks, one for each device of the run.
+        """
         return Layout(world_size, self.tp_size, self.cp_size)
 
     def node_problems(self, n_devices: int) -> Iterator[Problem]:
-        """Yield a problem of `tp_size` if copies of the model do not fill the `n_devices` of a node."""
+        """Yield a problem if `tp_size` does not divide the devices of a node.
+
+        Args:
+            n_devices: Number of devices that the run uses on each node.
+        """
         if n_devices % self.tp_size:
             text = "is {}, but a node has {} devices of the run; tensor parallel stays inside a node"
             yield Problem("tp_size", text, self.tp_size, n_devices)
 
     @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
     def flash_is_not_exact(self) -> bool:
-        """Return whether another attention is asked for beside exact."""
+        """Return whether flash attention is set together with exact, which has its own attention."""
         return self.exact and self.attn_backend == "flash"
 
     @forbid(
@@ -356,18 +390,18 @@ class EngineConfig(Section):
         "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out",
     )
     def sums_of_shares_are_not_exact(self) -> bool:
-        """Return whether sequence parallel is asked for beside exact."""
+        """Return whether sequence parallel is set together with exact."""
         return self.exact and self.sequence_parallel is True
 
     @check
     def copies_divide_world(self) -> Iterator[Problem]:
-        """Report sizes that do not divide the devices."""
+        """Report tp_size or cp_size if they do not divide the devices."""
         if self.world_size is not None:
             yield from self.layout(self.world_size).problems()
 
     @check
     def inline_is_one_device(self) -> Iterator[Problem]:
-        """Report several devices in one process."""
+        """Report workers=inline if the run has several devices."""
         if self.workers == "inline" and (self.world_size or 1) > 1:
             text = "is inline, which runs one device, but {} is {}; use spawn"
             yield Problem("workers", text, Key("engine.world_size"), self.world_size)
@@ -399,7 +433,7 @@ class ClusterConfig(Section):
 
 @dataclass(kw_only=True)
 class SchedulerConfig(Section):
-    """How the worker processes are started."""
+    """Where the worker processes are started: on this machine or on a Ray cluster."""
 
     type: Literal["local", "ray"] = setting(
         "local",
@@ -419,7 +453,7 @@ class SchedulerConfig(Section):
 
 @dataclass(kw_only=True)
 class TensorBoardConfig(Section):
-    """TensorBoard event files."""
+    """Settings of the TensorBoard event files."""
 
     path: str | None = setting(
         None,
@@ -430,16 +464,16 @@ class TensorBoardConfig(Section):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
-        """Return whether no folder can have this name."""
+        """Return whether the text cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 
 @dataclass(kw_only=True)
 @with_sections({name: (service.settings, service.title) for name, service in SERVICES.items()})
 class StatsLoggerConfig(Section):
-    """What the console shows, and where metrics go besides logs/metrics.jsonl.
+    """What the console shows, and where metrics are written besides logs/metrics.jsonl.
 
-    Each service of areno/services has a section with the settings that its own file declares.
+    Each service of areno/services has its own section, whose settings are declared in the service's file.
     """
 
     console: Literal["auto", "live", "lines", "full", "quiet"] = setting(
@@ -457,7 +491,7 @@ class StatsLoggerConfig(Section):
 
     @check
     def trackers_of_other_packages(self) -> Iterator[Problem]:
-        """Report each name that no package declares, and what is wrong with the settings of the others."""
+        """Report each tracker that no installed package declares, and each problem with a tracker's settings."""
         for name in self.trackers:
             try:
                 self._installed(name)
@@ -465,13 +499,19 @@ class StatsLoggerConfig(Section):
                 yield from (problem.under(f"trackers.{name}") for problem in error.problems)
 
     def services(self) -> dict[str, Service]:
-        """Return the services that are on, by the name of their section. No call has been made to them yet."""
+        """Return the services whose mode is not "disabled", and the trackers of other packages.
+
+        The services are constructed, but not connected yet.
+
+        Returns:
+            Name of the section, such as "wandb" or "trackers.<name>" -> service.
+        """
         found = {name: service(vars(self)[name]) for name, service in SERVICES.items()}
         found = {name: service for name, service in found.items() if service.config.mode != "disabled"}
         return found | {f"trackers.{name}": self._installed(name) for name in self.trackers}
 
     def _installed(self, name: str) -> Service:
-        """Make a service of another package with its settings. Raises ConfigError, with keys below its own."""
+        """Construct the tracker of another package. Raises ConfigError with keys relative to its settings."""
         if name not in installed_services():
             known = did_you_mean(name, installed_services())
             text = f"is no installed tracker{known}; its package declares it as an entry point of the group {GROUP}"

@@ -1,1 +1,1 @@
-"""From a configuration or the arguments of a script to the plan that a Trainer starts."""
+"""From a configuration, or the arguments of a script, to the plan from which a Trainer starts."""

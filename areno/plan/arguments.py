@@ -1,4 +1,7 @@
-"""What a script hands over, looked at before it goes to the workers: the errors name the place in the script's list."""
+"""Checks of the arguments that a script passes to a Trainer, before they reach the workers.
+
+An error names the argument and, in a list, the index of the wrong element.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,17 @@ from areno.types import SamplingParams, TrainSequence
 
 
 def check_sampling(n_samples: Any, params: Any, vocab_size: int | None = None) -> None:
-    """Check what a rollout of a script is given. Whether the engine has room for it is for the engine to say.
+    """Check the sampling arguments of a rollout. The engine checks later whether they fit its memory.
 
-    Raises ConfigError with all that is wrong with `params`. vocab_size: of the model, where it is loaded.
+    Args:
+        n_samples: Number of completions per prompt.
+        params: The sampling settings, an areno.SamplingParams.
+        vocab_size: Vocabulary size of the model. None skips the check of stop_token_ids.
+
+    Raises:
+        ConfigError: `n_samples` or values in `params` are out of bounds. All problems with `params` are reported
+            together.
+        DataError: `params` is of another class.
     """
     check_count("n_samples", n_samples)
     if not isinstance(params, SamplingParams):
@@ -34,27 +45,47 @@ def check_sampling(n_samples: Any, params: Any, vocab_size: int | None = None) -
 
 
 def check_count(name: str, value: Any, least: int | None = 1) -> None:
-    """ConfigError unless the argument `name` is a whole number, of at least `least` where that is given."""
+    """Raise ConfigError unless an argument is a whole number of at least `least`.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Value of the argument. Integers of numpy are accepted, bools are not.
+        least: Smallest allowed number. None sets no bound.
+    """
     if not _is_int(value) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise ConfigError([Problem(name, f"is {value!r}; a whole number{bound} is expected")])
 
 
 def check_positive(name: str, value: Any) -> None:
-    """ConfigError unless the argument `name` is a finite number above 0."""
+    """Raise ConfigError unless an argument is a finite number above 0.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Value of the argument. Numbers of numpy are accepted, bools are not.
+    """
     if not _is_number(value) or not 0 < value < math.inf:
         raise ConfigError([Problem(name, f"is {value!r}; a number above 0 is expected")])
 
 
 def check_folder(name: str, path: Any) -> None:
-    """ConfigError unless the argument `name` can be the path of a folder."""
+    """Raise ConfigError unless an argument can be the path of a folder. The folder need not exist.
+
+    Args:
+        name: Name of the argument, for the message.
+        path: Value of the argument, a str or a Path.
+    """
     text = str(path) if isinstance(path, (str, Path)) else ""
     if is_no_folder(text) or text_problem(text):
         raise ConfigError([Problem(name, f"is {path!r}; the name of a folder is expected")])
 
 
 def check_prompts(prompts: Any) -> None:
-    """DataError unless `prompts` is a non-empty list whose elements are texts or lists of chat messages."""
+    """Raise DataError unless prompts are a non-empty list in which each element is a text or a list of chat messages.
+
+    Args:
+        prompts: Value of the argument `prompts`.
+    """
     hint = "; for one prompt, write [prompt]" if isinstance(prompts, str) else ""
     _check_list("prompts", prompts, f"a list of strings is expected{hint}", "at least one is expected")
     for index, prompt in enumerate(prompts):
@@ -63,7 +94,11 @@ def check_prompts(prompts: Any) -> None:
 
 
 def prompt_problem(prompt: Any) -> str | None:
-    """Return the problem of one prompt, or None."""
+    """Return what is wrong with a prompt, or None if it is a text or a list of chat messages.
+
+    Args:
+        prompt: Any object.
+    """
     if isinstance(prompt, str):
         return None if prompt else "is an empty string"
     if isinstance(prompt, (list, tuple)) and prompt and _is_int(prompt[0]):
@@ -74,9 +109,13 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may_be_empty: bool = False) -> None:
-    """DataError unless `rows`, the argument `name`, is a list of rows.
+    """Raise DataError unless rows are a list, and with a vocab_size, a list of non-empty lists of token ids.
 
-    With a vocab_size, each must be a non-empty list of that model's token ids; else these are for the engine to check.
+    Args:
+        rows: Value of the argument.
+        name: Name of the argument, for messages.
+        vocab_size: Vocabulary size of the model. None leaves the check of each row to the engine.
+        may_be_empty: Whether an empty list is allowed.
     """
     if_empty = None if may_be_empty else "at least one row is expected"
     _check_list(name, rows, "a list of lists of token ids is expected", if_empty)
@@ -86,7 +125,11 @@ def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may
 
 
 def check_rows(rows: Any) -> None:
-    """DataError unless `rows` is a non-empty list of TrainSequence. What these hold is for the engine to check."""
+    """Raise DataError unless rows are a non-empty list of TrainSequences. The engine checks their fields later.
+
+    Args:
+        rows: Value of the argument `batch_data`.
+    """
     _check_list("batch_data", rows, "a list of areno.TrainSequence is expected", "there are no rows to train on")
     for index, row in enumerate(rows):
         if not isinstance(row, TrainSequence):
@@ -94,7 +137,12 @@ def check_rows(rows: Any) -> None:
 
 
 def check_update(update: UpdateSpec, loss_fn: Any) -> None:
-    """Raise ConfigError for an argument of a training call that is wrong or does not fit the others."""
+    """Raise ConfigError if an argument of Trainer.train is wrong or contradicts another argument.
+
+    Args:
+        update: How the rows are divided into optimizer steps and micro-batches.
+        loss_fn: The loss function.
+    """
     if not callable(loss_fn):
         raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
     check_count("n_minibatches", update.n_minibatches)
@@ -114,7 +162,7 @@ def check_update(update: UpdateSpec, loss_fn: Any) -> None:
 
 
 def _check_list(name: str, value: Any, expected: str, if_empty: str | None) -> None:
-    """if_empty: what to say of an empty list; None where it may be empty."""
+    """Raise DataError unless a value is a list or tuple. An empty list is allowed only if `if_empty` is None."""
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{name} is a {type(value).__name__}; {expected}")
     if not value and if_empty is not None:

@@ -1,6 +1,6 @@
-"""The arguments of a Trainer (areno.ArenoConfig, areno.Areno), what their values may be, and the plan they make.
+"""The arguments of a Trainer (areno.ArenoConfig, areno.Areno): their checks, and the plan made from them.
 
-The engine speaks of the settings of a recipe. `argument_of` says which argument of a script stands for a setting, so
+The engine reports problems by the settings of a recipe. `argument_of` maps a setting to the argument of a script, so
 that the errors of a script's Trainer name its arguments (areno.errors.keys_renamed). Imports no torch.
 """
 
@@ -24,15 +24,20 @@ from areno.schema.fields import Section, as_in, check, forbid, setting, settings
 
 @dataclass
 class ArenoConfig:
-    """How the local engine runs: the custom_config of a Trainer.
+    """Settings of the local engine: the custom_config of a Trainer.
 
-    model_path: weights to use in place of the Trainer's model_path, whose tokenizer stays in use.
-    tp_size: ranks that share one copy of the model. dp_size: copies; None is world_size // tp_size.
-    devices: CUDA device ids, one for each rank; None takes the first ones.
-    dummy_load: random weights in the policy and in every role; no folder needs weight files.
-    optimizer: fields of areno.config.models.OptimizerConfig, or one of these.
-    runtime: see RuntimeConfig. max_running_prompts: samples decoded at once, over all ranks; None is as many as a
-    rollout has. decode_progress_interval_s: seconds between log lines of a rollout.
+    Attributes:
+        model_path: Folder or hub id of the weights, in place of the Trainer's model_path. The tokenizer is still read
+            from the Trainer's model_path.
+        tp_size: Number of ranks that share one copy of the model (tensor parallel).
+        dp_size: Number of copies of the model. None is world_size // tp_size, the only valid value.
+        devices: CUDA device ids, one for each rank. None takes the first devices.
+        dummy_load: Whether the policy and all roles get random weights, so that no folder needs weight files.
+        optimizer: An areno.config.models.OptimizerConfig, or a dictionary of its fields. None takes the defaults.
+        runtime: A dictionary of the fields of RuntimeConfig. None takes the defaults.
+        max_running_prompts: Number of samples decoded at the same time, over all ranks. None decodes all samples of a
+            rollout at the same time.
+        decode_progress_interval_s: Seconds between log lines of a rollout.
     """
 
     model_path: str | None = None
@@ -48,7 +53,7 @@ class ArenoConfig:
 
 @dataclass(kw_only=True)
 class RuntimeConfig(LoraConfig, DecoderConfig):
-    """The keys of ArenoConfig.runtime. Where recipes have a setting of the same name, it is that one."""
+    """The keys of ArenoConfig.runtime. A key that has the name of a recipe's setting means the same as the setting."""
 
     attn_backend: Literal["auto", "flash", "native"] = as_in(EngineConfig, "attn_backend")
     exact: bool = as_in(EngineConfig, "exact")
@@ -77,7 +82,7 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
 
 @dataclass(kw_only=True)
 class BackendSettings(Section):
-    """An ArenoConfig, checked."""
+    """The checked settings of an ArenoConfig, with the same names."""
 
     model_path: str | None = setting(
         None, help="folder or hub id of weights to load in place of the Trainer's model_path"
@@ -95,14 +100,14 @@ class BackendSettings(Section):
 
     @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
     def not_different_ids(self) -> bool:
-        """Return whether the device ids repeat or are negative."""
+        """Return whether device ids are repeated or negative."""
         ids = self.devices or []
         return len({*ids}) < len(ids) or min(ids, default=0) < 0
 
 
 @dataclass(kw_only=True)
 class TrainerSettings(Section):
-    """The arguments of a Trainer, checked."""
+    """The checked arguments of a Trainer, with the same names."""
 
     world_size: int = setting(help="number of ranks, each with one device", gt=0)
     model_path: str = setting(help="model folder or hub id")
@@ -111,19 +116,19 @@ class TrainerSettings(Section):
 
     @forbid("model_path", "is empty; a model folder or hub id is expected")
     def no_model(self) -> bool:
-        """Return whether the path is empty."""
+        """Return whether model_path is empty."""
         return not self.model_path.strip()
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
-        """Yield the problems of the layout."""
+        """Report tp_size or cp_size if they do not divide the ranks."""
         layout = Layout(self.world_size, self.custom_config.tp_size, self.custom_config.runtime.cp_size)
         for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
     @check
     def the_number_of_copies_follows(self) -> Iterator[Problem]:
-        """Yield a number of copies that contradicts the layout."""
+        """Report a dp_size that is not world_size // tp_size."""
         given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
         if given is not None and given != copies:
             found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
@@ -131,7 +136,7 @@ class TrainerSettings(Section):
 
     @check
     def each_rank_has_a_device(self) -> Iterator[Problem]:
-        """Yield a list of devices of another length than the number of ranks."""
+        """Report a number of device ids that is not the number of ranks."""
         devices, size = self.custom_config.devices, self.world_size
         if devices is not None and len(devices) != size:
             found = f"is {devices}, but world_size is {size}; give one id for each rank"
@@ -139,21 +144,24 @@ class TrainerSettings(Section):
 
     @check
     def inline_is_one_rank(self) -> Iterator[Problem]:
-        """Yield workers=inline for several ranks."""
+        """Report workers=inline if there are several ranks."""
         if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
             found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"
             yield Problem("custom_config.runtime.workers", found)
 
 
 class Areno:
-    """The local engine: the backend_type of a Trainer, and the only choice."""
+    """The local engine: the value of a Trainer's argument backend_type, and the only choice."""
 
 
 def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
-    """Return the plan of a script's arguments. Loads nothing large.
+    """Make the plan of a Trainer from the arguments of a script. Reads config.json and the tokenizer, but no weights.
 
     Args:
         given: The checked arguments.
+
+    Returns:
+        The plan, from which a Trainer starts.
 
     Raises:
         ConfigError: An argument does not fit the model or the machine.
@@ -187,7 +195,17 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
 def read_arguments(
     world_size: Any, model_path: Any, backend_type: Any, custom_config: Any, metrics_log_dir: Any
 ) -> TrainerSettings:
-    """Return the arguments of a Trainer as typed settings.
+    """Check the arguments of a Trainer.
+
+    Args:
+        world_size: Number of ranks.
+        model_path: Model folder or hub id.
+        backend_type: areno.Areno, or None for the default.
+        custom_config: An areno.ArenoConfig, or None for the defaults.
+        metrics_log_dir: Folder of the TensorBoard files. None writes none.
+
+    Returns:
+        The arguments as checked settings.
 
     Raises:
         ConfigError: Arguments are invalid. All problems are reported together.
@@ -213,7 +231,7 @@ def _text(path: Any) -> Any:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-# What the settings that messages name are called in a script.
+# Setting of a recipe -> argument of a script.
 _ARGUMENTS = {
     "actor.path": "model_path",
     "actor.optimizer": "custom_config.optimizer",
@@ -238,7 +256,11 @@ _OF_ANY_MODEL = {
 
 
 def argument_of(setting: str) -> str:
-    """Return the argument of a script that stands for a setting, or the setting itself."""
+    """Return the argument of a script that corresponds to a setting, or the setting itself if there is none.
+
+    Args:
+        setting: Dotted name of a recipe's setting, such as "engine.tp_size".
+    """
     if setting in _ARGUMENTS:
         return _ARGUMENTS[setting]
     section, _, name = setting.partition(".")

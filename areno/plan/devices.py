@@ -1,4 +1,4 @@
-"""Which devices a run uses: of this machine, or of the nodes of a cluster."""
+"""Finds the devices of a run: on this machine, or on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ logger = logging.getLogger("areno")
 def find_devices(
     engine: EngineConfig, cuda_ids: Sequence[int] | None = None, key: str = "engine.world_size"
 ) -> list[str]:
-    """Return the devices of this machine that a run uses, one for each worker.
+    """Return the devices of this machine that a run uses, such as ["cuda:0", "cuda:1"].
 
     Args:
-        engine: The section `engine`.
-        cuda_ids: Indices of visible CUDA devices. None takes the first ones.
-        key: The setting that engine.world_size comes from, for messages.
+        engine: Settings of devices and processes (the section `engine`).
+        cuda_ids: Indices of visible CUDA devices. None takes the first devices.
+        key: The setting that determines engine.world_size, for messages.
+
+    Returns:
+        A device for each worker. On a CPU, "cpu" for each worker.
 
     Raises:
         ConfigError: There are fewer devices than requested.
@@ -56,7 +59,12 @@ def find_devices(
 
 
 def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
-    """Return the devices of a run, in the order of its nodes.
+    """Return the devices of a run, one for each worker, node by node. Each node counts its devices from 0.
+
+    Args:
+        engine: Settings of devices and processes.
+        cluster: Number of nodes, and devices on each node.
+        scheduler: Whether workers run on this machine or on a Ray cluster.
 
     Raises:
         ConfigError: There are fewer devices than requested.
@@ -69,9 +77,17 @@ def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: Schedule
 
 
 def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> int:
-    """How many workers of a run share the cores of this machine; at most, where a cluster may place them elsewhere.
+    """Return the number of workers that share the CPU cores of this machine.
 
-    ConfigError where this machine has fewer devices than a local run is to have.
+    With Ray this is an upper bound, since the cluster may place the workers on other nodes.
+
+    Args:
+        engine: Settings of devices and processes.
+        cluster: Number of nodes, and devices on each node.
+        scheduler: Whether workers run on this machine or on a Ray cluster.
+
+    Raises:
+        ConfigError: A run on this machine asks for more devices than there are.
     """
     if scheduler.type == "local":
         return len(devices_of(engine, cluster, scheduler))
@@ -79,12 +95,13 @@ def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: Sche
 
     each = cluster.n_gpus_per_node or (engine.world_size and engine.world_size // cluster.n_nodes)
     visible = torch.cuda.device_count() if engine.device != "cpu" else 0
-    if visible or engine.device == "cuda":  # the node of the command may have none of the run's
+    if visible or engine.device == "cuda":  # this machine may have no device of the run
         return visible if each is None else min(each, visible)
     return each or engine.tp_size
 
 
 def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
+    """Wait for enough nodes of a Ray cluster, and return their devices, node by node."""
     from areno.engine.processes import ray_cluster
 
     n_nodes, size = settings.n_nodes, engine.world_size
@@ -115,7 +132,7 @@ def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: Schedule
 
 
 def _take_cpu(found: str) -> None:
-    """Say that engine.device=auto is the CPU of a cluster. ConfigError where Ray has not been told of GPUs here."""
+    """Warn that engine.device=auto uses CPUs. Raises ConfigError if this machine has GPUs that Ray does not see."""
     import torch
 
     if n_here := torch.cuda.device_count():

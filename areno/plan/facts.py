@@ -1,4 +1,4 @@
-"""What a run says of itself when it starts."""
+"""Descriptions of a run and its engine that are logged when it starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ _LOOKED_AT = 1000  # rows
 def facts(
     config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any]
 ) -> dict[str, str]:
-    """Return descriptions of the models, the training rows and the devices, by name.
+    """Describe the models, the training rows and the devices of a run in one line each.
 
     Args:
-        config: The settings of the run.
-        plan: Its plan.
-        roles: The models beside the actor.
+        config: Settings of the run.
+        plan: The plan of the run's Trainer.
+        roles: Role -> specification of each model beside the actor.
         loader: The training batches.
+
+    Returns:
+        The lines by name: "model", "rows" and "layout".
     """
     spec, n_devices = plan.spec, len(plan.spec.devices)
     others = [f"{name} ({'the same' if of.path == spec.actor.path else of.path})" for name, of in roles.items()]
@@ -52,7 +55,11 @@ def facts(
 
 
 def log_model(engine: Engine) -> None:
-    """Log what an engine has come up with."""
+    """Log the parameters, the data type, the devices and the memory of a started engine.
+
+    Args:
+        engine: The engine, after its workers have loaded the actor.
+    """
     from areno.kernels.attention import BACKENDS  # imports torch
 
     info, lora = engine.info, engine.spec.actor.lora
@@ -85,7 +92,7 @@ def log_model(engine: Engine) -> None:
 
 
 def _origin(lora: LoraSpec) -> str:
-    """Where adapters come from. A reader can say whether two names are of one model."""
+    """Return from which folder adapters start and on which model they were trained. "" for new adapters."""
     if not lora.init_from:
         return ""
     base = lora.trained_on or "a model that is not named"
@@ -93,7 +100,7 @@ def _origin(lora: LoraSpec) -> str:
 
 
 def _log_memory(engine: Engine) -> None:
-    """Log what its models take of each device, computed: as a line, and as a table for logs/run.log."""
+    """Log the computed memory of the models on each device: a line, and a table for logs/run.log only."""
     short, table = engine.memory_table()
     logger.info("%s", short)
     for line in table.splitlines():
@@ -102,7 +109,11 @@ def _log_memory(engine: Engine) -> None:
 
 @contextmanager
 def log_memory_after(engine: Engine) -> Iterator[None]:
-    """Log the memory of the models after the body, if the body has changed it."""
+    """Log the memory of the models after a `with` block if the block has changed it.
+
+    Args:
+        engine: A started engine.
+    """
     before = engine.memory_table()
     yield
     if engine.memory_table() != before:
@@ -110,7 +121,16 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
 
 
 def without_answers(loader: BatchLoader[Any]) -> str:
-    """Which rows have no solutions, in words; "" if some have. Of many rows it looks at the first ones."""
+    """Return a text such as "no row of train.jsonl" if the training rows have no solutions.
+
+    Only the first 1000 rows are examined.
+
+    Args:
+        loader: The training batches.
+
+    Returns:
+        The text. "" if at least one row has solutions.
+    """
     count = min(len(loader.rows), _LOOKED_AT)
     if any(loader.rows[index].get("solutions") is not None for index in range(count)):
         return ""

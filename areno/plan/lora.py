@@ -1,4 +1,4 @@
-"""From the settings of adapters to those of the engine, and from a folder of adapters to the model they belong to."""
+"""Makes the engine's specification of LoRA adapters from settings, and finds the base model of an adapter folder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,18 @@ Actor = TypeVar("Actor", bound=ModelConfig)
 
 
 def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
-    """Return the adapters that the settings ask for. None without adapters.
+    """Return the specification of the adapters that the settings ask for.
+
+    Args:
+        actor: Settings of the actor.
+        model: Shape of the base model.
+
+    Returns:
+        The specification. None if actor.use_lora is false.
 
     Raises:
-        ConfigError: The model lacks a target module, or settings differ from those of the folder of adapters.
-        CheckpointError: The folder of adapters cannot be used.
+        ConfigError: The model has no such target module, or a setting differs from the folder init_lora_from.
+        CheckpointError: The folder init_lora_from cannot be read.
     """
     if not actor.use_lora:
         return None
@@ -55,12 +62,13 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
 
 
 def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Those of `linear_shapes` that actor.target_modules names."""
+    """Return name -> (out, in) of the linear layers that get adapters (actor.target_modules)."""
     chosen = actor.target_modules
     return {name: shape for name, shape in linear_shapes(model).items() if name in chosen or chosen == [ALL_LINEAR]}
 
 
 def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
+    """Yield a problem for each target module that is not a linear layer of the model."""
     known, within = list(linear_shapes(model)), fused_names(model)
     for name in actor.target_modules:
         if name not in (*known, ALL_LINEAR):
@@ -75,7 +83,7 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
 
 
 def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """Yield a rank that exceeds the width of every adapted layer. Some layers, such as k_proj, may be narrower."""
+    """Yield a problem if lora_rank exceeds the width of every adapted layer. Single narrower layers are accepted."""
     widths = [min(shape) for shape in _adapted_shapes(actor, model).values()]
     if widths and actor.lora_rank > (most := max(widths)):
         text = "is {}, but none of the layers with adapters is wider than {}, so a higher rank adds nothing"
@@ -83,7 +91,7 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
 
 
 def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
-    """Yield settings that differ from those of the folder of adapters."""
+    """Yield settings of adapters that are set and differ from those of the folder init_lora_from."""
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
     )
@@ -96,7 +104,17 @@ def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
 
 
 def adapter_folder(path: str) -> Path | None:
-    """Return the local folder of adapters for a path or hub id. None if the path holds no adapters."""
+    """Return the local folder of adapters for a path or hub id.
+
+    Args:
+        path: A local path, or a hub id, which is downloaded.
+
+    Returns:
+        The folder. None if the path holds a whole model, or does not exist.
+
+    Raises:
+        CheckpointError: The hub id cannot be downloaded.
+    """
     from areno.models.adapters import is_adapter
 
     folder = existing_path(path)
@@ -107,14 +125,14 @@ def adapter_folder(path: str) -> Path | None:
 
 
 def with_model(actor: Actor, path: str) -> Actor:
-    """Return the settings with another model.
+    """Return a copy of the settings with another model.
 
     Args:
-        actor: The settings.
-        path: A model folder or hub id, or a folder of adapters, which are then put on their base model.
+        actor: Settings of the actor.
+        path: A model folder or hub id. If it holds adapters, the settings load their base model with these adapters.
 
     Raises:
-        CheckpointError: The base model of the adapters is missing.
+        CheckpointError: The base model of the adapters is missing, or a hub id cannot be downloaded.
     """
     no_lora = {name: vars(LoraConfig())[name] for name in vars(LoraConfig())}
     folder = adapter_folder(path)
@@ -131,6 +149,10 @@ def with_model(actor: Actor, path: str) -> Actor:
 
 
 def own_tokenizer(path: str) -> str | None:
-    """Return the folder of adapters if it has a tokenizer. None otherwise."""
+    """Return the folder of adapters if it has tokenizer files. None if it has none, or holds no adapters.
+
+    Args:
+        path: A local path or hub id.
+    """
     folder = adapter_folder(path)
     return str(folder) if folder is not None and any((folder / name).is_file() for name in TOKENIZER) else None

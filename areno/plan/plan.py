@@ -1,6 +1,7 @@
-"""From configuration to the plan of a Trainer: devices, folders, tokenizer, checked against the model's config.json.
+"""Makes the plan of a Trainer from a configuration: devices, folders and tokenizer, checked against config.json.
 
-What a script asks of Trainer.ensure_roles, as the engine wants it: which head, which optimizer, which folder.
+`script_roles` does the same for the models that a script requests by Trainer.ensure_roles: it chooses head, optimizer
+and folder of each.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from areno.types import ModelRole, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerPlan:
-    """What a Trainer starts, and how it samples.
+    """The engine that a Trainer starts, and how it samples.
 
     Attributes:
-        spec: The engine.
+        spec: Specification of the engine: models, devices and precision.
         tokenizer: The tokenizer of the actor.
         workers: Kind of worker processes: a value of engine.workers, or "ray".
-        rollout: The section `rollout`. If its max_concurrent_rollouts is null, a rollout decodes as many samples at
-            once as it turns out to need.
-        max_len: Longest prompt plus completion that the KV cache holds, in tokens. None is as long as the rollouts turn
-            out to need.
+        rollout: Settings of the decoder. If max_concurrent_rollouts is null, all samples of a rollout are decoded at
+            the same time, within the memory of the engine.
+        max_len: Longest prompt plus completion that the KV cache holds, in tokens. None enlarges the cache whenever a
+            rollout needs longer sequences.
         progress_interval_s: Seconds between log lines of a rollout.
     """
 
@@ -59,7 +60,15 @@ class TrainerPlan:
 
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
-    """Return the plan of an experiment's configuration. Loads nothing large. Raises as `open_actor` does."""
+    """Make the plan of a run from its configuration. Reads config.json and the tokenizer, but no weights.
+
+    Args:
+        config: Settings of the run.
+
+    Raises:
+        ConfigError: Settings do not fit the model or the machine. All problems are reported together.
+        CheckpointError: A folder holds no model.
+    """
     plan = open_actor(
         config.actor,
         config.engine,
@@ -84,7 +93,12 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
 
 
 def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
-    """Return the plan for the nodes of a Ray cluster, all of which must see the folders that the run writes."""
+    """Return a copy of the plan for the nodes of a Ray cluster.
+
+    Args:
+        plan: The plan for the devices of the cluster.
+        config: Settings of the run, whose output folders all nodes must see.
+    """
     folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
     shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
     spec = replace(
@@ -107,20 +121,20 @@ def open_actor(
     routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
 ) -> TrainerPlan:
-    """Return the plan of one trained model.
+    """Make the plan of a Trainer with one trained model.
 
     Args:
         actor: Settings of the model.
-        engine: The section `engine`.
-        devices_of: Finds the devices of the run.
-        tokenizer_path: Folder or hub id of the tokenizer. None takes that of the model.
-        control_tokens: Whether the text of messages may contain control tokens.
-        seed: Seed of the run.
-        routing_replay: Whether training replays the experts of the rollout.
-        more_problems: Further checks against the shape of the model.
+        engine: Settings of devices and processes.
+        devices_of: Returns the devices of the run, one for each worker.
+        tokenizer_path: Folder or hub id of the tokenizer. None takes the tokenizer of the model.
+        control_tokens: Whether control tokens in the text of messages are encoded as such, instead of as ordinary text.
+        seed: Seed of sampling and random weights.
+        routing_replay: Whether training uses the experts that the rollout chose.
+        more_problems: Returns further problems of the configuration with the shape of the model.
 
     Raises:
-        ConfigError: Settings do not fit the model or the machine. All of them are named.
+        ConfigError: Settings do not fit the model or the machine. All problems are reported together.
         CheckpointError: A folder holds no model.
     """
     from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
@@ -168,7 +182,7 @@ def open_actor(
 
 
 def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
-    """Return the name of the type of the weights. ConfigError if a device does not have it."""
+    """Return the data type of the weights, such as "bfloat16". Raises ConfigError if a device does not support it."""
     from areno.kernels.backend import check_dtype, default_dtype
     from areno.models.weights import DTYPE_NAMES
 
@@ -184,7 +198,7 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _open_config(path: str) -> tuple[str, TransformerConfig]:
-    """Return the folder of the actor and its parsed config.json."""
+    """Return the folder of the actor and its parsed config.json. Raises ConfigError if it holds only adapters."""
     from areno.models.adapters import is_adapter
     from areno.models.registry import load_config
 
@@ -197,13 +211,30 @@ def _open_config(path: str) -> tuple[str, TransformerConfig]:
 
 
 def model_folder(path: str, key: str) -> str:
-    """Return the local folder of a model folder or hub id. CheckpointError that names `key`."""
+    """Return the local folder of a model folder or hub id. A hub id is downloaded.
+
+    Args:
+        path: The folder or hub id.
+        key: The setting that holds `path`, for messages.
+
+    Raises:
+        CheckpointError: The folder does not exist, or the hub id cannot be downloaded.
+    """
     with model_setting(key):
         return str(resolve(existing_path(path) or path))
 
 
 def whole_model(path: str, key: str) -> str:
-    """Return the local folder of a model, for a role without adapters. ConfigError if it holds only adapters."""
+    """Return the local folder of a model that has no adapters, such as a reference or reward model.
+
+    Args:
+        path: Model folder or hub id.
+        key: The setting that holds `path`, for messages.
+
+    Raises:
+        ConfigError: The folder holds adapters without a model.
+        CheckpointError: The folder does not exist, or the hub id cannot be downloaded.
+    """
     from areno.models.adapters import is_adapter
 
     folder = model_folder(path, key)
@@ -214,35 +245,49 @@ def whole_model(path: str, key: str) -> str:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """Return the tokenizer of a folder.
+    """Load the tokenizer of a local folder.
+
+    Args:
+        folder: Folder with tokenizer files.
+
+    Returns:
+        A tokenizer of transformers, without a limit of its own on the length of texts.
 
     Raises:
         ConfigError: The folder has no usable tokenizer.
-        CheckpointError: transformers refuses its config.json.
+        CheckpointError: transformers cannot read config.json in the folder.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        if len(tokenizer) < 2:  # what the library makes of a folder without tokenizer files, for some models
+        if len(tokenizer) < 2:  # for some models, transformers makes an empty tokenizer if files are missing
             raise ValueError("its vocabulary is empty")
-    except Exception as error:  # the library raises whatever its parsers do
+    except Exception as error:  # transformers passes on any error of its parsers
         said = printable(" ".join(str(error).split()))[:300] or type(error).__name__
-        if (Path(folder) / "config.json").is_file():  # read on the way
+        if (Path(folder) / "config.json").is_file():  # transformers reads config.json to find the tokenizer class
             try:
                 AutoConfig.from_pretrained(folder)
             except Exception:
                 raise CheckpointError(f"{folder}/config.json is refused by transformers: {said}") from error
         message = f"no tokenizer can be loaded from {folder}: {said}; set it to a folder that has one"
         raise ConfigError([Problem("tokenizer_path", message)]) from error
-    tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
+    tokenizer.model_max_length = 10**9  # areno checks lengths itself; without this, transformers would warn too
     return tokenizer
 
 
 def expert_problems(
     model: TransformerConfig, actor: ModelConfig, engine: EngineConfig, routing_replay: bool, device: str
 ) -> Iterator[Problem]:
-    """Yield settings that need a model with experts, or that such a model cannot have."""
+    """Yield problems with settings that need a model with experts, or that such a model does not support.
+
+    Args:
+        model: Shape of the model.
+        actor: Settings of the model.
+        engine: Settings of devices and processes.
+        routing_replay: Whether training uses the experts that the rollout chose.
+        device: The first device, such as "cuda:0".
+    """
     if model.experts is None:
         text = "but the model has no experts, so it has no effect; "
         if routing_replay:
@@ -255,14 +300,24 @@ def expert_problems(
 
 
 def state_problems(model: TransformerConfig, engine: EngineConfig) -> Iterator[Problem]:
-    """Yield settings that a model with recurrent states cannot have."""
+    """Yield a problem if engine.exact is set for a model with recurrent states, which does not support it.
+
+    Args:
+        model: Shape of the model.
+        engine: Settings of devices and processes.
+    """
     if engine.exact and model.delta is not None:
         text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
         yield Problem("engine.exact", f"{text}set it to false")
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """Yield lengths and tokens of a configuration that do not fit the model."""
+    """Yield problems with lengths and stop tokens of a configuration that exceed the model's context or vocabulary.
+
+    Args:
+        config: Settings of the run.
+        model: Shape of the model.
+    """
     context = model.max_position_embeddings
     shown = f"{context} tokens{model.rope.limit}"
     if not isinstance(config, PolicyExperimentConfig):  # rows that are longer than the context are skipped
@@ -283,9 +338,14 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
 
 
 def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
-    """ConfigError where an update has fewer rows of a full batch than there are copies of the model to train on them.
+    """Raise ConfigError if an optimizer step has fewer rows than there are copies of the model to train on them.
 
-    An agent makes any number of rows, and gradient_accumulation_steps counts micro-batches: then training itself tells.
+    The check is skipped for agents, which return any number of rows, and for an actor with gradient_accumulation_steps,
+    which counts micro-batches. In these cases training itself raises an error.
+
+    Args:
+        config: Settings of the run.
+        spec: Specification of the engine, with the layout of the copies.
     """
     rows, updates = config.train_dataset.batch_size, {"actor": 1}
     if isinstance(config, PolicyExperimentConfig):
@@ -307,20 +367,28 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
 
 
 def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
-    """Return the sampling settings of a gconfig section for the decoder."""
+    """Convert a gconfig section to the sampling settings of the decoder.
+
+    Args:
+        gconfig: The section `gconfig` or `eval_gconfig`.
+    """
     return SamplingParams.of(gconfig, max_context_len=gconfig.max_tokens)
 
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
-    """Return the tokens of the longest prompt plus completion.
+    """Return the length of the longest possible prompt plus completion, in tokens.
 
-    Training and evaluation both count, so that they use one KV cache.
+    Training and evaluation are both included, because they use the same KV cache.
+
+    Args:
+        config: Settings of the run.
+        context_len: Context length of the model.
     """
     uses = [(config.gconfig, config.train_dataset.max_length)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig
         uses += [(sampled, of_set.max_length) for of_set in config.valid_dataset.by_name().values()]
-    if config.agent.fn is not None:  # a conversation may take all that there is
+    if config.agent.fn is not None:  # a conversation may fill the context
         uses = [(gconfig, context_len) for gconfig, _ in uses]
     return max(
         min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)
@@ -329,7 +397,13 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
 
 
 def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
-    """Return the models beside the actor that an experiment asks for. A path of "" stands for the actor's folder.
+    """Return role -> specification of the models beside the actor that a configuration asks for.
+
+    Args:
+        config: Settings of the run.
+
+    Returns:
+        The specifications. A path of "" stands for the folder of the actor.
 
     Raises:
         CheckpointError: A folder holds no model.
@@ -359,13 +433,13 @@ def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
 
 
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
-    """Return the specs of the models that a script requests.
+    """Return role -> specification of the models that a script requests.
 
-    A trainable role gets the optimizer settings of the policy with its own learning rate.
+    A trainable role gets the optimizer settings of the policy, with its own learning rate if it has one.
 
     Args:
-        roles: Role name -> ModelRole, or RoleSpec, which stays unchanged.
-        actor: Spec of the policy.
+        roles: Role name -> ModelRole. A RoleSpec in place of a ModelRole is returned unchanged.
+        actor: Specification of the policy.
 
     Raises:
         ConfigError: A role is invalid. All problems are reported together.
@@ -381,6 +455,7 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
 
 
 def _problems(name: Any, role: Any) -> Iterator[Problem]:
+    """Yield the problems with one role of a script."""
     key = f"roles[{name!r}]"
     if not isinstance(name, str):
         yield Problem(key, "is named by no string; role names are strings, such as 'critic'")
@@ -410,6 +485,7 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
 
 
 def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
+    """Return the specification of a role: a value head for critics, reward models and folders that have one."""
     key = f"roles[{role.name!r}].path"
     folder = whole_model(str(role.path), key)
     valued = role.name in ("critic", "reward") or (role.name != "ref" and (role.trainable or _has_value_head(folder)))
@@ -429,7 +505,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
 
 
 def _has_value_head(folder: str) -> bool:
-    """Whether config.json says so. What is wrong with the folder is for the engine to tell."""
+    """Return whether config.json names a ...ForSequenceClassification model. False if it cannot be read."""
     try:
         names = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""The learning-rate schedules of a run: as long as the run where nothing else is said, and whether they fit it."""
+"""Fits learning-rate schedules to the length of a run, and warns of schedules that were made for another length."""
 
 from __future__ import annotations
 
@@ -15,13 +15,23 @@ from areno.config.models import OptimizerConfig
 from areno.engine.spec import RoleSpec
 from areno.plan.plan import TrainerPlan
 
-_EARLY, _LATE = 0.9, 2.0  # a decay that is shorter or longer than this part of the run was made for another one
+_EARLY, _LATE = 0.9, 2.0  # lr_decay_steps outside of this range, relative to the updates, causes a warning
 
 
 def with_schedules(
     config: ExperimentConfig, plan: TrainerPlan, roles: dict[str, RoleSpec], n_steps: int
 ) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
-    """Return plan and roles with their own lr_decay_steps, for a run of `n_steps` steps."""
+    """Set lr_decay_steps of each trained model to its number of updates in the run, unless it is set.
+
+    Args:
+        config: Settings of the run.
+        plan: The plan of the Trainer.
+        roles: Role -> specification of the models beside the actor.
+        n_steps: Number of steps in the run.
+
+    Returns:
+        (plan, roles), changed copies.
+    """
     updates = n_updates(config, n_steps)
 
     def fitted(optimizer: OptimizerConfig, name: str) -> OptimizerConfig:
@@ -38,7 +48,12 @@ def with_schedules(
 
 
 def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
-    """Optimizer updates of each trained model in so many steps, if all batches are full."""
+    """Return role -> number of optimizer updates of each trained model in a run, if all batches are full.
+
+    Args:
+        config: Settings of the run.
+        n_steps: Number of steps in the run.
+    """
     actor = config.actor
     each, first = 1, 0
     found = {}
@@ -59,7 +74,15 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
-    """Yield settings that were made for a longer or a shorter run, with the change to make."""
+    """Yield warnings about steps and learning-rate schedules that were made for a run of another length.
+
+    Args:
+        config: Settings of the run.
+        n_steps: Number of steps in the run.
+
+    Yields:
+        A text that names the setting to change.
+    """
     if config.total_train_steps is not None and n_steps < config.total_train_steps:
         limit = f"total_train_epochs={config.total_train_epochs}"
         if config.total_train_n_seqs is not None:

@@ -50,7 +50,7 @@ class DPOActorConfig(ModelConfig):
 
     @forbid("label_smoothing", "is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0")
     def unused_smoothing(self) -> bool:
-        """Refuse label smoothing for a loss without it."""
+        """Return whether label smoothing is set for a loss that does not use it."""
         return self.label_smoothing > 0 and self.loss_type != "sigmoid"
 
 
@@ -61,7 +61,7 @@ class DPOConfig(PreferenceExperimentConfig):
     actor: DPOActorConfig = setting(help="The model that is trained")
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import dpo_loss_fn
 
         actor = self.actor
@@ -69,7 +69,7 @@ class DPOConfig(PreferenceExperimentConfig):
 
 
 def loop() -> type[DPOTrainer]:
-    """Import the training loop, which takes longer than `--help` may."""
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.dpo import DPOTrainer
 
     return DPOTrainer

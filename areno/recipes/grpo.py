@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
-    """The actor of GRPO and PPO, whose loss is `areno.loss_fns.grpo_loss_fn` with one ratio per token."""
+    """The actor of GRPO and PPO. Its loss is `areno.loss_fns.grpo_loss_fn`, by default with one ratio per token."""
 
     reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
         "seq_mean_token_mean",
@@ -45,17 +45,17 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
 
     @property
     def ratio_level(self) -> Literal["token", "sequence"]:
-        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
+        """Whether each token has its own importance ratio ("token") or all tokens of a row share one ("sequence")."""
         return self.importance_sampling_level
 
     def loss_settings(self, max_new_tokens: int) -> dict[str, Any]:
-        """Return the keyword arguments of `grpo_loss_fn`.
+        """Return the keyword arguments with which `grpo_loss_fn` computes the configured loss.
 
         Args:
-            max_new_tokens: Longest completion in tokens, the constant of reduction "seq_mean_token_sum_norm".
+            max_new_tokens: Longest completion in tokens, which reduction "seq_mean_token_sum_norm" divides by.
 
         Returns:
-            The keyword arguments by name.
+            Name of the argument -> value.
         """
         return {
             **self.surrogate_settings(),
@@ -88,24 +88,24 @@ class GRPOConfig(KLExperimentConfig):
 
         Args:
             rows: The TrainSequences of the step.
-            groups: The number of each row's group.
+            groups: Index of the group of each row. The samples of one prompt are a group.
 
         Returns:
-            For each row, an array over its trained tokens.
+            For each row, an array with one advantage per trained token.
         """
         from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import grpo_loss_fn
 
         return partial(grpo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
 def loop() -> type[PolicyOnlyTrainer]:
-    """Import the training loop, which takes longer than `--help` may."""
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class GSPOActorConfig(Clip, RatioConfig, KLConfig):
-    """The actor of GSPO (2507.18071). Its ratio is that of the whole sequence, so the clip range is much smaller."""
+    """The actor of GSPO (2507.18071). All tokens of a row share one ratio, so its clip range is much smaller."""
 
     eps_clip: float = setting(
         3e-4,
@@ -40,12 +40,12 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
 
     @property
     def ratio_level(self) -> Literal["token", "sequence"]:
-        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
+        """Whether each token has its own importance ratio ("token") or all tokens of a row share one ("sequence")."""
         return "sequence"
 
     @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
     def proximal_policy_of_tokens(self) -> bool:
-        """Refuse an interpolation that needs ratios of tokens."""
+        """Return whether prox_logp_method=loglinear is set, which needs one ratio per token."""
         return self.prox_logp_method == "loglinear"
 
 
@@ -60,17 +60,17 @@ class GSPOConfig(KLExperimentConfig):
 
         Args:
             rows: The TrainSequences of the step.
-            groups: The number of each row's group.
+            groups: Index of the group of each row. The samples of one prompt are a group.
 
         Returns:
-            For each row, an array over its trained tokens.
+            For each row, an array with one advantage per trained token.
         """
         from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import gspo_loss_fn
 
         actor = self.actor
@@ -85,7 +85,7 @@ class GSPOConfig(KLExperimentConfig):
 
 
 def loop() -> type[PolicyOnlyTrainer]:
-    """Import the training loop, which takes longer than `--help` may."""
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer

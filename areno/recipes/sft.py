@@ -23,14 +23,14 @@ class SFTConfig(SupervisedExperimentConfig):
     """Supervised fine-tuning."""
 
     def loss_fn(self) -> LossFn:
-        """Return the loss function that the settings describe."""
+        """Return the loss function of SFT, which has no settings."""
         from areno.loss_fns import sft_loss_fn
 
         return sft_loss_fn
 
 
 def loop() -> type[SFTTrainer]:
-    """Import the training loop, which takes longer than `--help` may."""
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
     from areno.trainers.sft import SFTTrainer
 
     return SFTTrainer

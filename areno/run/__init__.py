@@ -1,1 +1,1 @@
-"""Everything that a run keeps beside its models: progress, outputs, checkpoints, states, resuming."""
+"""A run around its training loop: progress, outputs, evaluation, checkpoints, states and resuming."""

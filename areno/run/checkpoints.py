@@ -1,6 +1,6 @@
-"""The checkpoints of a run, each complete or absent.
+"""The checkpoints of a run. A checkpoint is either complete or absent.
 
-`Saver` writes them, names and links them, and removes old ones. `Ranking` orders them by saver.best_metric.
+`Saver` writes checkpoints, names and links them, and removes old ones. `Ranking` orders them by saver.best_metric.
 `HubUpload` uploads them to a model repository of the Hugging Face hub, in a thread.
 """
 
@@ -41,16 +41,20 @@ logger = logging.getLogger("areno.saver")
 _KEY = "saver.path"
 _POLL_S = 0.05
 _UPLOAD_POLL_S = 1.0
-OWNER = ".owner"  # a file beside the checkpoints: the folder of the run that they belong to
+OWNER = ".owner"  # file beside the checkpoints, with the path of the run that writes them
 TOKEN = "HF_TOKEN"  # environment variable
 
 
 class Ranking:
-    """The values of saver.best_metric at the steps that were saved.
+    """Orders the saved checkpoints by the value of saver.best_metric at their steps.
+
+    Args:
+        config: Settings of checkpoints.
 
     Attributes:
-        mode: "min" or "max", the direction of better values.
-        values: Step -> value; None if the step has none, or if it was not finite.
+        mode: Whether larger ("max") or smaller ("min") values are better.
+        values: Step of each checkpoint -> value of the metric. None if the step has no value, or a value that is not
+            finite.
     """
 
     def __init__(self, config: SaverConfig):
@@ -62,7 +66,15 @@ class Ranking:
         self._warned = False
 
     def record(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Read the metric from the scalars of a step. Returns whether a saved checkpoint got a value."""
+        """Record the metric of a step.
+
+        Args:
+            step: Number of the step.
+            scalars: Scalars of the step by name, among which the metric may be missing.
+
+        Returns:
+            Whether the step has a checkpoint whose value has been set by this call.
+        """
         self._names |= scalars.keys()
         metric = self.config.best_metric
         if metric is None or metric not in scalars:
@@ -74,12 +86,20 @@ class Ranking:
         return step in self.values
 
     def add(self, step: int) -> None:
-        """Add the checkpoint of a step. Its value may have been noted already, or be noted later in the step."""
+        """Add the checkpoint of a step. Its value may be noted before this call, or later in the same step.
+
+        Args:
+            step: Step of the checkpoint.
+        """
         self.warn_of_wrong_name()
         self.values[step] = self._last[1] if self._last[0] == step else None
 
     def warn_of_wrong_name(self) -> None:
-        """Warn once if a checkpoint was saved and no step has recorded the metric. Call this after its step."""
+        """Warn once if checkpoints were saved but no step so far has recorded the metric.
+
+        Call this after the step of a checkpoint has ended, since the step may record the metric after the
+        checkpoint.
+        """
         metric = self.config.best_metric
         if metric is not None and self.values and metric not in self._names and not self._warned:
             self._warned = True
@@ -87,13 +107,24 @@ class Ranking:
             logger.warning("saver.best_metric: no step has recorded %s, so no checkpoint is the best%s", metric, hint)
 
     def best(self, steps: Iterable[int]) -> list[int]:
-        """Return the steps that have a value, best first. Equal values are in order of steps."""
+        """Return the steps that have a value, the best first. Equal values are in order of steps.
+
+        Args:
+            steps: Steps with a checkpoint.
+        """
         sign = -1 if self.mode == "max" else 1
         valued = [(sign * value, step) for step in steps if (value := self.values.get(step)) is not None]
         return [step for _, step in sorted(valued)]
 
     def kept(self, steps: Iterable[int]) -> set[int]:
-        """Return the steps whose checkpoints stay. All stay if a metric is set and no step has a value yet."""
+        """Return the steps whose checkpoints must not be removed.
+
+        These are the newest saver.keep and the best saver.keep_best. All are kept if saver.keep is null, or if a metric
+        is set and no step has a value yet.
+
+        Args:
+            steps: Steps with a checkpoint. Steps that were never added to the ranking are left out of the result.
+        """
         known = sorted(step for step in steps if step in self.values)
         best = self.best(known)
         if self.config.keep is None or (self.config.best_metric is not None and not best):
@@ -101,30 +132,40 @@ class Ranking:
         return {*known[-self.config.keep :], *best[: self.config.keep_best]}
 
     def text(self, best: int | None) -> str:
-        """Return the content of metrics.json. best: the step of the best checkpoint, or None."""
+        """Return the content of metrics.json.
+
+        Args:
+            best: Step of the best checkpoint. None if no checkpoint has a value.
+        """
         values = {str(step): value for step, value in sorted(self.values.items())}
         record = {"best_metric": self.config.best_metric, "best_mode": self.mode, "best_step": best, "values": values}
         return json.dumps(record, indent=2) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values for a state."""
+        """Return the recorded values, to be saved in a state."""
         return {"values": [[step, value] for step, value in self.values.items()], "last": list(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the values of a state."""
+        """Restore the values that `state_dict` returned.
+
+        Args:
+            state: The saved values.
+        """
         self.values = dict(state["values"])
         self._last = (state["last"][0], state["last"][1])
 
 
 class HubUpload:
-    """Uploads checkpoints, one at a time. If several wait, only the newest is uploaded. A failed upload is a warning.
+    """Uploads checkpoints to the Hugging Face hub in a thread, one at a time.
+
+    If several checkpoints wait, only the newest is uploaded. A failed upload causes a warning.
 
     Args:
-        repo: The repository, owner/name.
+        repo: Repository, as owner/name. It is created if it does not exist.
         private: Whether a new repository is private.
 
     Raises:
-        ConfigError: `repo` is not the name of a repository, or the environment has no token.
+        ConfigError: `repo` is not the name of a repository, or the environment variable HF_TOKEN is not set.
     """
 
     def __init__(self, repo: str, private: bool):
@@ -144,10 +185,14 @@ class HubUpload:
         self._lock = threading.Lock()
         self._waiting: Path | None = None
         self._uploading: Path | None = None
-        self._thread: threading.Thread | None = None  # while there is something to upload
+        self._thread: threading.Thread | None = None  # None if no checkpoint waits
 
     def push(self, folder: Path) -> None:
-        """Upload a checkpoint after the current upload."""
+        """Start to upload a checkpoint, or queue it until the current upload ends. Returns at once.
+
+        Args:
+            folder: Folder of the checkpoint.
+        """
         with self._lock:
             if self._waiting is not None:
                 logger.warning("%s is not pushed to the hub: a newer checkpoint has overtaken it", self._waiting.name)
@@ -158,12 +203,12 @@ class HubUpload:
 
     @property
     def needed(self) -> set[Path]:
-        """The checkpoints that are being uploaded or wait for it. They must not be removed."""
+        """Folders of the checkpoints that are being uploaded or are queued. They must not be removed."""
         with self._lock:
             return {folder for folder in (self._waiting, self._uploading) if folder is not None}
 
     def wait(self) -> None:
-        """Block until all uploads have ended."""
+        """Block until the current and the queued upload have ended, successfully or not."""
         thread = self._thread
         if thread is not None:
             logger.info("waiting for the upload to %s", self.repo)
@@ -192,7 +237,10 @@ class HubUpload:
                 repo_id=repo,
                 folder_path=folder,
                 commit_message=f"areno: {folder.name}",
-                delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of an earlier model with other files
+                delete_patterns=[
+                    "*.safetensors",
+                    "*.safetensors.index.json",
+                ],  # of an earlier model
             )
             logger.info("checkpoint pushed: %s to %s", folder.name, repo)
         except Exception as error:  # the client passes on any error of its transport
@@ -204,20 +252,20 @@ class HubUpload:
 
 
 class _Dropped(Exception):
-    """Raised inside the context of an unfinished checkpoint to remove it."""
+    """Raised inside the context of an unfinished checkpoint, so that the context removes its folder."""
 
 
 class Saver:
-    """Writes the checkpoints of one run, and removes those that the settings do not keep.
+    """Writes the checkpoints of one run, and removes checkpoints that the settings do not keep.
 
     Args:
         config: Settings of checkpoints.
-        default_dir: Their folder if saver.path is not set.
-        is_written: Returns whether the files of the last `save` are complete, for saver.mode=async. It raises
-            CheckpointError if they cannot be written.
+        default_dir: Folder of the checkpoints if saver.path is null.
+        is_written: Returns whether all files of the last `save` are complete, for files that are written in the
+            background. It raises CheckpointError if they cannot be written.
 
     Attributes:
-        saved_step: Step of the newest complete checkpoint; None without one.
+        saved_step: Step of the newest complete checkpoint. None before the first.
         due: Returns whether to save after a step, see Trigger.due.
     """
 
@@ -229,25 +277,25 @@ class Saver:
         self.due = self.trigger.due
         self.saved_step: int | None = None
         self._unfinished_step: int | None = None
-        self._unfinished = ExitStack()  # leaving it gives the folder of that step its name
-        self._interrupted_step: int | None = None  # its checkpoint was unfinished when the loaded state was taken
+        self._unfinished = ExitStack()  # leaving it renames the folder of that step to its final name
+        self._interrupted_step: int | None = None  # step whose checkpoint was unfinished in the loaded state
         self.ranking = Ranking(config)
         self._hub = HubUpload(config.push_to_hub, config.hub_private) if config.push_to_hub is not None else None
         self._claim = ExitStack()
 
     def claim(self, run_dir: Path) -> None:
-        """Make the folder, lock it for one run until `release`, and clean up after a crash of that run.
+        """Make the folder, lock it for this run until `release`, and clean up after a crash of the same run.
 
         Args:
             run_dir: Folder of the run.
 
         Raises:
             CheckpointError: The folder cannot be written.
-            ConfigError: The folder belongs to a run that is still running, or holds checkpoints of another run.
+            ConfigError: The folder is in use by a running run, or holds checkpoints of another run.
         """
         with as_checkpoint_error(self.folder, "be written", _KEY), ExitStack() as claim:
             claim.callback(remove_empty, make_folders(self.folder))
-            # A folder inside the run's folder is its own, even if the owner file names the place it was copied from.
+            # A folder inside the run's folder belongs to the run. After a copy, the owner file may name the original.
             is_inside = self.folder.absolute().is_relative_to(run_dir.absolute())
             if not is_inside and self._owner() != str(run_dir.absolute()):
                 self.refuse_checkpoints()
@@ -264,38 +312,39 @@ class Saver:
                 final = self.folder / replaced.name.removeprefix(REPLACED)
                 if final.exists():
                     remove(replaced)
-                else:  # the crash came before the new checkpoint had its name
+                else:  # the crash came before the new checkpoint was renamed
                     replaced.rename(final)
             for unfinished in self.folder.glob(f"{UNFINISHED}step-*"):
                 remove(unfinished)
             self._claim = claim.pop_all()
 
     def refuse_checkpoints(self) -> None:
-        """Raise ConfigError if the folder has checkpoints: a run at its beginning cannot have written them."""
+        """Raise ConfigError if the folder has checkpoints, for a new run, which cannot have written them."""
         if self._has_checkpoints():
             raise self._belongs("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
-        """Unlock the folder and drop an unfinished checkpoint. Removes the folder if it has no checkpoints."""
+        """Unlock the folder and remove an unfinished checkpoint. An empty folder that `claim` made is removed too."""
         self._drop()
         self._claim.close()
 
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Write the checkpoint of a step.
 
-        Waits for an unfinished checkpoint first. An interrupt is raised before the folder has its name, or after
-        `latest` and `saved_step` name it.
+        Waits for an unfinished checkpoint first. A Ctrl-C or SIGTERM is raised either before the folder gets its final
+        name, or after `latest` and `saved_step` refer to it.
 
         Args:
-            write: Fills the folder that it is given. With saver.mode async or auto, it may return before the files are
-                complete; a later `poll` or `finish` then gives the folder its name.
+            write: Writes the files of the checkpoint into the folder that it is called with. With saver.mode async or
+                auto, it may return before the files are complete; a later `poll` or `finish` then gives the folder its
+                final name.
             step: Number of the step.
 
         Returns:
             The folder of the checkpoint, step-<step>.
 
         Raises:
-            CheckpointError: It cannot be written. No partial files remain.
+            CheckpointError: The checkpoint cannot be written. No partial files remain.
         """
         self.finish()
         final = self._path(step)
@@ -310,10 +359,13 @@ class Saver:
         return final
 
     def poll(self) -> bool:
-        """Give an unfinished checkpoint its name if its files are complete. Returns whether none is unfinished.
+        """Give an unfinished checkpoint its final name if its files are complete. Does not block.
+
+        Returns:
+            False if a checkpoint is still being written.
 
         Raises:
-            CheckpointError: It could not be written. No partial files remain.
+            CheckpointError: The checkpoint could not be written. No partial files remain.
         """
         step, self._unfinished_step = self._unfinished_step, None
         if step is None:
@@ -329,12 +381,16 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Block until no checkpoint is unfinished."""
+        """Block until no checkpoint is unfinished. Raises CheckpointError as `poll` does."""
         while not self.poll():
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """Block until the checkpoints and uploads of a finished run are complete."""
+        """Block until the last checkpoint and all uploads of a finished run are complete.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written. No partial files remain.
+        """
         self.finish()
         self.ranking.warn_of_wrong_name()
         if self._hub is not None:
@@ -342,25 +398,40 @@ class Saver:
             self._tidy()
 
     def has(self, step: int) -> bool:
-        """Return whether the checkpoint of a step is complete or being written."""
+        """Return whether the checkpoint of a step is the newest complete checkpoint or is being written.
+
+        Args:
+            step: Number of the step.
+        """
         return step in (self.saved_step, self._unfinished_step)
 
     def was_interrupted(self, step: int) -> bool:
-        """Return whether the last session ended while it wrote the checkpoint of this step. It must be saved again."""
+        """Return whether the previous process of this run ended while it wrote the checkpoint of this step.
+
+        Such a checkpoint must be saved again. Returns False if it has been saved since.
+
+        Args:
+            step: Number of the step.
+        """
         return step == self._interrupted_step and not self.has(step)
 
     @property
     def needs_evaluation(self) -> bool:
-        """Whether every checkpoint has to be evaluated."""
+        """Whether every checkpoint has to be evaluated, because saver.best_metric is an eval/* scalar."""
         return self.config.best_metric is not None and self.config.best_metric.startswith("eval/")
 
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Rank checkpoints by the scalars of a step, and remove those that no longer stay."""
+        """Record the scalars of a step for the ranking, and remove checkpoints that are no longer kept.
+
+        Args:
+            step: Number of the step.
+            scalars: Scalars of the step by name.
+        """
         if self.ranking.record(step, scalars):
             self._tidy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the ranking for a state."""
+        """Return counters and ranking, to be saved in a state."""
         return {
             "saved_step": self.saved_step,
             "under_way": self._unfinished_step,
@@ -369,7 +440,11 @@ class Saver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. An unfinished checkpoint is dropped."""
+        """Restore what `state_dict` returned. An unfinished checkpoint is removed.
+
+        Args:
+            state: The saved counters and ranking.
+        """
         self._drop()
         self.saved_step, self._interrupted_step = state["saved_step"], state["under_way"]
         if (
@@ -392,9 +467,9 @@ class Saver:
         self._link("latest", step)
 
     def _tidy(self) -> None:
-        """Update `best` and metrics.json, and remove checkpoints that do not stay.
+        """Update `best` and metrics.json, and remove checkpoints that the settings do not keep.
 
-        A checkpoint that the ranking does not know was saved after the state from which the run resumes. It stays
+        A checkpoint that the ranking does not know was saved after the state from which the run resumed. It is kept
         until the run has passed its step.
         """
         newest = self.saved_step
@@ -442,7 +517,7 @@ class Saver:
             remove(link)
             link.symlink_to(target, target_is_directory=True)
             if not (self.folder / name).is_symlink():
-                remove(self.folder / name)  # a folder in its place: the run was copied by what follows links
+                remove(self.folder / name)  # a copy that followed links made it a folder
             link.replace(self.folder / name)
         except OSError as error:  # some file systems have no links; the checkpoint itself is there
             logger.warning("%s could not be linked to %s: %s", self.folder / name, target, error.strerror)

@@ -16,23 +16,24 @@ Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
 
 
 class Evaluator:
-    """Measures the validation sets of a run, and remembers the best value of evaluator.metric.
+    """Measures the validation sets of a run, and tracks the best value of evaluator.metric for early stopping.
 
     Args:
         config: Settings of the run.
-        loaders: The sets by name. A single set may have the name "". Empty evaluates nothing.
-        measure: Measures one set.
+        loaders: Batches of each validation set by its name. A single set may have the name "". With an empty mapping,
+            nothing is evaluated.
+        measure: Computes the metrics of one validation set.
 
     Attributes:
         due: Returns whether to evaluate after a step, see Trigger.due.
-        metric: The metric that early stopping watches.
-        evaluated_step: The step of the last evaluation; None before the first.
-        best: The best value of the metric so far.
-        best_step: The step of the best value.
-        n_without: Consecutive evaluations without an improvement.
+        metric: Name of the metric that early stopping watches, without "eval/".
+        evaluated_step: Step of the last evaluation. None before the first.
+        best: Best value of the metric so far. None before the first value.
+        best_step: Step of the best value. None before the first value.
+        n_without: Number of consecutive evaluations without an improvement of the metric.
 
     Raises:
-        ConfigError: evaluator.metric is not among the measured metrics.
+        ConfigError: evaluator.metric or saver.best_metric is not among the measured metrics.
     """
 
     def __init__(self, config: ExperimentConfig, loaders: Mapping[str, BatchLoader[Any]], measure: Measure):
@@ -54,8 +55,8 @@ class Evaluator:
             step: The current step.
 
         Returns:
-            Metrics by name: <set>/<metric> of each set, and <metric> as the mean over the sets. A single set without a
-            name has only <metric>. Empty without validation sets.
+            Metrics by name: <set>/<metric> for each set, and <metric> for the mean over the sets. A single set with the
+            name "" has only <metric>. Empty without validation sets.
         """
         if not self._loaders:
             return {}
@@ -75,16 +76,16 @@ class Evaluator:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the last evaluator.patience evaluations brought no improvement, so that the run should end."""
+        """Whether evaluator.patience evaluations in a row brought no improvement, so that the run should end."""
         return self.config.patience is not None and self.n_without >= self.config.patience
 
     def describe(self) -> str:
-        """Return how many evaluations had no improvement, and the best value, in words."""
+        """Return a text with the number of evaluations without an improvement, and the best value."""
         best = "" if self.best is None else f" (best {self.best:.6g}, step {self.best_step})"
         return f"eval/{self.metric} has not improved in {self.n_without} evaluations{best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a state."""
+        """Return counters and positions in the validation sets, to be saved in a state."""
         return {
             "trigger": self.trigger.state_dict(),
             "evaluated_step": self.evaluated_step,
@@ -95,7 +96,11 @@ class Evaluator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the counters of a state. Validation sets that were added or removed since are ignored."""
+        """Restore what `state_dict` returned. Validation sets that were added or removed since then are ignored.
+
+        Args:
+            state: The saved counters.
+        """
         self.trigger.load_state_dict(state["trigger"])
         self.evaluated_step, self.n_without = state["evaluated_step"], state["n_without"]
         self.best, self.best_step = state["best"], state["best_step"]
@@ -107,11 +112,11 @@ def over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of several validation sets.
 
     Args:
-        found: Set -> metric -> value.
+        found: Name of a set -> name of a metric -> value.
 
     Returns:
-        <metric>: the mean over the sets that have the metric. Sets of any size count the same; num_sequences is a sum.
-        <set>/<metric>: the value of one set.
+        <metric>: mean over the sets that have the metric, each set counting the same. For num_sequences, the sum.
+        <set>/<metric>: value for one set.
     """
     scalars: dict[str, float] = {}
     for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):

@@ -1,6 +1,6 @@
-"""What a run reports: its console, its log file, its trackers and its warnings.
+"""The outputs of a run: its console, log file, trackers and warnings.
 
-A run gives the scalars of each step to `RunOutputs.log`. Checkpoints are in checkpoints.py, states in
+The training loop passes the scalars of each step to `RunOutputs.log`. Checkpoints are in checkpoints.py, states in
 recovery.py.
 """
 
@@ -35,14 +35,14 @@ _MAX_CHARS = 160  # of the settings in the line at the start
 
 @dataclass(frozen=True, kw_only=True)
 class RunTexts:
-    """The names and texts that the outputs of a run use.
+    """Names and texts with which the outputs describe a run.
 
     Attributes:
-        headline: Scalars of the line that each step prints.
-        reward: The functions and models that give the reward, for warnings. "" without rewards.
-        unanswered: The rows without solutions, in words, for warnings. "" if rows have solutions.
-        facts: Name -> fact, printed at the start of the run. Empty prints nothing.
-        token_text: Token id -> its text, for recorded samples.
+        headline: Names of the scalars in the console line of each step.
+        reward: Names of the reward functions and the reward model, for warnings. "" without rewards.
+        unanswered: Description of the rows without solutions, for warnings. "" if rows have solutions.
+        facts: Name -> text, printed at the start of the run. Empty prints nothing.
+        token_text: Returns the text of a token id, for recorded samples.
     """
 
     headline: Sequence[str] = ()
@@ -59,14 +59,14 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         config: Settings of the run.
         folder: Folder of the run.
         log: The open log of the run.
-        progress: Progress of the run: its step, number of steps and seconds.
-        texts: Names and texts of this run.
-        trackers: Trackers that a script brings.
+        progress: Provides the current step, the number of steps and the elapsed seconds.
+        texts: Names and texts that describe this run.
+        trackers: More trackers, which a script passes.
 
     Attributes:
-        trackers: Get the scalars and the samples of each step.
-        display: The live display; None without one.
-        scalars: Name -> value of the current step.
+        trackers: All trackers as one. They receive the scalars and samples of each step.
+        display: The live display of the terminal. None if the console is not live.
+        scalars: Name -> value for the current step.
     """
 
     def __init__(
@@ -103,7 +103,11 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return self._progress.seconds
 
     def announce(self, files: RunFiles) -> None:
-        """Print the facts of the run at its start."""
+        """Print the facts and the settings of the run at its start. Prints nothing if `texts.facts` is empty.
+
+        Args:
+            files: Files of the run, whose metrics file is named.
+        """
         if not self._texts.facts:
             return
         facts = {"run": os.path.relpath(self.folder), **self._texts.facts}
@@ -114,11 +118,11 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self.display.start(facts | settings)
 
     def begin_step(self) -> None:
-        """Forget the scalars of the previous step."""
+        """Clear `scalars` for the next step."""
         self.scalars = {}
 
     def log(self, scalars: Mapping[str, float]) -> None:
-        """Give scalars of the current step to the trackers.
+        """Send scalars of the current step to the trackers.
 
         Args:
             scalars: <namespace>/<name> -> value, such as "train/loss".
@@ -127,12 +131,12 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         self.trackers.log(self._progress.step, scalars)
 
     def warn_of_divergence(self) -> None:
-        """Warn if the scalars of the current step show that training goes wrong."""
+        """Log warnings if the scalars of the current step show that training diverges."""
         for text in self._divergence.check(self.scalars):
             logger.warning("step %d: %s", self._progress.step, text)
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
-        """Warn, once, of updates that were skipped because a value was not finite.
+        """Count steps whose updates were skipped because loss or gradient norm was not finite, and warn of the first.
 
         Args:
             stats: Statistics of the step, with "loss" and "grad_norm".
@@ -155,12 +159,12 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             _raise_skipped(f"{self._n_skipped} steps in a row")
 
     def check_learned(self) -> None:
-        """Raise EngineError if the updates of all steps of the run were skipped."""
+        """Raise EngineError if updates were skipped and no update of the run has ever been applied."""
         if self._n_skipped and not self._n_applied:
             _raise_skipped("all steps")  # a checkpoint would look as if the run had learned something
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of warnings for a state."""
+        """Return the counters that warnings use, to be saved in a state."""
         return {
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
@@ -168,13 +172,17 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the counters of a state."""
+        """Restore the counters that `state_dict` returned.
+
+        Args:
+            state: The saved counters.
+        """
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self._divergence.load_state_dict(state["divergence"])
 
 
 def _shortened(settings: str) -> str:
-    """Return the beginning of a long list of settings. config.yaml has all of them."""
+    """Cut a long list of settings to one line that refers to config.yaml, which has all of them."""
     return textwrap.shorten(settings, _MAX_CHARS, placeholder=" ... (all: config.yaml)")
 
 

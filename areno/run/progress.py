@@ -1,6 +1,6 @@
-"""How far a run has come, and when to save, to evaluate and to write a state.
+"""The progress of a run, and the triggers for saving, evaluating and writing states.
 
-`RunProgress` hands out the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
+`RunProgress` provides the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
 steps an action is due. Both are saved in a state and loaded by a resumed run.
 """
 
@@ -20,11 +20,11 @@ from areno.types import Batch
 
 
 class Trigger:
-    """Decides when an action with a FrequencyConfig is due.
+    """Decides after which steps to save, evaluate or write a state.
 
     Args:
-        config: The intervals, in steps, epochs and seconds.
-        clock: Returns the time in seconds.
+        config: Intervals in steps, epochs and seconds.
+        clock: Returns the current time in seconds.
     """
 
     def __init__(self, config: FrequencyConfig, clock: Callable[[], float] = time.monotonic):
@@ -33,11 +33,11 @@ class Trigger:
         self._last = clock()
 
     def due(self, step: int, epoch_ended: bool = False) -> bool:
-        """Return whether the action is due after a step. Call this once per step.
+        """Return whether the action is due after a step. Call this exactly once per step, since it counts epochs.
 
         Args:
             step: Number of the step, from 1.
-            epoch_ended: Whether the step was the last of an epoch.
+            epoch_ended: Whether the step took the last batch of an epoch.
         """
         now, config = self._clock(), self.config
         self.epochs_ended += epoch_ended
@@ -51,26 +51,33 @@ class Trigger:
         return is_due
 
     def state_dict(self) -> dict[str, float]:
-        """Return the counters for a state. The time between two sessions of a run does not count."""
+        """Return the counters, to be saved in a state.
+
+        The time between two processes of a run does not count towards freq_secs.
+        """
         return {"epochs_ended": self.epochs_ended, "seconds_since_last": self._clock() - self._last}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from the counters of a state."""
+        """Restore the counters that `state_dict` returned.
+
+        Args:
+            state: The saved counters.
+        """
         self.epochs_ended = int(state["epochs_ended"])
         self._last = self._clock() - state["seconds_since_last"]
 
 
 class RunProgress:
-    """The step, epoch, rows and seconds of a run, its batches, and the history of a few numbers.
+    """The step, epoch, rows and seconds of a run, its batches, and the history of its main metrics.
 
     Args:
-        config: Settings of the run: its length in steps, epochs or rows, and its seed.
+        config: Settings of the run, with its length in steps, epochs or rows, and its seed.
         loader: The training batches.
 
     Attributes:
-        step: The current step. The first is 1; 0 before it.
+        step: Number of the current step, from 1. 0 before the first step.
         epoch_ended: Whether the current step has taken the last batch of an epoch.
-        history: Name -> one value per step or evaluation, oldest first. `keep` adds to it.
+        history: Name -> one value per step or per evaluation, oldest first. `keep` appends to it.
     """
 
     def __init__(self, config: ExperimentConfig, loader: BatchLoader[Any]):
@@ -82,27 +89,27 @@ class RunProgress:
         self._rows_taken = 0
         self._batches_taken = 0
         self._batches: Iterator[Batch[Any]] = iter(())
-        self._seconds_before = 0.0  # of earlier sessions of this run
+        self._seconds_before = 0.0  # seconds of earlier sessions of this run
         self._started = time.monotonic()
 
     @property
     def seed(self) -> int:
-        """The seed of the current step."""
+        """The seed of the current step, derived from `config.seed` and the step."""
         return self.config.seed * 1_000_003 + self.step
 
     @property
     def epoch(self) -> int:
-        """The current epoch. The first is 0."""
+        """Index of the current epoch, from 0."""
         return self._epoch or 0
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has taken, earlier sessions included."""
+        """Seconds that the run has taken, including earlier processes of the same run."""
         return self._seconds_before + time.monotonic() - self._started
 
     @property
     def total_steps(self) -> int:
-        """The step at which the run ends, as far as its data is known: rows that are too long can lower it."""
+        """The number of the last step of the run. It may decrease when rows are skipped as too long."""
         left = self.loader.n_batches(self.config.total_train_epochs) - self._batches_taken
         if self._rows_left is not None:
             left = min(left, -(-self._rows_left // (self.loader.config.batch_size * self._rows_per_item)))
@@ -111,7 +118,7 @@ class RunProgress:
 
     @property
     def ended_by(self) -> str:
-        """The setting that must be larger for the run to make more steps."""
+        """The setting that limits the run's length, and must be raised to train for more steps."""
         if self.step == self.config.total_train_steps:
             return "total_train_steps"
         return "total_train_epochs" if self._rows_left is None or self._rows_left > 0 else "total_train_n_seqs"
@@ -126,11 +133,15 @@ class RunProgress:
         return self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
 
     def open_batches(self) -> None:
-        """Start to read batches, from the position of the loader."""
+        """Start to read batches at the position of the loader. Call this before `next_step`."""
         self._batches = self._through_epochs()
 
     def next_step(self) -> Batch[Any] | None:
-        """Begin the next step and return its batch; None after the last step."""
+        """Begin the next step and return its batch.
+
+        Returns:
+            The batch. None if the run has had all its steps, epochs or rows.
+        """
         limit = self.config.total_train_steps
         if limit is not None and self.step >= limit:
             return None
@@ -141,7 +152,11 @@ class RunProgress:
         return batch
 
     def next_batch(self) -> Batch[Any] | None:
-        """Return the next batch; None if no rows are left. A step may take more than one."""
+        """Return the next batch without beginning a step, for steps that need more than one batch.
+
+        Returns:
+            The batch. None if no rows are left.
+        """
         batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
         if batch is not None:
             self._batches_taken += 1
@@ -159,28 +174,44 @@ class RunProgress:
             yield batch
 
     def log_epoch_end(self) -> None:
-        """Log that the current epoch ends, if one has begun."""
+        """Log the end of the current epoch. Does nothing before the first batch."""
         if self._epoch is not None:
             log_epoch(self._epoch, "end")
 
     def keep(self, **values: float) -> None:
-        """Append the values of the current step to `history`."""
+        """Append values of the current step to `history`.
+
+        Args:
+            **values: Name -> value.
+        """
         for name, value in values.items():
             self.history.setdefault(name, []).append(float(value))
 
     def recent(self, name: str, n: int = 1) -> float:
-        """Return the mean of the last `n` values of `history[name]`."""
+        """Return the mean of the last `n` values in `history[name]`.
+
+        Args:
+            name: Name of a metric in the history.
+            n: Number of values. Fewer are averaged if the history is shorter.
+        """
         return float(np.mean(self.history[name][-n:]))
 
     def result(self, evaluated: str, trained: str, n: int = 1) -> float:
-        """Return the last value of `evaluated` or, without evaluation, the mean of the last `n` of `trained`."""
+        """Return the result of the run: the last evaluation metric or, without evaluation, a mean over training steps.
+
+        Args:
+            evaluated: Name of the evaluation metric, whose last value is returned.
+            trained: Name of the training metric, used if nothing was evaluated.
+            n: Number of last values of `trained` that are averaged.
+        """
         return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
 
     def changes(self, names: Mapping[str, int]) -> list[str]:
-        """Describe how numbers of `history` have changed, such as "loss 2.000 -> 1.000".
+        """Return texts that compare the first value of a metric with its last values, such as "loss 2.000 -> 1.000".
 
         Args:
-            names: Name -> how many last values are averaged. An evaluation (eval_*) needs at least two values.
+            names: Name in `history` -> number of last values to average. Metrics without values are left out, and so
+                are evaluation metrics (eval_*) with a single value.
         """
         return [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
@@ -189,7 +220,7 @@ class RunProgress:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters for a state, as plain numbers."""
+        """Return counters, history and the loader's position, to be saved in a state."""
         return {
             "step": self.step,
             "loader": self.loader.state_dict(),
@@ -201,7 +232,11 @@ class RunProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step at which the state was taken. Call this before `open_batches`."""
+        """Restore what `state_dict` returned, so that the next step follows. Call this before `open_batches`.
+
+        Args:
+            state: The saved counters.
+        """
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
         self._rows_taken = state["rows_taken"]

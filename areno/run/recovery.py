@@ -1,8 +1,8 @@
-"""Writes the states of a run, and continues the run from the newest one.
+"""Writes the states of a run, and continues the run from the newest state.
 
-A state is recorded after every step (`Recovery.remember`). It is written when recover.freq_* asks for it, at the end of
-the run, and when the run is interrupted. `StateWriter` writes in the background: it begins at the end of a step and
-completes while the next step runs. resume.py decides beforehand which run is resumed and which settings may change.
+After every step, `Recovery.remember` records counters in memory. A state is written to disk when recover.freq_* asks
+for it, at the end of the run, and when the run is interrupted. `StateWriter` starts to write at the end of a step, and
+finishes while the next step runs. resume.py decides beforehand which run is resumed and which settings may change.
 """
 
 from __future__ import annotations
@@ -29,32 +29,46 @@ from areno.tracking.run_folder import RunFiles, versions
 
 logger = logging.getLogger("areno.recover")
 
-_POLL_EVERY_S = 0.5  # each question costs workers that decode a moment
+_POLL_EVERY_S = 0.5  # each poll interrupts decoding for a moment
 
 
 class RecoverableEngine(Protocol):
-    """The methods of the engine that states need; see areno.engine.engine."""
+    """The methods of areno.engine.engine.Engine that writing and loading states use."""
 
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Begin to write weights and optimizers."""
+        """Start to write weights and optimizers into a folder.
+
+        Args:
+            folder: An existing folder.
+            with_moments: Whether to write the moments of the optimizers.
+        """
         ...
 
     def state_written(self, wait: bool = False) -> bool:
-        """Return whether all ranks have written their files."""
+        """Return whether all ranks have written their files.
+
+        Args:
+            wait: Whether to block until they have.
+        """
         ...
 
     def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Load weights and optimizers."""
+        """Load weights and optimizers from a folder that `save_state` has filled.
+
+        Args:
+            folder: Folder of an earlier `save_state`.
+            with_moments: Whether to load the moments of the optimizers. If False, they start at zero.
+        """
         ...
 
     def restart(self) -> None:
-        """Start the workers again."""
+        """Start the worker processes again after a worker was lost."""
         ...
 
 
 @dataclass
 class _Write:
-    """A state that is being written. thread: completes its folder when the engine has written its files."""
+    """A state that is being written. `thread` is None until the engine has written its files."""
 
     step: int
     folder: Path
@@ -67,17 +81,17 @@ class _Write:
 class StateWriter:
     """Writes states of one run in the background, one at a time.
 
-    A state that cannot be written causes a warning. The run continues, and earlier states stay.
+    If a state cannot be written, a warning is logged, the run continues, and earlier states are kept.
 
     Args:
         config: Settings of states.
         states: The folder of the states.
-        engine: Returns the engine. It is called when a state is written, since a run is opened before its engine.
-        before: Called in another thread before a state becomes complete, to sync the other files of the run.
+        engine: Returns the engine. It is called when a state is written, because a run is opened before its engine.
+        before: Syncs the other files of the run. It is called in another thread, before a state becomes complete.
         slow_s: Seconds after which an unfinished state causes a warning. None never warns.
 
     Attributes:
-        written_step: Step of the newest complete state that this process wrote or loaded.
+        written_step: Step of the newest complete state that this process wrote or loaded. None before the first.
     """
 
     def __init__(
@@ -94,14 +108,14 @@ class StateWriter:
         self.written_step: int | None = None
 
     def begin(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Begin to write the current state.
+        """Start to write the state of a step, unless the previous state is still being written.
 
         Args:
-            step: The step after which the state is taken.
-            record: The record of the driver.
+            step: The step that has just ended.
+            record: Counters of the run, to be written beside the weights.
 
         Returns:
-            False if the previous state is still being written. Nothing is begun then.
+            False if the previous state is still being written, so that the call has had no effect.
         """
         self.poll()
         if self._write is not None:
@@ -124,10 +138,10 @@ class StateWriter:
         return True
 
     def poll(self, wait: bool = False) -> None:
-        """Advance the state that is being written.
+        """Check the state that is being written, and make it complete if its files are written.
 
         Args:
-            wait: Whether to block until it is complete.
+            wait: Whether to block until the state is complete.
         """
         write = self._write
         if write is None:
@@ -154,7 +168,7 @@ class StateWriter:
             self._write, self.written_step = None, write.step
 
     def _alarm(self, step: int) -> threading.Timer:
-        """Start a timer that warns of a disk that does not answer: only a thread waits for the disk."""
+        """Start a timer that warns if a state takes longer than `slow_s`, since the run does not wait for the disk."""
 
         def warn() -> None:
             logger.warning(
@@ -172,7 +186,7 @@ class StateWriter:
         return timer
 
     def _finish(self, write: _Write) -> None:
-        """Complete the folder of a state in a thread."""
+        """Start a thread that completes the folder of a state after the engine has written its files."""
 
         def finish() -> None:
             try:
@@ -185,14 +199,22 @@ class StateWriter:
         write.thread.start()
 
     def write(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Write the current state and wait for it. Returns whether it is complete."""
+        """Write the state of a step, and block until it is complete.
+
+        Args:
+            step: The step that has just ended.
+            record: Counters of the run, to be written beside the weights.
+
+        Returns:
+            Whether the state is complete. False if it could not be written.
+        """
         self.poll(wait=True)
         self.begin(step, record)
         self.poll(wait=True)
         return self.written_step == step
 
     def drop(self) -> None:
-        """Stop to write the current state, and remove its files unless it has just become complete."""
+        """Stop writing the current state and remove its files, unless it has just become complete."""
         write, self._write = self._write, None
         if write is not None:
             write.alarm.cancel()
@@ -208,6 +230,7 @@ class StateWriter:
             raise CheckpointError(text, self.states.folder, free / 2**30, needed / 2**30)
 
     def _failed(self, step: int, error: Exception) -> None:
+        """Remove an unfinished state and log why it could not be written."""
         with suppress(OSError):
             self.drop()
         last = "there is no other" if self.written_step is None else f"that of step {self.written_step} stays"
@@ -217,20 +240,24 @@ class StateWriter:
 class Recovery(AbstractContextManager["Recovery"]):
     """Records, writes and loads the states of one run, and restarts lost workers.
 
-    Inside the context no other process can resume the same run. Entering it raises ConfigError if another process
-    runs it, if its settings, model or data differ, or if recover.mode does not fit the folder.
+    Inside the context, no other process can resume the same run.
 
     Args:
         config: Settings of the run.
         folder: Folder of the run.
         engine: Returns the engine. It is called when a state is written or loaded.
-        inputs: Setting -> fingerprint of the model or data that it names. A resumed run must have the same.
+        inputs: Setting that names a model or data -> fingerprint of the files. A resumed run must have the same
+            fingerprints.
 
     Attributes:
-        files: The log, the metrics and the samples of the run, which are cut back to the state.
-        resumes: Whether an earlier session has begun this run.
-        trigger: Decides when a state is due.
-        models_recorded: Whether the models are still as they were when `remember` recorded the last state.
+        files: Log, metrics and samples of the run. Resuming truncates them to the step of the state.
+        resumes: Whether an earlier process has already begun this run.
+        trigger: Decides after which steps a state is due.
+        models_recorded: Whether no model has been trained since the last call of `remember`.
+
+    Raises:
+        ConfigError: On entering the context, if another process runs the same run, if its settings, model or data
+            differ, or if recover.mode does not fit the folder.
     """
 
     def __init__(
@@ -287,10 +314,10 @@ class Recovery(AbstractContextManager["Recovery"]):
         self._resources.close()
 
     def _check(self, state: State) -> None:
-        """Raise ConfigError unless the settings, the model and the data are those of the state."""
+        """Raise ConfigError if settings, model or data differ from the state in a way that cannot be resumed."""
         found = changes(type(self.config), state.record["config"], self._settings)
         earlier = EarlierRun.find(self.folder)
-        if earlier is not None:  # it has the changes that the user asked for by --resume
+        if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
             earlier.refuse_other(self.config, None)
         refuse(found, self.folder, explicit=earlier is not None)
         given, now = state.record["inputs"], self._inputs
@@ -311,10 +338,15 @@ class Recovery(AbstractContextManager["Recovery"]):
             logger.info("changed: version of %s: %s -> %s", name, before.get(name), self._versions[name])
 
     def load(self) -> dict[str, Any] | None:
-        """Load the newest complete state into the engine, and cut the files of the run back to it.
+        """Load the newest complete state into the engine, and truncate the files of the run to its step.
+
+        States with damaged files are set aside, and the next older state is tried.
 
         Returns:
-            The record of the run. None without a state: the run begins, or begins again.
+            The state dict that `remember` received. None without a state, if the run starts from its first step.
+
+        Raises:
+            CheckpointError: All states are damaged or missing, or have another format.
         """
         begun_at, self._begun_at = self._begun_at or self.files.sizes(), {}
         while self.is_on and (state := self.states.newest() if self.resumes else None) is not None:
@@ -338,7 +370,11 @@ class Recovery(AbstractContextManager["Recovery"]):
         return self.is_on and self._n_restarts < self.config.recover.retries
 
     def give_up(self, lost: WorkerLost) -> NoReturn:
-        """Raise the error of lost workers. After restarts, it names recover.retries."""
+        """Raise the error of a lost worker. If workers were restarted before, the message names recover.retries.
+
+        Args:
+            lost: The error of the worker.
+        """
         if not self._n_restarts:
             raise lost
         text = "{}; the workers were started again {} before, and {} is {}, so the run ends"
@@ -346,7 +382,11 @@ class Recovery(AbstractContextManager["Recovery"]):
         raise WorkerLost(text, lost, times, Key("recover.retries"), self.config.recover.retries) from lost
 
     def count(self, lost: WorkerLost) -> None:
-        """Log that the workers are started again, and count the restart."""
+        """Count one restart of the workers, and log it.
+
+        Args:
+            lost: The error of the worker.
+        """
         self._n_restarts += 1
         logger.warning("%s", lost)
         logger.warning(
@@ -354,17 +394,24 @@ class Recovery(AbstractContextManager["Recovery"]):
         )
 
     def restart(self, lost: WorkerLost) -> None:
-        """Start the workers again, as they were loaded first. The caller calls `load` next."""
+        """Restart all workers with the models that they loaded first. Call `load` next.
+
+        Args:
+            lost: The error of the worker.
+
+        Raises:
+            WorkerLost: Another worker is lost during the restart.
+        """
         self._begun_at, self.resumes = self.files.sizes(), True
         self.count(lost)
         self._engine().restart()
         self.writer.poll(wait=True)  # by now it is known whether all ranks had written a state in progress
 
     def remember(self, run: Mapping[str, Any]) -> None:
-        """Record the current point of the run, from which it can resume.
+        """Record the counters of the run in memory, as the point from which the run can resume.
 
         Args:
-            run: The state dict of the run: its counters, without weights.
+            run: The state dict of the run, without weights.
         """
         self._last = {
             "areno": __version__,
@@ -377,20 +424,33 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.models_recorded = True
 
     def write(self, step: int, due: bool) -> None:
-        """Begin to write the recorded state if it is due, or was due while the previous one was being written."""
+        """Start to write the recorded state if a state is due.
+
+        If the previous state is still being written, the next call starts it.
+
+        Args:
+            step: The step that has just ended.
+            due: Whether a state is due after this step.
+        """
         if self.is_on and (due or self._waiting):
             self._waiting = not self.writer.begin(step, self._last)
 
     def write_now(self, step: int) -> None:
-        """Write the recorded state and wait for it."""
+        """Write the recorded state, and block until it is complete.
+
+        Args:
+            step: The step that has just ended.
+        """
         if self.is_on:
             self.writer.write(step, self._last)
 
     def write_at_interrupt(self, step: int) -> None:
-        """Write the recorded state of a run that ends early, unless its models have changed since.
+        """Write the last recorded state of a run that ends early.
+
+        If the models have been trained since the state was recorded, nothing is written and the current step is lost.
 
         Args:
-            step: The step that the run is in, for the warning about a lost step.
+            step: The current step, for the warning about a lost step.
         """
         last = self._last["run"]["step"] if self._last else 0
         if not self.is_on or not last:
@@ -405,24 +465,24 @@ class Recovery(AbstractContextManager["Recovery"]):
             logger.warning("the state of step %d could not be written: %s", last, error)
 
     def poll(self) -> None:
-        """Advance a state that is being written."""
+        """Check the state that is being written, at most every 0.5 seconds. Call this often while a step runs."""
         now = time.monotonic()
         if self.is_on and now - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
             self.writer.poll()
 
     def finished(self, step: int, result: float, ended_by: str) -> None:
-        """Write down that the run has finished, if its last state is complete.
+        """Record on disk that the run has finished, provided that the state of its last step is complete.
 
         Args:
-            step: Its last step.
-            result: Its result.
-            ended_by: The setting that ended the run.
+            step: The last step.
+            result: The number by which runs are compared.
+            ended_by: The setting that ended the run, such as "total_train_steps".
         """
         if self.written_step == step:
             self.states.set_finished(step, result, ended_by)
 
     @property
     def written_step(self) -> int | None:
-        """Step of the newest complete state; None without states."""
+        """Step of the newest complete state that this process wrote or loaded. None without one."""
         return self.writer.written_step if self.is_on else None

@@ -1,4 +1,4 @@
-"""Which run a command resumes, which settings may change, and what the command line prints about it.
+"""Decides which run a command resumes and which settings may change, and prints how to resume a run.
 
 Resuming lies in three files:
 
@@ -68,13 +68,13 @@ _KINDS = {key: found for found, keys in _LISTED.items() for key in keys.split()}
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs between two sessions of a run.
+    """One setting whose value differs between an earlier session of a run and this session.
 
     Attributes:
-        key: The setting.
-        before: Its value in the earlier session.
-        now: Its value in this session.
-        kind: Whether the change is accepted, see Kind.
+        key: Dotted name of the setting.
+        before: Value in the earlier session.
+        now: Value in this session.
+        kind: Whether the change is accepted: "harmless", "explicit" or "never", see Kind.
         effect: Effect of the change on the run, in words.
     """
 
@@ -86,12 +86,12 @@ class Change:
 
     @property
     def is_end(self) -> bool:
-        """Whether the setting limits the length of the run."""
+        """Whether the setting limits the length of the run, such as total_train_steps."""
         return self.effect == _END
 
     @property
     def override(self) -> str:
-        """The change as an override of the command line."""
+        """The change as an override of the command line, such as `seed=2`."""
         return f"{self.key}={'...' if isinstance(self.now, Mapping) else show(self.now)}"
 
     def __str__(self) -> str:
@@ -100,11 +100,12 @@ class Change:
 
 
 def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ, in the order of the fields.
+    """Return the settings that differ between two sessions of a run, in the order of the fields.
 
     Args:
         cls: The configuration class.
-        before: Settings of the earlier session, under current or earlier names. A missing setting had its default.
+        before: Settings of the earlier session. Earlier names of settings are read too, and missing settings have their
+            defaults.
         now: Settings of this session.
     """
     before = with_current_names(cls, before)
@@ -113,7 +114,7 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _kind(key: str) -> tuple[Kind, str]:
-    """Return kind and effect of a change of a setting."""
+    """Return (kind, effect) of a change to a setting. A setting that is not listed is of kind "explicit"."""
     section = key
     while section not in _KINDS and section:
         section = section.rpartition(".")[0]
@@ -131,11 +132,14 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 class EarlierRun:
-    """A run that an earlier session has left in a folder with a config.yaml.
+    """The run that an earlier session has left in a folder.
+
+    Args:
+        folder: Folder of the run, with a config.yaml.
 
     Attributes:
         folder: Folder of the run.
-        states: Its states.
+        states: The recorded states of the run.
     """
 
     def __init__(self, folder: Path):
@@ -144,22 +148,28 @@ class EarlierRun:
 
     @classmethod
     def find(cls, folder: Path) -> EarlierRun | None:
-        """Return the run of a folder; None if there is none, or if it ended before its folder was complete."""
+        """Return the run in a folder, or None if the folder has no config.yaml.
+
+        config.yaml is missing if the folder holds no run, or if the run ended before its folder was complete.
+
+        Args:
+            folder: Any path, which need not exist.
+        """
         return cls(folder) if run_folder.is_described(folder) else None
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its settings as nested dictionaries. Raises ArenoError if they cannot be read."""
+        """Settings of the run as nested dictionaries. Raises ArenoError if config.yaml cannot be read."""
         return settings_of(self.folder)
 
     @property
     def can_resume(self) -> bool:
-        """Whether the run has states, or has left no results so that it can begin again."""
+        """Whether the run has recorded states, or can begin again because it has left no results."""
         return self.states.has_begun or not run_folder.has_results(self.folder)
 
     @property
     def is_running(self) -> bool:
-        """Whether another process runs it."""
+        """Whether another process runs this run at the moment."""
         if not self.states.has_begun:
             return False
         try:
@@ -169,31 +179,34 @@ class EarlierRun:
             return True
 
     def refuse_running(self) -> None:
-        """Raise ConfigError if another process runs it."""
+        """Raise ConfigError if another process runs this run at the moment."""
         if self.is_running:
             raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if it is a run of another recipe.
+        """Raise ConfigError if the folder holds a run of another recipe.
 
         Args:
-            recipe: The recipe that is to resume it.
-            key: The setting or flag that named the folder.
+            recipe: The recipe that is to resume the run.
+            key: The setting or flag that named the folder, for the message.
         """
         meant = recipe_of(self.folder)
         if meant not in ("", recipe):
             raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
 
     def refuse_other(self, config: Section, recipe: str | None, explicit: bool = False) -> list[Change]:
-        """Return the settings that differ from those of the run.
+        """Check that the run can be resumed with a configuration.
 
         Args:
-            config: Settings of the session that is to resume it.
-            recipe: The recipe of that session; None skips the check of it.
-            explicit: Whether the user has named the run by --resume, and with it the changes.
+            config: Settings of the session that is to resume the run.
+            recipe: Recipe of that session. None skips the check that the recipe is the same.
+            explicit: Whether the user has named the run by --resume, and so accepts changes of kind "explicit".
+
+        Returns:
+            The settings that differ from those of the run.
 
         Raises:
-            ConfigError: The recipe is another one, or a change is not accepted.
+            ConfigError: The run belongs to another recipe, or a change is not accepted.
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
@@ -203,7 +216,13 @@ class EarlierRun:
 
 
 def refuse(found: Sequence[Change], folder: Path, explicit: bool) -> None:
-    """Raise ConfigError for changes that the run in `folder` cannot be resumed with. explicit: see refuse_other."""
+    """Raise ConfigError for changed settings with which a run cannot be resumed.
+
+    Args:
+        found: The changed settings.
+        folder: Folder of the run, for the messages.
+        explicit: Whether changes of kind "explicit" are accepted.
+    """
     problems = []
     for change in found:
         if change.kind == "never":
@@ -221,11 +240,12 @@ def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
 
     Args:
         config: Settings of the run.
-        run_dir: The folder. None takes the folder of trial_name if that run can be resumed, or makes a new one under
-            cluster.fileroot.
+        run_dir: The folder to use. None takes the folder of trial_name if the run in it can be resumed, and otherwise
+            makes a new folder under cluster.fileroot.
 
     Raises:
-        ConfigError: trial_name names another run, a running one, or one that has ended without a state.
+        ConfigError: trial_name names a run with other settings, a run in progress, or a run that ended without a
+            state.
     """
     if run_dir is not None:
         return Path(run_dir)
@@ -240,13 +260,22 @@ def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
 
 
 def run_to_resume(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
-    """Return the run in this folder that a run with these settings resumes; None if it begins a new run."""
+    """Return the run in a folder if a run with these settings resumes it.
+
+    Args:
+        config: Settings of the run that is to start.
+        folder: Folder of that run.
+
+    Returns:
+        The earlier run. None if a new run begins: with recover.mode=off, or if the folder holds no run that can be
+        resumed.
+    """
     earlier = EarlierRun.find(folder) if config.recover.mode != "off" else None
     return earlier if earlier is not None and earlier.can_resume else None
 
 
 def named_run(text: str, recipe: str) -> Path:
-    """Return the folder that --resume names.
+    """Return the folder that the flag --resume names.
 
     Args:
         text: The folder as the user wrote it.
@@ -279,7 +308,7 @@ def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> 
     Args:
         config: Settings of the run, or of the first run of the sweep.
         folder: Folder of the run or the sweep.
-        sweep: Overrides of the sweep; None for a single run.
+        sweep: Overrides of the sweep. None for a single run.
 
     Raises:
         ConfigError: The folder holds a sweep with other overrides.
@@ -296,7 +325,7 @@ def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> 
 
 
 def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
-    """Return overrides under current names, without trial_name, which may be the start time of a sweep."""
+    """Return overrides under current names of settings, without trial_name, which may be the start time of a sweep."""
     pairs = [line.lstrip("+").partition("=") for line in sweep]
     return [current_key(cls, key) + equals + value for key, equals, value in pairs if key != "trial_name"]
 
@@ -304,17 +333,21 @@ def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
 def accept_changes(
     earlier: EarlierRun, config: ExperimentConfig, recipe: str, overrides: list[str], explicit: bool
 ) -> list[Change]:
-    """Write the new settings into the folder of a run that is resumed, and return what has changed.
+    """Check that a run can be resumed, and write the changed settings into its folder.
 
     Args:
-        earlier: The run.
-        config: Its new settings.
+        earlier: The run to resume.
+        config: Settings of the session that resumes it.
         recipe: The recipe whose command was called.
-        overrides: The overrides of the command line.
-        explicit: Whether the user has named the run by --resume. The overrides are then changes of it.
+        overrides: Overrides of the command line.
+        explicit: Whether the user has named the run by --resume. The overrides are then added to those of the run,
+            otherwise they replace them.
+
+    Returns:
+        The settings that differ from the earlier session.
 
     Raises:
-        ConfigError: Another process runs it, its recipe is another one, or a change is not accepted.
+        ConfigError: The run is in progress, belongs to another recipe, or a change is not accepted.
     """
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
@@ -325,23 +358,32 @@ def accept_changes(
 
 
 def existing(folder: Path) -> NewFolder:
-    """Return the folder of a run or a sweep that is there, with all of its content marked as not new."""
+    """Return the folder of an existing run or sweep as a NewFolder whose whole content existed before.
+
+    Args:
+        folder: Folder of the run or sweep.
+    """
     return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
 
 
-# The rest is printed by the command line.
+# The functions below print messages for the command line.
 
 
 def print_result(
     earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str
 ) -> float | None:
-    """Print the result of a run that has finished, and return it; None for a run that has steps left.
+    """Print the result of a run that has already finished, and the command that trains it further.
+
+    Prints nothing if the run has steps left.
 
     Args:
-        earlier: The run.
-        config: Its settings in this session.
+        earlier: The run, which may have finished.
+        config: Settings of the run in this session.
         changed: Settings that differ from the earlier session.
-        command: The command of its recipe.
+        command: The command of the run's recipe.
+
+    Returns:
+        The result. None if the run has steps left.
     """
     finished = earlier.states.finished
     if finished is None or any(change.is_end for change in changed):
@@ -356,14 +398,19 @@ def print_result(
 
 
 def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the override that doubles the setting that has ended a run."""
+    """Return the override with which a finished run trains for twice as long."""
     ended_by = finished["ended_by"]
     limit: Any = value_at(settings, ended_by) or finished["step"]
     return f"{ended_by}={2 * limit}"
 
 
 def resume_command(command: str, folder: Path) -> str:
-    """Return the command that resumes a run."""
+    """Return the command line that resumes a run.
+
+    Args:
+        command: The command of the run's recipe.
+        folder: Folder of the run.
+    """
     return f"{command} --resume {shlex.quote(shown(folder))}"
 
 
@@ -372,19 +419,35 @@ def _sweep_command(folder: Path) -> str:
 
 
 def print_resume_command(command: str, folder: Path) -> None:
-    """Print how to resume a run that has just ended early, if it has a state."""
+    """Print the command that resumes a run which has just ended early. Prints nothing if the run has no state.
+
+    Args:
+        command: The command of the run's recipe.
+        folder: Folder of the run.
+    """
     if EarlierRun(folder).states.steps():
         print(f"to resume it: {resume_command(command, folder)}", file=sys.stderr)
 
 
 def print_sweep_command(folder: Path) -> None:
-    """Print how to resume a sweep that ended early or has failed runs, if one of its runs has a state."""
+    """Print how to resume a sweep that has ended early or has failed runs.
+
+    Prints nothing if no unfinished run of the sweep has a state.
+
+    Args:
+        folder: Folder of the sweep.
+    """
     if any(EarlierRun(path).states.are_unfinished for path in folder.iterdir()):
         print(f"to resume it: {_sweep_command(folder)}", file=sys.stderr)
 
 
 def print_next_commands(command: str, folder: Path) -> None:
-    """Print, on a terminal, the commands that show, evaluate, serve and continue a finished run."""
+    """Print the commands that report, evaluate, serve and continue a finished run, if stderr is a terminal.
+
+    Args:
+        command: The command of the run's recipe.
+        folder: Folder of the run.
+    """
     finished = EarlierRun(folder).states.finished
     if not sys.stderr.isatty():
         return
@@ -402,7 +465,14 @@ def print_next_commands(command: str, folder: Path) -> None:
 
 
 def print_unfinished(command: str, experiment: Path) -> None:
-    """Print how to resume the newest run or sweep of an experiment, if it is neither finished nor running."""
+    """Print how to resume the newest run or sweep of an experiment.
+
+    Prints nothing if it has finished, is running, or has no state.
+
+    Args:
+        command: The command of the recipe.
+        experiment: Folder of the experiment, which may not exist.
+    """
     if not os.path.isdir(experiment):  # returns False for a name that is too long, where Path raises
         return
     folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
@@ -417,5 +487,9 @@ def print_unfinished(command: str, experiment: Path) -> None:
 
 
 def shown(folder: Path) -> str:
-    """Return a folder as a short path: relative to the working directory if it lies inside."""
+    """Return a path as text for the user: relative if it lies inside the working directory, else unchanged.
+
+    Args:
+        folder: An absolute path.
+    """
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

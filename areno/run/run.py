@@ -1,7 +1,8 @@
 """One run around a training loop: what happens before, between and after its steps.
 
-A `Run` has a `RunProgress` (steps, batches, history), `RunOutputs` (console, trackers, warnings), a `Recovery` (states,
-restarts), a `Saver` (checkpoints) and an `Evaluator`. It says in which order they act. A loop reads as
+A `Run` owns a `RunProgress` (steps, batches, history), `RunOutputs` (console, trackers, warnings), a `Recovery`
+(states, restarts), a `Saver` (checkpoints) and an `Evaluator`, and calls them in the right order. A training loop reads
+as
 
     @fault_tolerant
     def fit(self):
@@ -45,18 +46,28 @@ logger = logging.getLogger("areno")
 
 
 class RunModels(Protocol):
-    """The models of a run, for its checkpoints and states. They may be loaded after the run is opened."""
+    """Access to the models of a run for checkpoints and states. The models may be loaded after the run is opened."""
 
     def engine(self) -> RecoverableEngine:
         """Return the engine that holds the models."""
         ...
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write a checkpoint into a folder. With saver.mode=async, writing may continue after the call."""
+        """Write a checkpoint of the models.
+
+        With saver.mode=async or auto, the files may be written in the background after this method has returned.
+
+        Args:
+            folder: An existing folder.
+        """
         ...
 
     def checkpoint_written(self) -> bool:
-        """Return whether the last checkpoint is complete. Raises CheckpointError if it cannot be written."""
+        """Return whether all files of the last checkpoint are complete.
+
+        Raises:
+            CheckpointError: The files cannot be written.
+        """
         ...
 
 
@@ -67,22 +78,23 @@ class Run:
 
     Args:
         config: Settings of the run.
-        run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new one
-            under cluster.fileroot.
+        run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new
+            folder under cluster.fileroot.
         loader: The training batches.
-        models: Its models.
+        models: Provides the engine for states, and writes checkpoints.
         evaluator: Measures the validation sets. None evaluates nothing.
-        texts: Names and texts of its outputs.
-        trackers: Trackers that a script brings.
-        inputs: Setting -> fingerprint of the model or data that it names, for states.
+        texts: Names and texts that the outputs show. None shows no facts.
+        trackers: More trackers, which a script passes.
+        inputs: Setting that names a model or data -> fingerprint of the files. A resumed run must have the same.
 
     Attributes:
         progress: Steps, batches and history.
         outputs: Console, trackers and warnings.
         recovery: States and restarts.
         saver: Checkpoints.
-        clock: Seconds of each phase of the current step.
-        stop: Ctrl-C and SIGTERM.
+        evaluator: Validation sets and early stopping.
+        clock: Measures the seconds of each phase in the current step.
+        stop: Delays Ctrl-C and SIGTERM until nothing is lost.
     """
 
     def __init__(
@@ -123,18 +135,19 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The current step. The first is 1."""
+        """Number of the current step, from 1. 0 before the first step."""
         return self.progress.step
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """Name of a main number -> its values in each step, oldest first."""
+        """Name of a main metric -> one value per step or evaluation, oldest first."""
         return self.progress.history
 
     def steps(self) -> Iterator[Batch[Any]]:
         """Yield the batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
-        Evaluates before the first step with evaluator.eval_before_train.
+        With evaluator.eval_before_train, the validation sets are measured before the first step. A resumed run
+        continues after the step of its state.
 
         Raises:
             ConfigError: The folder holds checkpoints of another run.
@@ -160,7 +173,12 @@ class Run:
         self.progress.log_epoch_end()
 
     def begin(self) -> None:
-        """Begin the run, or continue from its newest state. A second call does nothing. Raises as `steps` does."""
+        """Begin the run, or continue from its newest state. A second call has no effect.
+
+        Raises:
+            ConfigError: The folder holds checkpoints of another run.
+            CheckpointError: The states of the run cannot be read.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -177,22 +195,30 @@ class Run:
             self.saver.refuse_checkpoints()
 
     def log(self, scalars: Mapping[str, float]) -> None:
-        """Log scalars of the current step, named <namespace>/<name>. saver.best_metric may be one of them."""
+        """Log scalars of the current step. saver.best_metric may name one of these scalars.
+
+        Args:
+            scalars: <namespace>/<name> -> value, such as "train/loss".
+        """
         self.outputs.log(scalars)
         self.saver.record(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
-        """Log how many rows of a batch, and of the run so far, were too long."""
+        """Log how many rows were skipped as too long, for this batch and for the run so far.
+
+        Args:
+            batch: The batch of the current step.
+        """
         skipped, total = batch.skipped_long, batch.total_skipped_long
         self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step, then write the state, save and evaluate if they are due.
+        """Log train/* and time/* of the step, then write a state, save and evaluate, each if it is due.
 
-        Warns if training goes wrong. An interrupt is raised here, or before a phase of the next step.
+        Logs a warning if training diverges. A Ctrl-C or SIGTERM is raised here, or before a phase of the next step.
 
         Args:
-            stats: The statistics of training.
+            stats: Statistics of the training step by name.
         """
         self.saver.poll()
         self.clock.close_step()
@@ -208,7 +234,10 @@ class Run:
         self._save_and_evaluate(state)
 
     def _save_and_evaluate(self, state_is_due: bool = False) -> None:
-        """Write the state, then do `_todo`. A run that resumes from the state repeats the rest of `_todo`."""
+        """Write a state if it is due, then do the actions in `_todo`.
+
+        Each finished action is recorded, so that a resumed run repeats only the rest.
+        """
         self.recovery.remember(self.state_dict())
         self.recovery.write(self.step, state_is_due)
         while self._todo:
@@ -223,10 +252,10 @@ class Run:
         self.stop.check()
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate now, log eval/* scalars, and keep them in the history as eval_*.
+        """Evaluate now, log the metrics as eval/* scalars, and append them to the history as eval_*.
 
         Returns:
-            The metrics by name. Empty if the run evaluates nothing.
+            The metrics by name. Empty without validation sets.
         """
         self.begin()
         with heartbeat.working("evaluation"):
@@ -237,13 +266,13 @@ class Run:
         return scalars
 
     def finish(self, numbers: Mapping[str, int]) -> None:
-        """End the run: save and evaluate unless the last step has done so, and log how numbers have changed.
+        """End the run: save and evaluate unless the last step has done so, and log how its main metrics changed.
 
         Args:
-            numbers: Names in the history -> how many of the last values are averaged.
+            numbers: Name in the history -> number of last values to average.
 
         Raises:
-            EngineError: All updates of the run were skipped.
+            EngineError: The updates of all steps were skipped.
         """
         self.outputs.check_learned()
         self._todo = ["save"] if not self.saver.has(self.step) else []
@@ -259,7 +288,11 @@ class Run:
         self._has_ended = True
 
     def has_result(self, result: float) -> None:
-        """Write down the result of a run that has finished."""
+        """Record the result of the run on disk, if `finish` has been called.
+
+        Args:
+            result: The number by which runs are compared.
+        """
         if self._has_ended:
             ended_by = "evaluator.patience" if self._stopped_early else self.progress.ended_by
             self.recovery.finished(self.step, result, ended_by)
@@ -270,10 +303,10 @@ class Run:
             self.recovery.models_recorded = False
 
     def pulse(self) -> None:
-        """Advance a state that is being written. Call this now and then while the engine works.
+        """Check the state that is being written. Call this often while the engine works.
 
         Raises:
-            KeyboardInterrupt: The run was interrupted, and no model has been trained since the last step.
+            KeyboardInterrupt: Ctrl-C or SIGTERM was received, and no model has been trained since the last step.
         """
         self.recovery.poll()
         if self.recovery.models_recorded:
@@ -281,7 +314,7 @@ class Run:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Delay interrupts to points where nothing is lost, and write a state if the loop ends with an error."""
+        """Delay Ctrl-C and SIGTERM to points where nothing is lost, and write a state if the block fails."""
         with self.stop, heartbeat.working("the run"):
             try:
                 yield
@@ -290,23 +323,28 @@ class Run:
                 raise
 
     def restart(self, lost: WorkerLost) -> None:
-        """Start lost workers again. The next `steps` continues from the last state, or from the beginning.
+        """Restart the workers after a worker was lost.
+
+        The next call of `steps` continues from the newest state, or from the first step if there is no state.
+
+        Args:
+            lost: The error of the lost worker.
 
         Raises:
-            WorkerLost: Another worker was lost meanwhile.
+            WorkerLost: Another worker is lost during the restart.
         """
         self.recovery.restart(lost)
         self.load_state_dict(self._first)
         self._has_begun = False
 
     def close(self) -> None:
-        """Finish the trackers and the log. A run that has not finished logs how far it came."""
+        """Close the trackers and the log. For a run that has not finished, log the last step and what was saved."""
         if self.step and not self._has_ended:
             log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
         self._resources.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of the run for a state, as plain numbers. The weights are not part of it."""
+        """Return the counters of all parts of the run, without weights, to be saved in a state."""
         return {
             **self.progress.state_dict(),
             **self.outputs.state_dict(),
@@ -317,7 +355,11 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step at which the state was taken. Call this before `steps`."""
+        """Restore what `state_dict` returned, so that the next step follows. Call this before `steps`.
+
+        Args:
+            state: The saved counters.
+        """
         self.progress.load_state_dict(state)
         self.outputs.load_state_dict(state)
         self._todo = list(state["todo"])
@@ -327,7 +369,7 @@ class Run:
 
 
 class _HasRun(Protocol):
-    """A training loop with its run."""
+    """A training loop that has a run."""
 
     @property
     def run(self) -> Run: ...
@@ -337,10 +379,13 @@ Loop = TypeVar("Loop", bound=_HasRun)
 
 
 def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
-    """Decorate the `fit` method of a loop so that the run survives lost workers and can be resumed after any end.
+    """Decorate the `fit` method of a training loop so that the run survives lost workers and can be resumed.
 
-    Lost workers are started again up to recover.retries times, and `fit` is called again. An interrupt or an error
-    leaves a state. The returned value of `fit` is recorded as the result of the run.
+    If a worker is lost, all workers are restarted, up to recover.retries times, and `fit` is called again. If `fit`
+    ends with an exception, a state is written. The number that `fit` returns is recorded as the result of the run.
+
+    Args:
+        fit: Trains until the run ends. Its object has an attribute `run`.
     """
 
     @functools.wraps(fit)

@@ -1,4 +1,4 @@
-"""Everything that a training loop works with, opened from its configuration and closed together."""
+"""Opens the models, data, rewards and the run that a training loop uses, and closes them together."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ Config = TypeVar("Config", bound=ExperimentConfig, covariant=True)
 
 
 class LoopKind(Protocol):
-    """What a training loop says of itself; see areno.trainers.loop.
+    """The declarations of a training loop class that `Setup` reads; see areno.trainers.loop.
 
     Attributes:
-        needs: The configuration class that it reads.
-        kind: The kind of its rows.
-        headline: Scalars of the line that each step prints.
-        also_saved: Roles that a checkpoint has a folder of, beside the files of the actor.
-        trains: False for an evaluation: no training rows, no optimizer, and no models but the actor and the reward.
+        needs: The configuration class that the loop reads.
+        kind: The kind of dataset rows that the loop trains on.
+        headline: Names of the scalars in the console line of each step.
+        also_saved: Roles, such as "critic", whose models are saved in subfolders of a checkpoint, beside the actor.
+        trains: Whether the loop trains. False for an evaluation, which loads no training rows, no optimizer, and only
+            the actor and the reward model.
     """
 
     needs: ClassVar[type[ExperimentConfig]]
@@ -61,16 +62,21 @@ class LoopKind(Protocol):
     trains: ClassVar[bool]
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Return the metrics of a validation set."""
+        """Return the metrics of a validation set.
+
+        Args:
+            name: Name of the set.
+            loader: Batches of the set.
+        """
         ...
 
 
 class SavedModels:
-    """The models of a run, for its checkpoints and states. See RunModels.
+    """Gives checkpoints and states access to the models of a run (the protocol RunModels).
 
     Args:
         config: Settings of the run.
-        also_saved: Roles that a checkpoint has a folder of, beside the files of the actor.
+        also_saved: Roles, such as "critic", whose models are saved in subfolders of a checkpoint, beside the actor.
 
     Attributes:
         trainer: Holds the models. Set it when they are loaded, which is after the run is opened.
@@ -86,7 +92,13 @@ class SavedModels:
         return self.trainer.engine
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write a checkpoint of the actor and of the other saved roles. With saver.mode, in the background."""
+        """Write a checkpoint of the actor, and of the other saved roles in subfolders.
+
+        With saver.mode=async, or auto on CUDA, the files are written in the background.
+
+        Args:
+            folder: An existing folder.
+        """
         on_cuda = self.engine().spec.devices[0].startswith("cuda")
         background = self._saver.mode == "async" or (self._saver.mode == "auto" and on_cuda)
         self.trainer.write_checkpoint(folder, background=background, merge_adapters=self._saver.merge_adapters)
@@ -94,34 +106,40 @@ class SavedModels:
             self.trainer.write_checkpoint(folder / role, role, background)
 
     def checkpoint_written(self) -> bool:
-        """Return whether the last checkpoint is complete. Raises CheckpointError if it cannot be written."""
+        """Return whether all files of the last checkpoint are complete.
+
+        Raises:
+            CheckpointError: The files cannot be written.
+        """
         return self.trainer.checkpoint_written()
 
 
 class Setup(Generic[Config]):
-    """Models, data, rewards and the run of one experiment.
+    """The models, data, rewards and the run of one experiment.
 
-    Opening it checks the configuration, starts the reward and agent processes, reads the data, makes the folder of the
-    run and loads the models, in this order. All errors of the first part are raised together.
+    Opening a setup checks the configuration, starts the reward and agent processes, reads the data, makes the folder of
+    the run and loads the models, in this order. All problems found before the data is read are raised together.
 
     Args:
-        loop: The training loop, which says what it needs.
+        loop: The training loop, whose declarations say what to open.
         config: Settings of the run.
-        loss_fn: The loss function; None takes config.loss_fn().
-        run_dir: Folder of the run; None makes one under cluster.fileroot.
-        train_dataset: Training rows, in place of train_dataset of the configuration.
-        valid_dataset: Validation rows, or a dictionary of sets, in place of valid_dataset of the configuration.
-        reward_fn: Reward functions, in place of reward.fn.
+        loss_fn: The loss function. None takes config.loss_fn().
+        run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new
+            folder under cluster.fileroot.
+        train_dataset: Training rows to use in place of the configured train_dataset.
+        valid_dataset: Validation rows, or name -> rows, to use in place of the configured valid_dataset.
+        reward_fn: Reward functions to use in place of reward.fn.
+        trackers: More trackers, which a script passes.
 
     Attributes:
-        trainer: The models, as the SDK offers them.
+        trainer: The loaded models, as an areno.Trainer.
         tokenizer: Tokenizer of the actor.
-        roles: The models beside the actor, by role.
-        loader: Training batches. An evaluation has the first validation set here.
-        valid_loaders: Validation sets by name.
-        rewards: The reward processes; None if no function gives a reward.
-        agents: The agent processes; None if samples are single completions.
-        run: The run: progress, outputs, checkpoints and states.
+        roles: Role -> specification of each model beside the actor, such as "ref" or "critic".
+        loader: Training batches. In an evaluation, the batches of the first validation set.
+        valid_loaders: Batches of each validation set by its name.
+        rewards: The reward processes. None if no function gives a reward.
+        agents: The agent processes. None if samples are single completions.
+        run: The run, with progress, outputs, checkpoints and states.
     """
 
     def __init__(
@@ -183,17 +201,24 @@ class Setup(Generic[Config]):
             self._resources = stack.pop_all()
 
     def _check_train_source(self, given: Any) -> None:
-        """Check that the configured training rows exist, unless a script gives its own."""
+        """Raise an error if the configured training rows do not exist, unless a script passes its own rows."""
         if given is None and self._loop.trains:
             check_source(self.config.train_dataset, "train_dataset")
 
     def _check_valid_sources(self, given: Any) -> None:
-        """Check that the configured validation sets exist, unless a script gives its own."""
+        """Raise an error if configured validation sets do not exist, unless a script passes its own rows."""
         if given is None:
             check_valid_sources(self.config.valid_dataset)
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
-        """Open the rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
+        """Open dataset rows as batches.
+
+        Args:
+            plan: The plan of the trainer, with tokenizer and context length.
+            section: Settings of the dataset.
+            given: Rows that a script passes in place of the configured source. None reads the source.
+            key: Name of the section, for messages.
+        """
         config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
         names: dict[str, str] = {}
         if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
@@ -219,7 +244,7 @@ class Setup(Generic[Config]):
         )
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
-        """Open the run, and warn of schedules that do not fit its length."""
+        """Open the run, and log warnings about learning-rate schedules that do not fit its length."""
         config, trains = self.config, self._loop.trains
 
         def token_text(token: int) -> str:
@@ -249,14 +274,14 @@ class Setup(Generic[Config]):
         return run
 
     def _reward_name(self) -> str:
-        """Return the function and the model that give the reward, in words."""
+        """Return a text that names the reward functions and the reward model. "" without rewards."""
         if not isinstance(config := self.config, PolicyExperimentConfig):
             return ""
         names = [name for name in (self.rewards and self.rewards.name, config.reward.path) if name]
         return " plus ".join(names) or f"that of {config.agent.fn}"
 
     def _fingerprints(self, plan: TrainerPlan) -> dict[str, str]:
-        """Return the fingerprints of models and data by setting. A resumed run must have the same."""
+        """Return the fingerprint of each model and of the data, by setting. A resumed run must have the same."""
         models = {"actor.path": plan.spec.actor.path, "tokenizer_path": plan.spec.tokenizer_path}
         models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
         if plan.spec.actor.lora is not None and plan.spec.actor.lora.init_from:
@@ -265,7 +290,7 @@ class Setup(Generic[Config]):
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
     def _load(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
-        """Load the models. If a node of a cluster is lost meanwhile, try again up to recover.retries times."""
+        """Load the models, again up to recover.retries times if a node of a Ray cluster is lost meanwhile."""
         while True:
             try:
                 with ExitStack() as trying:
@@ -281,12 +306,12 @@ class Setup(Generic[Config]):
                 self.run.recovery.count(lost)
 
     def close(self) -> None:
-        """End the reward processes and the workers, and close the logs."""
+        """End the reward, agent and worker processes, and close the run."""
         self._resources.close()
 
 
 def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
-    """Raise ConfigError if the loop reads another configuration class."""
+    """Raise ConfigError if `config` is not of the class that the loop reads."""
     given, name = type(config).__name__, type(loop).__name__
     if not isinstance(config, loop.needs):
         raise ConfigError(f"config is a {given}; {name} needs a {loop.needs.__name__}")

@@ -1,12 +1,14 @@
 """The states of a run on disk: folders from which a run resumes, each complete or absent.
 
 <run>/state/step-000012/engine/        weights and optimizers with their checksums, written by Engine.save_state
-                        run.json       the format, and the record of the driver
+                        run.json       the format, and the counters that the driver process recorded
                         manifest.json  the sizes of these files and the checksum of run.json; it is written last
 <run>/state/latest                     the name of the newest state
-            finished.json              only of a finished run: its last step, its result, and which setting ended it
+            finished.json              only if the run has finished: its last step, its result, and which setting ended
+            it
 
-The file also computes the fingerprints of models and data that a state records. recovery.py writes and loads states.
+This file also computes the fingerprints of models and data that a state records. recovery.py writes and loads
+states.
 """
 
 from __future__ import annotations
@@ -36,7 +38,14 @@ _SAMPLE = 1 << 16  # bytes at the start, the middle and the end of a file
 
 
 def folder_fingerprint(folder: str | Path) -> str:
-    """Return a hash of a model or tokenizer folder: names, sizes and samples of the bytes of its files."""
+    """Return a hash of a model or tokenizer folder: names, sizes and samples of the bytes in its model files.
+
+    Args:
+        folder: The folder. Its subfolders, and files of other kinds, are ignored.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix in _SUFFIXES and path.is_file():
@@ -50,10 +59,13 @@ def folder_fingerprint(folder: str | Path) -> str:
 
 
 def rows_fingerprint(rows: Any) -> str:
-    """Return the number of rows of a dataset and a hash of a sample of them.
+    """Return a fingerprint of a dataset, from the number of its rows and a sample of up to 65 rows.
 
     Args:
-        rows: Any object with a length and indexing.
+        rows: An object with a length and indexing.
+
+    Returns:
+        A text such as "1000 rows, 0123456789abcdef".
     """
     count = len(rows)
     digest = hashlib.sha256(str(count).encode())
@@ -68,9 +80,9 @@ class State(NamedTuple):
     """One complete state.
 
     Attributes:
-        folder: Its folder.
-        step: The step after which it was taken.
-        record: The record of the driver, see Recovery.record.
+        folder: Folder of the state.
+        step: The step after which the state was taken.
+        record: Content of run.json: counters, settings and fingerprints, see Recovery.remember.
     """
 
     folder: Path
@@ -79,16 +91,16 @@ class State(NamedTuple):
 
     @property
     def engine(self) -> Path:
-        """The folder of the engine's files."""
+        """The folder with the files of the engine: weights and optimizers."""
         return self.folder / ENGINE
 
 
 class States:
-    """The folder of a run's states.
+    """The folder with the states of one run.
 
     Args:
         folder: The folder, <run>/state.
-        keep: How many of the newest states are kept.
+        keep: Number of newest states to keep.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -96,7 +108,7 @@ class States:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a run with states has used the folder."""
+        """Whether the folder exists, so a run that records states has begun."""
         return self.folder.is_dir()
 
     def steps(self) -> list[int]:
@@ -105,7 +117,7 @@ class States:
         return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
     def tidy(self) -> None:
-        """Clean up after a crash: remove unfinished states, and rename a state back that was being replaced."""
+        """Clean up after a crash: remove unfinished states, and restore a state that was being replaced."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             remove(replaced) if final.exists() else replaced.rename(final)
@@ -113,13 +125,15 @@ class States:
             remove(unfinished)
 
     def newest(self) -> State | None:
-        """Return the newest state that the driver finds complete, and set damaged ones aside.
+        """Return the newest complete state. Newer states that are damaged are renamed, with a warning.
+
+        The checksums of weights and optimizers are not checked here; the engine checks them when it loads the state.
 
         Returns:
-            The state, or None if no state was ever written.
+            The state. None if no state was ever written.
 
         Raises:
-            CheckpointError: All states are damaged or gone, or the newest one has another format.
+            CheckpointError: All states are damaged or missing, or the newest has another format.
         """
         for step in self.steps():
             if damage := find_damage(self._of(step)):
@@ -154,11 +168,11 @@ class States:
         return State(folder, step, record)
 
     def set_aside(self, step: int, damage: str) -> None:
-        """Rename a damaged state, with a warning.
+        """Rename a damaged state to damaged-step-<step>, with a warning.
 
         Args:
             step: Step of the state.
-            damage: What is damaged, in words.
+            damage: Description of the damage, for the warning.
         """
         names = [f"{DAMAGED}{_PREFIX}{step:06d}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
         aside = next(path for name in names if not (path := self.folder / name).exists())
@@ -166,17 +180,29 @@ class States:
         self._of(step).rename(aside)
 
     def begin(self, step: int) -> Path:
-        """Return a new empty folder for the state of a step. The caller fills it and calls `finish`."""
+        """Make a new empty folder for the state of a step. The caller fills it and calls `finish`.
+
+        Args:
+            step: Step of the state.
+
+        Returns:
+            The folder.
+        """
         folder = self.folder / f"{UNFINISHED}{_PREFIX}{step:06d}-{os.getpid()}"
         remove(folder)
         (folder / ENGINE).mkdir(parents=True)
         return folder
 
     def begin_again(self, step: int) -> Path | None:
-        """Return a new folder for a step that already has a state, with hard links to the engine's files.
+        """Make a new folder for a step that already has a state, with hard links to the files of the engine.
+
+        This rewrites the counters of a state without writing its weights again.
+
+        Args:
+            step: Step of the state.
 
         Returns:
-            The folder, or None if the file system has no hard links.
+            The folder. None if the file system has no hard links.
         """
         source, folder = self._of(step) / ENGINE, self.begin(step)
         try:
@@ -190,15 +216,15 @@ class States:
         return folder
 
     def finish(self, folder: Path, step: int, record: Mapping[str, Any]) -> Path:
-        """Sync a filled folder to the disk, make it the state of its step, and remove states that are too old.
+        """Sync a filled folder to disk, make it the state of its step, and remove states beyond the newest `keep`.
 
         Args:
-            folder: The folder that `begin` returned. The engine has synced its files.
+            folder: The folder that `begin` or `begin_again` returned. The engine has already synced its files.
             step: Step of the state.
-            record: The record of the driver.
+            record: The counters that the driver process recorded, for run.json.
 
         Returns:
-            The folder of the state.
+            The folder of the state, step-<step>.
         """
         text = json.dumps({"format": FORMAT, **record})
         (folder / RECORD).write_text(text, encoding="utf-8")
@@ -219,7 +245,7 @@ class States:
         return final
 
     def size(self) -> int:
-        """Return the size of the newest state in bytes; 0 without a state."""
+        """Return the size of the newest state in bytes. 0 without states."""
         newest = next(iter(self.steps()), None)
         files = [] if newest is None else self._of(newest).rglob("*")
         return sum(path.stat().st_size for path in files if path.is_file())
@@ -229,9 +255,9 @@ class States:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """The end of a finished run: {"step", "result", "ended_by": a setting}.
+        """How the run has finished: {"step": last step, "result": a number, "ended_by": the setting that ended it}.
 
-        None if the run has not finished, or if the file is damaged.
+        None if the run has not finished, or if finished.json is damaged.
         """
         try:
             found = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
@@ -242,16 +268,16 @@ class States:
 
     @property
     def are_unfinished(self) -> bool:
-        """Whether the run has a state and has not finished."""
+        """Whether there is a state from which an unfinished run can resume."""
         return bool(self.steps()) and self.finished is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
-        """Write down that the run has finished.
+        """Write finished.json, or remove it.
 
         Args:
-            step: Its last step. None removes the note of a run that continues.
-            result: Its result.
-            ended_by: The setting that ended the run.
+            step: The last step of the run. None removes the file, for a run that trains further.
+            result: The number by which runs are compared.
+            ended_by: The setting that ended the run, such as "total_train_steps".
         """
         if step is None:
             (self.folder / "finished.json").unlink(missing_ok=True)
@@ -261,7 +287,14 @@ class States:
 
 
 def find_damage(folder: Path) -> str:
-    """Return what is damaged in a state, in words; "" if nothing is. The engine checks its own checksums later."""
+    """Check the files of a state against its manifest. The checksums of weights and optimizers are not checked.
+
+    Args:
+        folder: Folder of the state.
+
+    Returns:
+        A description of the damage, or "" if there is none.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, size in manifest["sizes"].items():

@@ -1,1 +1,1 @@
-"""How settings are declared: sections and their fields, the values that they take, and sections made of mappings."""
+"""How settings are declared: sections and their fields, types and values, and sections built from mappings."""

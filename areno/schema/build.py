@@ -1,7 +1,7 @@
-"""Make configuration dataclasses of plain dictionaries.
+"""Builds configuration dataclasses from plain dictionaries.
 
-`build` reports all problems at once. `with_defaults` fills a dictionary with the defaults of a dataclass, and
-`with_current_names` replaces earlier names of settings (`setting(renamed_from=...)`) by the names of today.
+`build` reports all problems at once. `with_defaults` fills a dictionary with the defaults of a dataclass.
+`with_current_names` replaces earlier names of settings (`setting(renamed_from=...)`) by current names.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ T = TypeVar("T", bound=Section)
 def build(
     cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = (), hint: Callable[[str], str] = lambda key: ""
 ) -> T:
-    """Make a configuration of nested mappings, lists and scalars. Absent keys take their defaults.
+    """Build a configuration from nested mappings, lists and scalars. Absent keys take their defaults.
 
     Args:
         cls: The dataclass of the configuration.
-        data: The values by the names of the settings. Earlier names of settings are read too.
+        data: Nested values by the names of the settings. Earlier names of settings are read too.
         found: Problems that the caller has found before. Their keys are not examined again.
-        hint: Returns the end of the message about an unknown key, or about `key=value` for a value that is refused.
+        hint: Returns the end of a message. It is called with an unknown key, or with `key=value` for a refused value.
+            "" adds nothing.
 
     Returns:
-        The configuration, whose values are checked.
+        The configuration, with all values checked.
 
     Raises:
-        ConfigError: Something is wrong. The error lists every problem with its full dotted key: unknown, missing and
-            mistyped keys, values out of bounds, and the findings of the checks between fields.
+        ConfigError: At least one key is unknown or missing, has a wrong type or value, or violates a check between
+            fields. The error lists all problems with their full dotted keys.
     """
     problems = list(found)
     data = with_current_names(cls, data, problems)
@@ -50,7 +51,7 @@ def build(
     config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain)
     if problems:
         keys = {problem.key for problem in problems}
-        # A setting that needs one with a problem of its own may have an effect once that one is right.
+        # If the other setting of an Unused problem is wrong itself, correcting it may give this setting an effect.
         causes = [problem for problem in problems if not isinstance(problem, Unused) or problem.other not in keys]
         causes = [problem for problem in causes if not isinstance(problem, Consequence)]
         raise ConfigError(dict.fromkeys(causes or problems))
@@ -58,19 +59,19 @@ def build(
 
 
 class Consequence(Problem):
-    """A problem that another problem has caused. It is reported only if there are no others."""
+    """A problem that another problem has caused. `build` reports it only if there is no other problem."""
 
 
 @cache
 def earlier_names(cls: type[Section]) -> dict[str, str]:
-    """Return the earlier name of each setting that has been renamed, and its name today.
+    """Return earlier key -> current key for each setting that has been renamed.
 
     Args:
         cls: The dataclass of a section.
 
     Returns:
         Dotted keys, relative to the section. A `*` stands for the name of a named section, as in "sets.*.max_rows".
-        Names of sections come before those of the settings in them.
+        Renamed sections come before the settings in them.
     """
     found: dict[str, str] = {}
     for row in rows(cls):
@@ -86,14 +87,14 @@ def earlier_names(cls: type[Section]) -> dict[str, str]:
 def with_current_names(
     cls: type[Section], data: Mapping[Any, Any], problems: list[Problem] | None = None, section: str = ""
 ) -> Mapping[Any, Any]:
-    """Replace earlier names of settings by the names of today, and log a warning for each, once in a process.
+    """Replace earlier names of settings by their current names. Each name is logged once per process.
 
     Args:
         cls: The dataclass of the whole configuration.
-        data: Nested values of the configuration, or of one of its sections.
-        problems: Gets a problem for each setting that `data` has under both names. Without it, the value under the name
-            of today counts.
-        section: The dotted key of the section that `data` holds. Empty: the whole configuration.
+        data: Nested values of the configuration, or of the section that `section` names.
+        problems: Receives a problem for each setting that `data` has under both names. If None, the value under the
+            current name is used.
+        section: Dotted key of the section that `data` holds. "" for the whole configuration.
 
     Returns:
         `data` itself if it has no earlier name, else a changed copy.
@@ -119,11 +120,11 @@ def with_current_names(
 
 
 def current_key(cls: type[Section], key: str) -> str:
-    """Return the name that a setting has today, and log a warning if `key` is an earlier one.
+    """Return the current name of a setting, and log a warning if the given name is an earlier one.
 
     Args:
         cls: The dataclass of the whole configuration.
-        key: A dotted key, which may be unknown.
+        key: A dotted key. An unknown key is returned unchanged.
     """
     nested: Any = None
     for name in reversed(key.split(".")):
@@ -133,18 +134,23 @@ def current_key(cls: type[Section], key: str) -> str:
 
 
 def both_names(old: str, new: str) -> Problem:
-    """Make the problem of a setting that is given under an earlier name and under its name of today."""
+    """Return the problem of a setting that is given under both its earlier and its current name.
+
+    Args:
+        old: The earlier name, as a dotted key.
+        new: The current name.
+    """
     return Problem(old, "is the earlier name of {}, and both are given; leave {} out", Key(new), Key(old))
 
 
 @cache
 def _warn_of_name(old: str, new: str) -> None:
-    """Log that a setting was given under an earlier name."""
+    """Log that a setting was given under an earlier name. Cached, so each name is logged once per process."""
     logger.warning("%s is now called %s; the earlier name is still read", old, new)
 
 
 def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
-    """Return the keys of `data` that a dotted key with `*` stands for, each as a list of names."""
+    """Return the paths in `data` that match a dotted key, in which `*` matches any name."""
     if not parts:
         return [[]]
     if not isinstance(data, Mapping):
@@ -154,7 +160,7 @@ def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
 
 
 def _taken(data: Any, names: list[str]) -> Any:
-    """Remove a value at a path and return it. Sections that held nothing else are removed too."""
+    """Remove the value at a path and return it. Sections that become empty are removed too."""
     name, *inner = names
     if not inner:
         return data.pop(name)
@@ -165,7 +171,7 @@ def _taken(data: Any, names: list[str]) -> Any:
 
 
 def _inside(data: Any, names: list[str]) -> Any:
-    """Return the section at a path, which is made where it is absent."""
+    """Return the section at a path. Sections that do not exist are added."""
     for name in names:
         if not isinstance(data.get(name), dict):
             data[name] = {}
@@ -178,13 +184,13 @@ def with_defaults(
 ) -> dict[Any, Any]:
     """Fill in the defaults of the settings that `data` leaves out.
 
-    A named section (Setting.sections) takes the settings that it leaves out from the section around it.
+    A named section (Setting.sections) inherits the settings that it leaves out from its enclosing section.
 
     Args:
         cls: The dataclass of the section.
-        data: Values by the names of the settings, nested.
-        section: An instance whose values are the defaults. None: the defaults of the fields.
-        required: Stands for a required value that `data` leaves out.
+        data: Nested values by the names of the settings.
+        section: An object whose values are the defaults. None uses the defaults of the fields.
+        required: Placeholder for a required setting that `data` leaves out.
 
     Returns:
         Nested dictionaries in the order of the fields. Unknown keys come last.
@@ -192,7 +198,7 @@ def with_defaults(
     values: dict[Any, Any] = {}
     for name, setting in settings(cls).items():
         default = setting.default_in(section)
-        # A section that is left out is filled all the same: its required keys are what is missing.
+        # A section that is left out is filled too, so that messages name its missing keys.
         value = data.get(name, {} if setting.section and default is not None else default)
         if setting.section and isinstance(value, Mapping):
             inner = default if isinstance(default, Section) else None
@@ -210,18 +216,18 @@ def with_defaults(
 def _examine(
     cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[Problem], explain: Callable[..., str]
 ) -> T:
-    """Make the section that `data` describes in full, or a partial section if something is wrong.
+    """Construct the section that `data` describes in full, or a partial section if something is wrong.
 
     Args:
         cls: The dataclass of the section.
         data: A value for each setting.
-        prefix: The dotted key of the section with a dot at its end. Empty: the whole configuration.
-        problems: Gets everything that is wrong.
-        explain: Returns the end of a message. It takes an unknown key or a refused `key=value`, the prefix, and the
-            names in the same section.
+        prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
+        problems: Receives all problems.
+        explain: Returns the end of a message. It is called with an unknown key or a refused `key=value`, with `prefix`,
+            and with the names in the same section.
 
     Returns:
-        The section. A partial one has only the values that are right.
+        The section. A partial section (`partial_section`) has only the valid values.
     """
     known: dict[str, Any] = {}
     fields = settings(cls)
@@ -232,7 +238,7 @@ def _examine(
             problems.append(Problem(f"{prefix}{key}", f"unknown key{explain(str(key), prefix, fields)}"))
     for name, setting in fields.items():
         key, value = prefix + name, data[name]
-        if key in reported:  # its value is not known, so nothing else can be said of it
+        if key in reported:  # the caller has already found the value wrong
             continue
         if value is REQUIRED or (value is None and setting.required and setting.optional):
             problems.append(Missing(key, f"missing ({setting.help})"))
@@ -260,7 +266,7 @@ def _examine(
 
 
 def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mapping[Any, Any]) -> None:
-    """Remove problems of named sections (the field `name`) with values that come from the section around them."""
+    """Remove problems of named sections (the field `name`) whose values are inherited and already reported."""
     reported = {problem.key for problem in problems}
     for inner, given in data[name].items():
         start = f"{prefix}{name}.{inner}."
@@ -271,7 +277,7 @@ def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mappin
 
 
 def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return `given` with the values that it leaves out from `around`, in nested sections too."""
+    """Return `given`, with the values that it leaves out taken from `around`. Nested sections are merged."""
     inside = {
         name: _over(value, given[name])
         for name, value in around.items()
@@ -281,12 +287,12 @@ def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]
 
 
 def _expects(value: Any, cls: type[Section]) -> str:
-    """Return the message about a value that stands in the place of a section."""
+    """Return the message about a value that is given in place of a section."""
     return f"is {show(value)}; a section is expected, with keys {', '.join(settings(cls))}"
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:
-    """Return a question with names like `key` in the same section or, if there are none, in other sections."""
+    """Return a "did you mean" text with similar names in the same section or, if there are none, in other sections."""
     close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2)]
     if not close:
         leaves = {full.rsplit(".", 1)[-1] for full in all_keys}

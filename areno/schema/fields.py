@@ -1,8 +1,8 @@
 """Sections of the configuration, their settings and the checks between settings.
 
-A section is a dataclass below `Section`. `setting(...)` declares one of its fields, with help text, bounds and the
-settings that it needs (`Needs`). `check` marks a method as a rule between fields. `settings(cls)` returns the
-declarations of a section, and `rows(cls)` those of nested sections too.
+A section is a dataclass that inherits from `Section`. `setting(...)` declares one of its fields, with help text, bounds
+and the settings that it needs (`Needs`). `check` marks a method as a rule between fields. `settings(cls)` returns the
+declarations of a section, and `rows(cls)` also those of nested sections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areno.errors import ConfigError, Key, Problem
 from areno.schema.values import InvalidValue, convert, show, spelling
 
 REQUIRED: Any = dataclasses.MISSING
-"""The default of a setting that has none."""
+"""Stands for the default of a required setting."""
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", operator.ge),
     "gt": ("more than", operator.gt),
@@ -48,23 +48,23 @@ def setting(
     """Declare one setting of a section. Without `default` and `factory` the setting is required.
 
     Args:
-        default: The value of the setting where none is given.
+        default: The default value.
         help: What the setting does, for `--help` and the reference page.
-        factory: Makes the default, for values that can be changed, such as lists and sections.
-        ge: The least number that is allowed. A null is not compared, here and in the other bounds.
-        gt: The number that the value must be above.
-        le: The greatest number that is allowed.
-        lt: The number that the value must be below.
+        factory: Makes the default, for mutable values such as lists and sections.
+        ge: Smallest allowed number. null passes all bounds.
+        gt: Number that the value must exceed.
+        le: Largest allowed number.
+        lt: Number that the value must be below.
         required_in_build: Whether `build` requires a value although the dataclass does not. A run that is described by
-            files must name its data; a script may pass the rows themselves.
-        only_with: States of other settings without which this one has no effect. `unused` reports a value that is set
-            and has no effect. Where the setting is a section, `only_with` applies to each setting in the section.
+            files must name its data, for example, while a script may pass the rows themselves.
+        only_with: States of other settings without which this setting has no effect. A value that is set and has no
+            effect is an error. If the setting is a section, `only_with` applies to each setting in the section.
         renamed_from: Earlier names of the setting, which are still read: a name in the same section, or a dotted key of
             the whole configuration for a setting that has moved.
-        aliases: Other words for the choices of a `Literal`, and the choice that each word stands for.
-        flag: The name of the setting in `areno train`. "--name" takes a value. For a bool it is a switch, and a true
-            default adds --no-name. "--name=value" is a switch that sets this value.
-        flags: Flags of the settings inside a section by their names. They replace the flags that these declare.
+        aliases: Other words for the choices of a `Literal`: word -> choice.
+        flag: Flag of the setting in `areno train`. "--name" takes a value. For a bool, it is a switch, and if the
+            default is true, --no-name is added. "--name=value" is a switch that sets this value.
+        flags: Flags of the settings inside a section, by name. They replace the flags that these settings declare.
 
     Returns:
         A dataclass field.
@@ -78,10 +78,13 @@ def setting(
 
 
 def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[type[T]], type[T]]:
-    """Add a nested section for each part that declares its own settings. Stands below `@dataclass`.
+    """Add a nested section to a configuration class for each entry. Use it as a decorator below `@dataclass`.
 
     Args:
-        found: The name of a section, with its dataclass and its help text.
+        found: Name of the section -> (its dataclass, its help text).
+
+    Returns:
+        A class decorator.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -94,33 +97,38 @@ def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[t
 
 
 class Needs:
-    """A state of another setting that a setting needs to have an effect. It is given to `setting(only_with=...)`.
+    """A state of another setting without which a setting has no effect, for `setting(only_with=...)`.
 
-    Attributes:
-        key: The other setting: its name in the same section, a name in a section beside it ("rollout.n"), or a name in
-            a section around it ("actor.use_lora").
-        values: Values of the other setting that give an effect. Empty: any value except null, false, 0 and empty ones.
-        so: The end of a sentence that begins with ", so", such as "nothing is uploaded". It tells why there is no
-            effect. Empty: the message gives no reason.
+    Args:
+        key: The other setting: its name in the same section, a name in a sibling section ("rollout.n"), or a name in an
+            enclosing section ("actor.use_lora").
+        *values: Values of the other setting with which the setting has an effect. Empty: any value except null, false,
+            0 and empty values.
+        so: End of a sentence that begins with ", so", such as "nothing is uploaded". It says why there is no effect.
+            Empty: the message gives no reason.
         do: What to do instead of "set <key>", such as "set valid_dataset.path". Empty: derived from `values`.
-        in_build: Whether only `build` reports the setting, and the dataclass accepts it. For states that a script may
-            reach with settings of its own.
+        in_build: Whether only `build` reports an unused setting, while the dataclass accepts it. Use it for states that
+            a script can reach without a configuration file.
     """
 
     def __init__(self, key: str, *values: Any, so: str = "", do: str = "", in_build: bool = False):
         self.key, self.values, self.so, self.do, self.in_build = key, values, so, do, in_build
 
     def met_by(self, value: Any) -> bool:
-        """Return whether a value of the other setting gives an effect."""
+        """Return whether the setting has an effect with a value of the other setting.
+
+        Args:
+            value: Value of the setting that `key` names.
+        """
         return value in self.values if self.values else bool(value)
 
     def problem(self, key: str, value: Any, other: Any) -> Problem:
         """Make the message about a setting without effect.
 
         Args:
-            key: The setting.
-            value: The value of the setting.
-            other: The value of the setting that `self.key` names.
+            key: The setting without effect.
+            value: Value of this setting.
+            other: Value of the other setting, which `self.key` names.
 
         Returns:
             A problem of the form "is 5, but <key> is null, so ...; set <key>, or leave this out".
@@ -135,33 +143,43 @@ class Needs:
 
 
 class Unused(Problem):
-    """A setting that has no effect because of another setting, whose key is relative to the same section."""
+    """The problem of a setting that has no effect because of another setting.
+
+    The key of the other setting is relative to the same section, like `key`.
+    """
 
     @property
     def other(self) -> str:
-        """The key of the other setting."""
+        """Key of the other setting, which makes this setting have no effect."""
         return next(arg.name for arg in self.args if isinstance(arg, Key))
 
     def under(self, prefix: str) -> Problem:
-        """Return the same problem, seen from the section that holds this one."""
+        """Return a copy in which both settings are inside of a section, such as "n" -> "rollout.n".
+
+        Args:
+            prefix: Dotted name of the section.
+        """
         args = (Key(f"{prefix}.{arg.name}") if isinstance(arg, Key) else arg for arg in self.args)
         return type(self)(f"{prefix}.{self.key}", self.template, *args)
 
 
 def _plain(value: Any) -> str:
-    """Return a value as a message shows it: a section as `set`, text without quotes, 5.0 as 5."""
+    """Return a value as messages show it: a section as `set`, text without quotes, 5.0 as 5."""
     value = int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
     return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 
 
 def as_in(section: type[Section], name: str, default: Any = REQUIRED, **bounds: float) -> Any:
-    """Declare a setting with the help, bounds and flag of another section's setting.
+    """Declare a setting with the help text, bounds and flag of a setting in another section.
 
     Args:
-        section: The section that declares the setting.
-        name: Name of the setting there.
-        default: Another default. REQUIRED keeps the default of `section`.
-        bounds: Bounds (ge, gt, le, lt) that replace bounds of the same names.
+        section: The section that declares the original setting.
+        name: Name of the setting in `section`.
+        default: Another default. REQUIRED keeps the default of the original.
+        **bounds: Bounds (ge, gt, le, lt) that replace those of the original with the same name.
+
+    Returns:
+        A dataclass field.
     """
     there = next(field for field in dataclasses.fields(section) if field.name == name)
     metadata = {**there.metadata, "bounds": {**there.metadata["bounds"], **bounds}}
@@ -170,14 +188,17 @@ def as_in(section: type[Section], name: str, default: Any = REQUIRED, **bounds: 
 
 
 class Missing(Problem):
-    """A required value is not given."""
+    """The problem of a required setting that has no value."""
 
 
 class check:
-    """Marks a method of a Section as a rule between its fields. The method yields problems.
+    """Marks a method of a Section as a rule between fields. The method yields a Problem for each violation.
 
-    The keys of the problems are relative to the section. A check that reads a wrong value is skipped as a whole, so a
-    check contains one rule.
+    The keys of the problems are relative to the section. If a check reads a field whose value is wrong, the whole check
+    is skipped, so each check should contain only one rule.
+
+    Args:
+        rule: The method to mark.
     """
 
     def __init__(self, rule: Callable[[Any], Iterable[Problem]]):
@@ -188,18 +209,18 @@ class check:
 
 
 class build_check(check):
-    """Marks a rule that only `build` applies, and not the dataclass that a script makes."""
+    """Marks a rule that only `build` applies. A section that a script constructs need not satisfy it."""
 
 
 def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
-    """Make a check of a method of a Section that returns whether the values are in a forbidden state.
+    """Turn a method that returns whether values are in a forbidden state into a check.
 
     Args:
         key: The setting that the problem is about, relative to the section.
-        text: The problem. `{self.name}` stands for the value of a field.
+        text: Text of the problem. `{self.name}` stands for the value of a field.
 
     Returns:
-        A decorator.
+        A decorator for the method.
     """
 
     def mark(is_forbidden: Callable[[Any], bool]) -> check:
@@ -213,20 +234,20 @@ class Setting:
     """The declaration of one field of a section.
 
     Attributes:
-        name: The name of the field.
-        hint: Its type.
-        help: Its help text.
+        name: Name of the field.
+        hint: Type annotation of the field.
+        help: Help text.
         required: Whether `build` requires a value.
-        default: Makes the default.
-        bounds: The bounds of a number by the names of the arguments of `setting`, such as "gt".
-        only_with: The states of other settings without which the setting has no effect.
+        default: Returns the default.
+        bounds: Bounds of a number, by the names of the arguments of `setting`, such as "gt".
+        only_with: States of other settings without which the setting has no effect.
         renamed_from: Earlier names of the setting.
-        aliases: Other words for choices.
-        section: The dataclass of the nested section that the field holds. None: the field holds a value.
-        sections: The dataclass of named sections, for a field that maps names to sections.
+        aliases: Other words for choices: word -> choice.
+        section: Dataclass of the nested section that the field holds. None if the field holds a value.
+        sections: Dataclass of the named sections, for a field that maps names to sections. None otherwise.
         optional: Whether null is allowed.
-        flag: The name of the setting in `areno train`.
-        flags: Flags of the settings inside the section.
+        flag: Flag of the setting in `areno train`. "" without a flag.
+        flags: Flags of the settings inside the section, by name. None keeps the flags that these declare.
     """
 
     name: str
@@ -246,21 +267,28 @@ class Setting:
 
     @property
     def type_text(self) -> str:
-        """The type in words, bounds included: `int, more than 0, or null`."""
+        """The type in words, with its bounds: `int, more than 0, or null`."""
         return spelling(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
     def default_in(self, section: Section | None) -> Any:
         """Return the default of the setting, or REQUIRED if a value must be given.
 
         Args:
-            section: The default of the section around this setting, whose value may differ from the default of the
-                field. None: the default of the field counts.
+            section: The default of the enclosing section, whose value for this setting may differ from the default of
+                the field. None uses the default of the field.
         """
         value = self.default() if section is None else vars(section)[self.name]
         return REQUIRED if self.required and value is None else value
 
     def convert(self, value: Any) -> Any:
-        """Return `value` in the field's type. Raises InvalidValue if it does not fit."""
+        """Check a value and convert it to the type of the field.
+
+        Args:
+            value: Any value, such as one read from YAML.
+
+        Raises:
+            InvalidValue: The value has another type or lies outside of the bounds.
+        """
         word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML takes these words for false and true
         value = convert(self.aliases[word] if isinstance(word, str) and word in self.aliases else value, self.hint)
         if isinstance(value, str) and (not value.strip() or "\0" in value):
@@ -280,7 +308,11 @@ def _is_section(hint: Any) -> bool:
 
 @cache
 def settings(cls: type[Section]) -> dict[str, Setting]:
-    """Return the declarations of the fields of a section, by name and in their order."""
+    """Return name -> declaration of the fields of a section, in order. Nested sections are not expanded.
+
+    Args:
+        cls: The dataclass of the section.
+    """
     hints = get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
@@ -308,13 +340,13 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line about a setting, for help texts and the reference.
+    """One line about a setting, for help texts and the reference page.
 
     Attributes:
-        key: The dotted key.
-        setting: The declaration.
-        default: `required`, a YAML value, or empty for a section that exists by default.
-        flag: The name of the setting in `areno train`. Empty: it has none.
+        key: Dotted key of the setting.
+        setting: Declaration of the setting.
+        default: "required", a value in YAML, or "" for a section that exists by default.
+        flag: Flag of the setting in `areno train`. "" without a flag.
     """
 
     key: str
@@ -326,13 +358,14 @@ class Row:
 def rows(
     cls: type[Section], prefix: str = "", section: Section | None = None, flags: Mapping[str, str] | None = None
 ) -> Iterator[Row]:
-    """Yield a row for every setting of a section and of nested sections, in the order of declaration.
+    """Yield a row for every setting in a section and its nested sections, in the order of declaration.
 
     Args:
         cls: The dataclass of the section.
-        prefix: The dotted key of the section with a dot at its end. Empty: the whole configuration.
-        section: The default of the section, whose values are the defaults to show. None: the defaults of the fields.
-        flags: Flags by the names of the settings, in place of those that the settings declare.
+        prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
+        section: The default of the section, whose values are shown as defaults. None uses the defaults of the fields.
+        flags: Name of a setting -> flag, in place of the flags that the settings declare. None keeps the declared
+            flags.
     """
     for name, setting in settings(cls).items():
         default = setting.default_in(section)
@@ -347,12 +380,12 @@ def rows(
 
 
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of the settings that do not have their defaults.
+    """Yield (dotted key, value) of each setting that differs from its default.
 
     Args:
         section: The section, with nested sections.
-        prefix: The dotted key of the section with a dot at its end. Empty: the whole configuration.
-        default: The section to compare with. None: the defaults of the fields.
+        prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
+        default: The section to compare with. None compares with the defaults of the fields.
     """
     for name, field in settings(type(section)).items():
         value, usual = _value(section, name), field.default_in(default)
@@ -364,7 +397,12 @@ def changed(section: Section, prefix: str = "", default: Section | None = None) 
 
 @dataclass
 class Section:
-    """Base of every configuration dataclass. Its values are checked when it is made, whoever makes it."""
+    """Base class of every configuration dataclass. Its values are checked whenever an object is constructed.
+
+    Raises:
+        ConfigError: Values have a wrong type, are out of bounds, or violate a check. All problems are reported
+            together.
+    """
 
     def __post_init__(self) -> None:
         vars(self).update(self.canonical(vars(self)))
@@ -381,14 +419,14 @@ class Section:
 
     @classmethod
     def of(cls: type[T], record: Any, **more: Any) -> T:
-        """Make the section from a record that has some of its settings under the same names.
+        """Make the section from another record that has some settings under the same names.
 
         Args:
-            record: A dataclass or a namespace, such as parsed arguments. It may have other fields.
-            more: Settings that the record does not have, or has with another meaning.
+            record: A dataclass or a namespace, such as parsed arguments. Other fields of the record are ignored.
+            **more: Values that take precedence over those of the record.
 
         Returns:
-            The section, with defaults for all other settings.
+            The section. Settings that are not in the record or in `more` have their defaults.
 
         Raises:
             ConfigError: A value is wrong.
@@ -397,26 +435,30 @@ class Section:
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace settings that are another name of a choice by the choice.
+        """Rewrite settings that only choose a value of another setting, such as use_sapo_loss for surrogate=sapo.
 
-        A subclass with such settings overrides this method. It is applied wherever values enter: to arguments, to files
-        and to the settings of earlier runs.
+        The base class changes nothing. A subclass with such settings overrides this method. It is applied to
+        constructor arguments, to files and to the settings of earlier runs.
 
         Args:
-            values: A value for each setting of the section, not checked.
+            values: A value for each setting of the section, not checked yet.
 
         Returns:
-            The values, of which those that contradict each other are not changed.
+            The rewritten values. Values that contradict each other are returned unchanged.
         """
         return dict(values)
 
     def is_default(self, name: str) -> bool:
-        """Return whether the setting `name` has the default of its field."""
+        """Return whether a setting has the default of its field.
+
+        Args:
+            name: Name of the setting.
+        """
         return _value(self, name) == settings(type(self))[name].default()
 
 
 class _UnknownValue(Exception):
-    """A check read a value that is missing or wrong."""
+    """Raised when a check reads a value that is missing or wrong."""
 
 
 def _value(section: Section, name: str) -> Any:
@@ -431,14 +473,13 @@ def _unknown(section: Section) -> Any:
 
 
 def partial_section(cls: type[T], known: dict[str, Any]) -> T:
-    """Make a section of the values that are right, while others are missing or wrong.
+    """Make a section of which only some values are known, because the others are missing or wrong.
 
-    The dataclass itself cannot be made then. Checks of the partial section report what they find, and a check that
-    reads an unknown value is skipped.
+    The checks of the section can still run. A check that reads an unknown value is skipped.
 
     Args:
         cls: The dataclass of the section.
-        known: Values by the names of the settings. They are not checked.
+        known: Name -> value. The values are not checked.
     """
     unknown = {name: property(_unknown) for name in settings(cls) if name not in known}
     section: Any = object.__new__(type(cls.__name__, (cls,), unknown) if unknown else cls)
@@ -447,17 +488,17 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
 
 def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
-    """Run the checks of a section. Those of nested sections are not run.
+    """Run the checks of a section, but not those of nested sections.
 
     Args:
-        section: The section, which may be a partial one.
-        in_build: Whether rules that only `build` applies count too.
+        section: The section, which may be partial (`partial_section`).
+        in_build: Whether to run the rules that only `build` applies too.
 
     Returns:
         The problems, with keys relative to the section.
     """
     found, attributes = [], {}
-    # Checks of a base come first, and one that is overridden keeps its place.
+    # Checks of base classes come first. An overridden check keeps the place of the original.
     for base in reversed(type(section).__mro__):
         attributes.update(vars(base))
     for attribute in attributes.values():
@@ -468,16 +509,16 @@ def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
 
 
 def unused(section: Section, in_build: bool = False) -> list[Problem]:
-    """Report the settings that have no effect because of another setting, as their `only_with` declares.
+    """Report the settings that are set but have no effect because of another setting (`only_with`).
 
     A setting with its default value is never reported.
 
     Args:
-        section: The section, which may be a partial one (`partial_section`).
-        in_build: Whether needs that only `build` reports count too.
+        section: The section, which may be partial (`partial_section`).
+        in_build: Whether to report needs that only `build` reports too.
 
     Returns:
-        A problem for each setting whose need can be judged in this section. Its key is relative to the section.
+        A problem for each such setting if the other setting is in this section. Keys are relative to the section.
     """
     found = []
     for key, field, need in _needs_of(type(section)):
@@ -490,13 +531,18 @@ def unused(section: Section, in_build: bool = False) -> list[Problem]:
 
 
 def dependents(cls: type[Section], name: str) -> list[str]:
-    """Return the settings of a section that have no effect while the setting `name` in it is null."""
+    """Return the settings of a section that have no effect while another setting is null.
+
+    Args:
+        cls: The dataclass of the section.
+        name: The other setting, in the same section.
+    """
     return [key for key, _, need in _needs_of(cls) if need.key == name and key in settings(cls) and not need.values]
 
 
 @cache
 def _needs_of(cls: type[Section]) -> list[tuple[str, Setting, Needs]]:
-    """Return dotted key, setting and need of all settings whose need names a setting of this section."""
+    """Return (dotted key, declaration, need) for each need that names a setting of this section."""
     found = []
 
     def visit(inner: type[Section], prefix: str, nearer: frozenset[str]) -> None:
@@ -513,7 +559,7 @@ def _needs_of(cls: type[Section]) -> list[tuple[str, Setting, Needs]]:
 
 
 def _value_at(section: Any, key: str) -> Any:
-    """Return the value at a dotted key. Raises _UnknownValue where a section on the way is null."""
+    """Return the value at a dotted key. Raises _UnknownValue if a section on the path is null or unknown."""
     for name in key.split("."):
         if section is None:
             raise _UnknownValue(key)
@@ -522,7 +568,7 @@ def _value_at(section: Any, key: str) -> Any:
 
 
 def _given(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
-    """Return key and value of a setting that is not at its default, or of those inside it but for `besides`."""
+    """Yield (key, value) if a setting differs from its default. A section yields its settings, except `besides`."""
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):
         yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)

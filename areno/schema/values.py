@@ -1,4 +1,4 @@
-"""Convert values of a configuration to the types of their fields, show them as text, and read them by dotted keys."""
+"""Converts values of a configuration to the types of their fields, formats them, and reads them by dotted keys."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ _SHOWN = 80  # characters of a value
 
 
 class InvalidValue(Exception):
-    """A value does not have the type or bounds of its field. The message starts with `is ...` and follows the key."""
+    """A value has a wrong type or is out of bounds. The message begins with "is ..." and is appended to the key."""
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Return a value in the type of a field.
+    """Convert a value to the type of a field.
 
     An int becomes a float or a str if the field has this type, and text that reads as a number becomes a float (YAML
-    reads 1e-6 as text). No other type is converted.
+    reads 1e-6 as text). All other values must have the type already.
 
     Args:
-        value: The value.
+        value: Any value, such as one read from YAML.
         hint: The type: str, int, float, bool, a dataclass, Literal, list, dict[str, ...], Any or a union.
 
+    Returns:
+        The converted value.
+
     Raises:
-        InvalidValue: The value does not have this type.
+        InvalidValue: The value cannot be converted.
     """
     origin, arms = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -100,7 +103,11 @@ def _convert_element(element: Any, position: int | str, hint: Any) -> Any:
 
 
 def text_problem(text: str) -> str | None:
-    """Return why a text cannot be encoded: it holds half of a surrogate pair. None if it can be encoded."""
+    """Return why a text cannot be encoded as UTF-8 (half of a surrogate pair), or None if it can be encoded.
+
+    Args:
+        text: Any text.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -109,7 +116,7 @@ def text_problem(text: str) -> str | None:
 
 
 def _beginning(value: Any, left: list[int]) -> Any:
-    """Return as much of a value as is shown: the notation of a large one takes long. left: elements and characters."""
+    """Return the part of a value that can be shown. `left` counts down the elements that still fit."""
     left[0] -= 1
     if isinstance(value, str):
         return value[: _SHOWN + 1]
@@ -122,7 +129,11 @@ def _beginning(value: Any, left: list[int]) -> Any:
 
 
 def show(value: Any) -> str:
-    """Return a value in the notation of YAML: null, true, 'text', 1e-06. Long values are cut off."""
+    """Return a value in YAML-like notation: null, true, 'text', 1e-06. More than 80 characters are cut off.
+
+    Args:
+        value: Any value.
+    """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(_beginning(value, [_SHOWN]))
@@ -130,7 +141,12 @@ def show(value: Any) -> str:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one dictionary with dotted keys. A list is one value."""
+    """Flatten nested settings to one dictionary with dotted keys. A list counts as one value.
+
+    Args:
+        settings: Nested mappings.
+        prefix: Text before each key.
+    """
     found: dict[str, Any] = {}
     for name, value in settings.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -138,7 +154,12 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_at(settings: Any, key: str) -> Any:
-    """Return the value at a dotted key of nested settings; None if there is none."""
+    """Return the value at a dotted key of nested mappings, or None if the key does not exist.
+
+    Args:
+        settings: Nested mappings.
+        key: The dotted key.
+    """
     for name in key.split("."):
         settings = settings.get(name) if isinstance(settings, Mapping) else None
     return settings
@@ -148,8 +169,8 @@ def spelling(hint: Any, bounds: str = "") -> str:
     """Return a type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`.
 
     Args:
-        hint: The type.
-        bounds: The bounds of a number in words, such as "more than 0".
+        hint: Type annotation of a field.
+        bounds: Bounds of a number in words, such as "more than 0". "" without bounds.
     """
     origin, arms = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -168,5 +189,9 @@ def spelling(hint: Any, bounds: str = "") -> str:
 
 
 def is_no_folder(path: str | None) -> bool:
-    """Return whether a text cannot be the path of a folder, such as `~name` without a user of that name. Null can."""
+    """Return whether a text cannot be the path of a folder, such as "" or `~name` for an unknown user.
+
+    Args:
+        path: The text. None, which stands for a default path, is accepted.
+    """
     return path is not None and (not path.strip() or "\0" in path or os.path.expanduser(path).startswith("~"))
