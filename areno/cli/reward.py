@@ -1,4 +1,4 @@
-"""areno reward: try reward functions on recorded samples."""
+"""The command `areno reward`, which tries reward functions on recorded samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ reads beside them, such as solutions. Exit code 1 says that some samples could n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.description, parser.formatter_class = _ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add(
@@ -56,10 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score the samples, print the rewards, and return the exit code.
+    """Score the samples and print the rewards.
 
     Args:
-        arguments: The command line.
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 1 if a sample has no reward.
 
     Raises:
         ArenoError: The functions or the samples cannot be read.
@@ -151,7 +158,9 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 
 def _record(row: Any, where: str) -> Any:
-    """Return the record that the functions get for a row. Prompt and completion may be messages, as in TRL."""
+    """Return the record that reward functions receive for a row. Raises DataError, which quotes `where`, if it is
+    invalid.
+    """
     from areno.schema.values import show as shown
     from areno.types import RewardRecord
 

@@ -1,4 +1,4 @@
-"""areno train: start a training run by flags, which stand for the settings of the recipes."""
+"""The command `areno train`, which starts a training run by flags that stand for settings of the recipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ A flag stands for a setting. Settings without a flag are given as key=value, and
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.description = _ABOUT
     parser.usage = "%(prog)s --ckpt MODEL --dataset-path DATA [flags] [key=value ...]"
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
@@ -63,7 +67,17 @@ def _add(group: Any, flag: Flag) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the recipe with the settings of the flags, and return the exit code."""
+    """Translate the flags into settings, and run the recipe.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: Flags or settings are wrong.
+    """
     from areno.launch import command
 
     algorithm = _algorithm(_algorithm_name(arguments))
@@ -92,7 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _algorithm_name(arguments: argparse.Namespace) -> str:
-    """Return the name of the algorithm: --algo, or that of the run with --resume."""
+    """Return the name of the algorithm: --algo if given, otherwise the algorithm of the run to resume or the
+    default.
+    """
     if arguments.algo is not None or not arguments.resume:
         return arguments.algo or _DEFAULT
     folder = Path(arguments.resume).expanduser()
@@ -115,7 +131,7 @@ def _algorithm(name: str) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return setting -> its flag, without the settings that the user has given by their keys."""
+    """Return {setting: name of its flag}, without the settings that the user gave by key."""
     names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)
@@ -125,7 +141,7 @@ def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]
 def _problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
-    """Return the problems of the settings. They name settings by their flags."""
+    """Compose the configuration and return its problems, in which settings are named by their flags."""
     from areno.files.paths import absolute
     from areno.launch.command import told_recipes
     from areno.launch.compose import load
