@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser.
 
     Args:
-        parser: The parser of the command.
+        parser: Parser of the subcommand, to which the flags are added.
     """
     parser.description = (
         "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
@@ -301,9 +301,7 @@ def _rewards() -> str:
 
 
 def _model(report: _Report, arguments: argparse.Namespace) -> None:
-    """Try to load the model, to sample, to train and to save. A step is tried only if the steps that it needs
-    succeeded.
-    """
+    """Try to load the model, to sample, to train and to save. A failure skips the steps that depend on it."""
     from areno.files.paths import find_file
 
     folder = find_file(_MODEL, "model")

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser.
 
     Args:
-        parser: The parser of the command.
+        parser: Parser of the subcommand, to which the flags are added.
     """
     parser.description = (
         "Prints the versions of areno and the packages that it uses, the extras that are installed, the devices, and "
@@ -74,9 +74,7 @@ def environment() -> dict[str, Any]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Return {extra of areno: requirements of the extra that are not installed}. Empty if areno itself is not
-    installed.
-    """
+    """Return {extra of areno: its requirements that are not installed}. Empty if areno itself is not installed."""
     try:
         declared = metadata.metadata("areno").get_all("Provides-Extra") or []
         needed = {extra: required(extra) for extra in declared}

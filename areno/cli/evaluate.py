@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser.
 
     Args:
-        parser: The parser of the command.
+        parser: Parser of the subcommand, to which the flags are added.
     """
     parser.description = (
         "Samples answers of a checkpoint to the rows of valid_dataset, scores them with the reward of its run, prints "

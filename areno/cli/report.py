@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser.
 
     Args:
-        parser: The parser of the command.
+        parser: Parser of the subcommand, to which the flags are added.
     """
     parser.description = (
         "Writes one HTML page that needs no network and no other file: the verdict, curves, samples with their tokens, "

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser.
 
     Args:
-        parser: The parser of the command.
+        parser: Parser of the subcommand, to which the flags are added.
     """
     parser.description, parser.formatter_class = _ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -158,8 +158,9 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 
 def _record(row: Any, where: str) -> Any:
-    """Return the record that reward functions receive for a row. Raises DataError, which quotes `where`, if it is
-    invalid.
+    """Return the record that reward functions receive for a row. Prompt and completion may be messages, as in TRL.
+
+    Raises DataError, which names the row by `where`, if the row lacks a field or has another type.
     """
     from areno.schema.values import show as shown
     from areno.types import RewardRecord

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser.
 
     Args:
-        parser: The parser of the command.
+        parser: Parser of the subcommand, to which the flags are added.
     """
     parser.description = _ABOUT
     parser.usage = "%(prog)s --ckpt MODEL --dataset-path DATA [flags] [key=value ...]"
@@ -106,9 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _algorithm_name(arguments: argparse.Namespace) -> str:
-    """Return the name of the algorithm: --algo if given, otherwise the algorithm of the run to resume or the
-    default.
-    """
+    """Return the name of the algorithm: --algo, or the algorithm of the run to resume, or the default."""
     if arguments.algo is not None or not arguments.resume:
         return arguments.algo or _DEFAULT
     folder = Path(arguments.resume).expanduser()

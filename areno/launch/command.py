@@ -318,8 +318,9 @@ def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) ->
 
 
 def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
-    """Run one job and return its objective. A failure is printed and raised as SystemExit, which Hydra does not print
-    again.
+    """Run one job and return its objective.
+
+    A failure is printed and raised as SystemExit, which Hydra does not print again.
 
     Args:
         algorithm: The algorithm to run.
@@ -368,9 +369,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:
-    """Append the number of a run in a sweep to the folders and the hub repository that all runs have in their
-    settings.
-    """
+    """Append the number of a run in a sweep to the paths and the hub repository that its settings name."""
     for section in (config.saver, config.stats_logger.tensorboard):
         if section.path is not None:
             section.path = str(Path(section.path) / str(number))
@@ -379,9 +378,7 @@ def _separate(config: ExperimentConfig, number: int) -> None:
 
 
 def _report(error: ArenoError, names: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Print the error, with settings renamed by `names`, and return the exit code. ARENO_DEBUG=1 adds the
-    traceback.
-    """
+    """Print the error with settings renamed by `names`, and return the exit code. ARENO_DEBUG=1 adds the traceback."""
     _trace(error)
     print(f"error: {error.renamed(names.get)}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1

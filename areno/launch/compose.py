@@ -132,9 +132,7 @@ class _CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: str, sample: str | None = None) -> None:
-        """Add an override to `lines` and, in `sample`, the override with the first value of its sweep (None: the
-        same).
-        """
+        """Add an override to `lines`, and `sample` (None: the same override) to the first combination of a sweep."""
         self.lines.append(line)
         self.sample.append(line if sample is None else sample)
 
@@ -258,8 +256,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._opened.close()
 
     def compose(self) -> Composition:
-        """Compose the configuration from files and command line. For a sweep, it is the configuration of the first
-        run.
+        """Compose the configuration of the run, or of the first run of a sweep, from files and command line.
 
         Returns:
             The composition with all problems found so far.
@@ -383,8 +380,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 )
 
     def _run_dir(self, fileroot: str, experiment: str, trial: str | None) -> str:
-        """Return the folder <fileroot>/<experiment>/<trial, or start time if None>, the same for all runs of a
-        sweep.
+        """Return the folder <fileroot>/<experiment>/<trial>, with the start time as the name if trial is None.
+
+        All runs of a sweep get the same folder.
         """
         folder = Path(os.path.expanduser(fileroot)) / str(experiment)
         if trial is not None:
@@ -407,9 +405,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     @cached_property
     def _command_line(self) -> _CommandLine:
-        """The overrides, sorted into groups, values and deletions. Unreadable overrides and wrong choices become
-        problems.
-        """
+        """The overrides, sorted into groups, values and deletions. Wrong or unreadable overrides become problems."""
         self._check_config_name()
         line = _CommandLine()
         groups = yaml_files.groups(self.config_dir)
@@ -495,9 +491,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.add(forced, sample)
 
     def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
-        """Convert the configuration that Hydra composed to a Composition. Found problems are appended to
-        `problems`.
-        """
+        """Convert the configuration that Hydra composed to a Composition, with `problems` and those found here."""
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)

@@ -122,9 +122,7 @@ Work = Callable[[], tuple[float | None, str]]
 
 
 class JobFailed(Exception):
-    """Raised if one run of a sweep fails. Hydra's launcher continues with the next run, which has an objective of
-    its own.
-    """
+    """Raised if one run of a sweep fails. Hydra's launcher then continues with the next run."""
 
 
 def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
@@ -245,9 +243,7 @@ class SideBySide:
         running.done.set()
 
     def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
-        """Report the lines of a run until the run ends, and return its objective. Raises JobFailed if the run
-        failed.
-        """
+        """Report the lines of a run until it ends, and return its objective. Raises JobFailed if the run failed."""
         error: Exception | None = None
         for line in _lines(output, process.sentinel):
             try:
@@ -282,9 +278,7 @@ class SideBySide:
             running.done.wait()
 
     def _stop(self, first: int) -> None:
-        """Send a signal to all runs and wait for them. Another interrupt sends it again, and the one after that
-        SIGKILL.
-        """
+        """Send a signal to all runs and wait for their end. If interrupted, send it again, and then SIGKILL."""
         self._is_stopping = True
         for number in (first, first, signal.SIGKILL):
             for running in list(self._running):

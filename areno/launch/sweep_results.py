@@ -127,9 +127,7 @@ class Sweep:
         return sorted(found, key=lambda one: self._rank(one.mean))
 
     def repeated(self) -> dict[int, int]:
-        """Return {number of a run: number of an earlier run with the same overrides} for each run that repeats
-        another.
-        """
+        """Return {number of a run: number of an earlier run with the same overrides}, for runs that repeat another."""
         first: dict[frozenset[tuple[str, str]], int] = {}
         found: dict[int, int] = {}
         for one in self.outcomes:
@@ -139,9 +137,7 @@ class Sweep:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of sweep.json: objective, mode, best, runs and averages. Runs and averages are sorted,
-        best first.
-        """
+        """Return the content of sweep.json: objective, mode, best run, runs and averages, both sorted, best first."""
         return {
             "objective": self.objective,
             "mode": self.mode,
@@ -211,8 +207,9 @@ class Sweep:
         return text.getvalue()
 
     def _link_events(self) -> None:
-        """Link `tensorboard/<number overrides>` to the event files of each run. TensorBoard shows the folder's name
-        as the run's name.
+        """Link `tensorboard/<number overrides>` to the event files of each run.
+
+        TensorBoard shows the name of the link as the name of the run.
         """
         folder = self.folder / "tensorboard"
         links = {self._link_name(one): one.folder / "tensorboard" for one in self.outcomes}
