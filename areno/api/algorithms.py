@@ -218,7 +218,7 @@ def algorithm_names() -> list[str]:
 
 
 def own_algorithms() -> list[str]:
-    """Return the names of the algorithms that come with areno, in alphabetical order."""
+    """Return the names of the algorithms that are part of areno, in alphabetical order."""
     return [name for name, entry in _installed().items() if entry.value.startswith(_PACKAGE)]
 
 
@@ -238,7 +238,7 @@ def _of_checkout() -> list[EntryPoint]:
     from importlib.metadata import EntryPoint
 
     text = (read_if_exists(root() / "pyproject.toml") or b"").decode()
-    # Python 3.10 has no reader of TOML. This section has only lines of the form `name = "module:ALGORITHM"`.
+    # Python 3.10 has no TOML parser. This section has only lines of the form `name = "module:ALGORITHM"`.
     _, _, rest = text.partition(f'[project.entry-points."{_GROUP}"]\n')
     pairs = [line.partition("=") for line in rest.partition("\n[")[0].splitlines() if "=" in line]
     return [EntryPoint(name.strip(), value.strip().strip('"'), _GROUP) for name, _, value in pairs]

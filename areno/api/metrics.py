@@ -352,11 +352,11 @@ class StepLog:
     """
 
     def __init__(self, clock: Stopwatch):
-        self.clock = clock  # of the phases since the policy was last trained
+        self.clock = clock  # measures the phases since the actor was last trained
         self.recorder: MetricsRecorder | None = None  # None: nothing is written
         self._step = 1
-        self._trained: set[str] = set()  # models trained in it
-        self._skipped: tuple[int, int] | None = None  # prompts passed over: since the policy was last trained, in all
+        self._trained: set[str] = set()  # models trained in the current step
+        self._skipped: tuple[int, int] | None = None  # skipped prompts: (since the actor was last trained, in total)
 
     def counting_skipped(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
         """Yield the batches of one epoch of a loader, and count skipped rows for the metrics."""

@@ -64,11 +64,11 @@ class ExpectedLengths:
         self._mean = sum(map(sum, lengths)) / n_samples if n_samples else self._mean
 
 
-# What a cache is made for at least: growing it later would take its CUDA graphs along.
+# The smallest size of a KV cache: enlarging a cache later would discard its CUDA graphs.
 _SHORTEST = 128  # tokens
-_FEWEST = 64  # samples, and a multiple of which there is room for
-_SERVED = 256  # samples, where agents ask and nobody knows how often
-_MOST = 1024  # samples on each copy of the model: a step with more is hardly faster for each of them
+_FEWEST = 64  # samples; a cache has room for a multiple of this number
+_SERVED = 256  # samples, for agents, whose number of requests is not known
+_MOST = 1024  # samples per data-parallel copy of the model: more samples hardly raise the throughput
 
 
 class Sessions:
@@ -77,10 +77,10 @@ class Sessions:
     def __init__(self, engine: Engine, plan: TrainerPlan):
         self.engine, self.plan = engine, plan
         self.open: RolloutSession | None = None
-        # What sessions were made ready for. Both only grow, so that the rollouts of a loop share one decoder.
+        # The size that the KV cache was made for. It only grows, so that the rollouts of a loop share one decoder.
         self.longest = _SHORTEST  # tokens of a sequence
-        self.most = _FEWEST  # samples at once, where no argument says how many
-        self.interrupted = False  # while it sampled
+        self.most = _FEWEST  # samples at once, if max_running is None
+        self.interrupted = False  # whether Ctrl-C interrupted a rollout
         self.lengths = ExpectedLengths()
 
     def need(self, what: str) -> RolloutSession:
@@ -133,8 +133,8 @@ class RolloutSession:
 
     def __init__(self, sessions: Sessions, max_running: int | None, proxy: ProxySettings | None = None):
         self._sessions, self._max_running, self._settings = sessions, max_running, proxy
-        self._running_spec: RolloutSpec | None = None  # that the engine decodes with now
-        self._room: RequestLimits | None = None  # of that
+        self._running_spec: RolloutSpec | None = None  # the rollout settings that the engine decodes with now
+        self._room: RequestLimits | None = None  # the limits of requests with these settings
         self._proxy: SessionProxy | None = None
 
     def get_base_url(self) -> str:
@@ -192,7 +192,7 @@ class RolloutSession:
         if running is not None:
             if sessions.engine.is_streaming:
                 if spec.max_len == running.max_len:
-                    return  # the samples that are too many wait for their turn
+                    return  # the excess samples wait in the queue
                 raise EngineError(
                     f"{n_tokens} tokens need a larger cache, and making it would end the streams that are open; "
                     "call session.prepare with the longest length before the first stream"
@@ -235,7 +235,7 @@ class RolloutSession:
                 prompt=list(map(int, tokens)),
                 n_samples=n_samples,
                 params=params,
-                # Requests have 64 bits; what a large seed has beyond the 32 left for it is folded back in.
+                # A request's seed has 64 bits, of which 32 are for `seed`. Higher bits of `seed` are mixed in.
                 seed=(seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index,
                 expected_tokens=self._sessions.lengths.of(tokens),
             )
@@ -277,7 +277,7 @@ class RolloutSession:
         from areno.agents.proxy import SessionProxy
 
         engine, plan = self._sessions.engine, self._sessions.plan
-        # Conversations grow, and a larger cache would end those that are under way.
+        # Conversations grow, and enlarging the cache would end conversations in progress.
         context = engine.info.context_len
         self._make_room(min(settings.params.max_context_len or context, context), _SERVED)
         assert self._room is not None
@@ -303,12 +303,12 @@ class RolloutSession:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             sessions.interrupted = True  # most scripts end now, and should not wait for the workers first
             return
-        # Where workers are gone, the first error tells why.
+        # If workers have ended, the first error says why.
         with contextlib.nullcontext() if error is None else contextlib.suppress(ArenoError):
             sessions.engine.end_rollout(sessions.plan.rollout.drop_rollout_state)
 
     async def __aenter__(self) -> RolloutSession:
-        # Nothing else in a training loop gives way, and only there can a cancelled task (Ctrl-C) be told.
+        # A training loop awaits nothing else, and asyncio cancels a task (Ctrl-C) only where the task awaits.
         await asyncio.sleep(0)
         return self.__enter__()
 

@@ -121,7 +121,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._resources = contextlib.ExitStack()
         self.clock = Stopwatch() if clock is None else clock
         self._steps = StepLog(self.clock) if clock is None else None
-        self._rollouts = 0  # that chose their own seed
+        self._rollouts = 0  # number of rollouts whose seed was None
         self.sampling = SamplingConfig()  # of the last rollout
         self.loss_mask_policy = LossMaskPolicy()  # of the last session that served agents
 
@@ -172,7 +172,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             raise EngineError("this Trainer is closed; make a new one")
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of the model."""
+        """Return the tokenizer of the model, an object of the transformers library.
+
+        Raises:
+            EngineError: init() was not called, or the Trainer is closed.
+        """
         _ = self.engine
         return self._plan.tokenizer
 
@@ -464,7 +468,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 stats = engine.train(rows, loss_fn, update, role, "batch_data[{}]")
             return stats if self._steps is None else self._steps.trained(role, rows, stats)
 
-    # -- models beside the policy ----------------------------------------------------------------------------------
+    # -- further models --------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole | RoleSpec]) -> None:
         """Load further models, such as a reference model or a critic, unless they are loaded already.

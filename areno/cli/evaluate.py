@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code, 0.
     """
-    own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # errors name these by their keys
+    own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # errors quote these keys
     with keys_renamed(lambda key: None if key in own else _FLAGS.get(key)):
         return _run(arguments)
 
@@ -246,7 +246,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
 
 
 def _output(named: str | None, of_run: Path | None, model: str) -> Path:
-    """Return the folder for the answers: the named folder, or a new one in evaluations/ of the run."""
+    """Return the folder for the answers: the named folder, or a new one in evaluations/ of the run or of outputs/."""
     if named is not None:
         return Path(named).expanduser()
     base = (of_run or Path("outputs")).absolute() / "evaluations"

@@ -13,7 +13,7 @@ from areno.report.tables import show
 if TYPE_CHECKING:
     from areno.report.replay import Replay, Token
 
-_SHOWN_CHARS = 200  # of the end of the prompt and of the beginning of the completion
+_SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of the completion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ HEADINGS = {
     "Checkpoint": "what is saved",
     "Observability": "what is logged",
 }
-# The beginning of a key -> its heading; the longest one counts.
+# Prefix of a key -> heading of its flag. The longest matching prefix counts.
 _PLACES = {
     "": "Basic",
     "actor.": "Train",
@@ -43,7 +43,7 @@ _PLACES = {
 }
 _TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
 _KL_TYPES = {"low_var_kl": "k3"}
-# Where the help of the setting needs its section around it, or speaks of the value that a switch stands for.
+# Help of flags for which the help of the setting is unclear without its section, or describes a value of the setting.
 _HELP = {
     "--use-kl-loss": "Add the KL to the reference model to the loss",
     "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",

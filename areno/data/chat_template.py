@@ -20,7 +20,7 @@ from areno.types import Message
 
 Prompt = str | Sequence[Message]
 
-# Marks a place in a rendered text. No message has it, since it is random.
+# A mark in a rendered text. The mark is random, so that no message contains it.
 _MARK = f"\ue000areno-end-{secrets.randbits(128)}\ue001"
 
 
@@ -199,7 +199,7 @@ def _turn_start(
         return max(fitting)
     if content_end is None:
         return None
-    # The text between the last content and the turn is what it shares with the generation prompt. The prompt may add
+    # The text between the last content and the turn is the prefix shared with the generation prompt. The prompt may add
     # text that this turn does not have, such as an empty block of reasoning before a turn with reasoning of its own.
     history, *tails = (
         _split_after(tokenizer, before, [len(before) - 1], tools, switch, opened)[-1]

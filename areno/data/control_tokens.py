@@ -165,7 +165,7 @@ class ControlTokens:
 
     def _shield_text(self, text: str) -> str:
         """Put breaks into the control tokens of a text."""
-        # In slices, so that other threads can run in between. A name across two slices is unfinished in the first.
+        # In slices, so that other threads can run in between. A name cut by a slice is incomplete in the first slice.
         slices = [text[at : at + _SLICE] for at in range(0, len(text), _SLICE)]
         assert self._found is not None
         if not any(map(self._found.search, slices)):

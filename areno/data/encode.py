@@ -143,7 +143,7 @@ def _prompt(prompt: Any) -> Any:
 
 
 def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:
-    """Encode a prompt and its answer. The answer and its end token are trained."""
+    """Encode a prompt and its answer as a training row, in which the answer and its end token are trained."""
     tokens = encode_generation_prompt(tokenizer, prompt, thinking, tools)
     response = tokenizer.encode(answer, add_special_tokens=False)
     if tokenizer.eos_token_id is None:
@@ -215,7 +215,7 @@ def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: 
         marked = zip(tokens, masks, strict=True)
         return [([t for t, _ in run], bool(on)) for on, run in itertools.groupby(marked, key=lambda pair: pair[1])]
 
-    # Templates may shorten earlier turns if others follow, so turns are counted, not their tokens.
+    # Templates may shorten earlier turns if further turns follow, so turns are counted, not their tokens.
     earlier = sum(trained for _, trained in turns(messages[:first])) if first else 0
     seen = itertools.count()
     return [(tokens, trained and next(seen) >= earlier) for tokens, trained in turns(messages)]

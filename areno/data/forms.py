@@ -245,7 +245,7 @@ def _completion(row: Row) -> dict[str, Any]:
 
 
 def _question_of(messages: list[Any]) -> dict[str, Any]:
-    """Return the messages before the last answer as the prompt, and the text of that answer as the solution."""
+    """Return {prompt: messages before the last answer, solutions: text of the last answer}, or only the prompt."""
     if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
         return {"prompt": messages}
     return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}

@@ -317,7 +317,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping[str, Any]) -> Rows:
-    """Read a folder of `save_to_disk` or of data files."""
+    """Read a folder that was written by `save_to_disk`, or a folder of data files."""
     import datasets
 
     try:

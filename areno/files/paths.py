@@ -1,4 +1,4 @@
-"""Find files of the user and files that come with areno, and read files that may be missing or damaged."""
+"""Functions that find files of users and of areno, and that read files which may be missing or damaged."""
 
 from __future__ import annotations
 

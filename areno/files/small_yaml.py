@@ -20,7 +20,7 @@ from areno.files.paths import read_start
 MAX_BYTES = 2**20
 MAX_VALUES = 10_000
 MAX_DEPTH = 32
-_MAX_CHARACTERS = 10_000  # of a value that may be a number or hold ${...}, whose readers are slow
+_MAX_CHARACTERS = 10_000  # limit for a value that may be a number or contain ${...}, which are slow to parse
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader in C, if PyYAML has it
 
 

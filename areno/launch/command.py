@@ -107,7 +107,7 @@ def run(
         print("terminated" if terminated else "interrupted", file=sys.stderr)
         return 143 if terminated else 130
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
+        # The reader of the output (`| head`) has ended. Python must not raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -140,7 +140,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
         name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
     options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
     session = HydraSession(algorithm.config, name, args.overrides, **options)
-    # Clusters send SIGUSR1 some time before they end a job. On both all is wound down, as on Ctrl-C.
+    # Clusters send SIGUSR1 some time before they end a job. Both signals end a run like Ctrl-C.
     unwinding = signal_handlers(terminate, signal.SIGTERM, signal.SIGUSR1)
     with unwinding, told_recipes(algorithm.name, name, config_dir), session:
         if args.info:
@@ -231,7 +231,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
 
     sweep = Sweep(output_dir, *config.objective())
     try:
-        with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
+        with contextlib.suppress(JobFailed):  # Hydra raises the first failure again when all runs have ended
             if session.n_jobs == 1:
                 session.run(lambda job: _run_in_sweep(algorithm, command, job, folder, sweep))
             else:
@@ -273,7 +273,7 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
 def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
-    """Run the jobs of a sweep, several at a time, each in a process of its own. `config` is that of the first job."""
+    """Run the jobs of a sweep, several at a time, in processes of their own. `config` is that of the first job."""
     from areno.launch.compose import N_JOBS
 
     if config.scheduler.type == "ray":

@@ -54,7 +54,7 @@ N_JOBS = "hydra.launcher.n_jobs"
 _SHOWN = 200  # characters of an override that cannot be read
 _MARK = "areno's recipes"
 _HYDRA = {
-    "help": {"header": _MARK},  # whether this is in a composition tells if the recipe is
+    "help": {"header": _MARK},  # a composition with this mark includes the recipe's defaults
     "run": {"dir": _RUN_DIR},
     "sweep": {"dir": _RUN_DIR, "subdir": "${hydra.job.num}"},
     "output_subdir": None,
@@ -187,7 +187,7 @@ def to_yaml(data: dict[Any, Any]) -> str:
     Returns:
         The text.
     """
-    # OmegaConf.to_yaml does the same with a DictConfig, which takes longer to make than the text.
+    # OmegaConf.to_yaml needs a DictConfig, which takes longer to construct than the text.
     dumper = get_omega_conf_dumper()
     return yaml.dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
 
@@ -224,7 +224,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self.n_jobs = 1  # runs of a sweep at the same time
-        self._job_name, self.names = job_name, dict(names)  # a plain one, which can be sent to the process of a run
+        self._job_name, self.names = job_name, dict(names)  # a plain dict, which can be pickled for a run
         self.named_by_time: set[Path] = set()  # folders whose name is the start time, since trial_name is null
         self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
         self._counts = itertools.count(2)
@@ -240,7 +240,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         ConfigStore.instance().store(group="hydra/launcher", name="basic", node=_LAUNCHER, provider="areno")
         ConfigStore.instance().store("recipe", with_defaults(self.cls, {}) | {"hydra": _HYDRA}, provider="areno")
         OmegaConf.register_new_resolver("areno.run_dir", self._run_dir, replace=True)
-        # HydraConfig is global and outlives the session that set it; a later one must not see it.
+        # HydraConfig is global, so it is restored: a later session must not see the value of this session.
         with ExitStack() as opened:
             opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
             opened.enter_context(checked_files(self.cls, self._in_files))
@@ -307,7 +307,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             if self.multirun:
                 self._hydra.multirun(self.config_name, self._task(job), [*line.lines, "hydra.mode=MULTIRUN"])
             else:
-                if (config := self._composed) is not None:  # to compose again would take as long as the first time
+                if (config := self._composed) is not None:  # composing again would take as long as the first time
                     OmegaConf.set_readonly(config.hydra, False)
                     vars(self._hydra.config_loader)["load_configuration"] = lambda *_, **__: config
                 self._hydra.run(self.config_name, self._task(job), line.lines)
@@ -423,7 +423,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                     line.problems.append(Problem(override.key_or_group, several))
                 else:
                     self._sort(override, text, line, groups)
-            except (HydraException, ValueError, RecursionError):  # of its parser, for numbers and lists without end
+            except (HydraException, ValueError, RecursionError):  # too long numbers and too deep lists, for example
                 hint = """, or 'key="value"' where the value has one of ,:=()[]{}'""" if "=" in text else ""
                 shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
                 line.problems.append(Problem("", f"cannot read {shown!r}; key=value is expected{hint}"))

@@ -33,7 +33,7 @@ from areno.schema.build import Consequence, with_current_names
 from areno.schema.fields import Section
 from areno.schema.values import show
 
-_WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
+_WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # text between the special characters of Hydra's grammar
 _REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
 _HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
 
@@ -45,7 +45,7 @@ def quoted(override: str) -> str:
         override: An override `key=value`.
 
     Returns:
-        The override. An override that contains quotes is returned unchanged.
+        The override. If its value contains quotes, it is returned unchanged.
 
     Raises:
         ConfigError: The override is not UTF-8.
@@ -140,11 +140,11 @@ def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]
                 checked_text(read_start(path, MAX_BYTES + 1))
             except YamlFault as error:
                 raise ConfigError("{}: {}", path, error) from error
-            # OmegaConf turns any exception in its midst into one of its own, and a signal would be lost.
+            # OmegaConf replaces any exception by one of its own, so the interrupt of a signal would be lost.
             with delay_interrupts():
                 found = super().load_config(config_path)
             section = found.config.get("hydra", {}) if isinstance(found.config, DictConfig) else {}
-            if not isinstance(section, (dict, DictConfig)):  # Hydra takes for granted that it is one
+            if not isinstance(section, (dict, DictConfig)):  # Hydra assumes that it is a section
                 raise ConfigError("{}: hydra: is {}; a section is expected", path, show(section))
             if isinstance(found.config, DictConfig):
                 package = found.header.get("package") or os.path.dirname(config_path).replace("/", ".")
@@ -221,7 +221,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
     known: dict[tuple[str, ...], int] = {}
 
     def size(path: tuple[str, ...]) -> int:
-        """Return how many values are read for the value at `path`."""
+        """Return the number of values that the value at `path` expands to."""
         if path not in known:
             known[path] = 1  # for a circle, which OmegaConf finds itself
             value = functools.reduce(_inner, path, raw)

@@ -42,7 +42,7 @@ class JobLines:
     def __init__(self, live: bool, objective: str):
         self._objective = objective
         self._told: dict[int, str] = {}  # the last line of each run
-        self._latest: dict[int, str] = {}  # of the runs that go on
+        self._latest: dict[int, str] = {}  # the latest line of each run in progress
         self._names: dict[int, str] = {}
         self._n_ended = 0
         self._screen = Screen(sys.stderr, self._lines, self._failed) if live else None
@@ -217,7 +217,7 @@ class SideBySide:
             try:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                self._free.put(share)  # the runs after it shall say so, too, and not wait
+                self._free.put(share)  # so that the next runs fail with the same error and do not wait
                 text = "is more than 1, but the run cannot be given to another process: {}"
                 raise ConfigError(Problem(N_JOBS, text, error)) from error
             self._running.append(running)
@@ -249,7 +249,7 @@ class SideBySide:
             try:
                 if error is None:
                     self._told(number, line)
-            except Exception as first:  # the run goes on, for which somebody has to read what it says
+            except Exception as first:  # the run continues, and would block if nobody read its output
                 error = first
         process.join()
         objective, reason = None, _how_it_ended(process.exitcode)
@@ -319,7 +319,7 @@ def _end_with(parent: Any) -> None:
 def _lines(output: Any, sentinel: Any) -> Iterator[str]:
     """Yield the lines that a run writes until it ends."""
     rest = b""
-    # What the run has started may hold its output open when it has ended.
+    # A process that the run started may keep the pipe open after the run has ended.
     while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MOST_BYTES)):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
@@ -354,7 +354,7 @@ def _environment(share: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block signals within a `with` block. A process that the block starts unblocks them when it can handle them."""
-    resource_tracker.ensure_running()  # it would be started together with the first process, and unblocks some
+    resource_tracker.ensure_running()  # otherwise it starts with the first process, and unblocks some signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

@@ -156,7 +156,7 @@ class Sweep:
 
     def text(self) -> str:
         """Return the results as tables for a terminal, in which a star marks the best run."""
-        from areno.run.resume import shown  # what it imports takes a while, and --help does without
+        from areno.run.resume import shown  # its imports take long, and --help does not need them
 
         good = "more" if self.mode == "max" else "less"
         parts = [f"{len(self.outcomes)} runs in {shown(self.folder)}, by {self.objective} ({good} is better)"]
@@ -217,7 +217,7 @@ class Sweep:
         if links:
             folder.mkdir(exist_ok=True)
         for link in folder.glob("*"):
-            if link.is_symlink() and link.name not in links:  # another run has shown what differs
+            if link.is_symlink() and link.name not in links:  # a new run may change the names of earlier links
                 link.unlink()
         for name, events in links.items():
             if not os.path.lexists(folder / name):

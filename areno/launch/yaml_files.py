@@ -1,4 +1,4 @@
-"""Find the YAML files that a run can use: tasks, experiments and group choices, in each folder of the search path."""
+"""Find the YAML files that a run can use: tasks, experiments and choices of config groups."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> lis
     candidates = np.flatnonzero(np.sign(np.concatenate([np.zeros(0), *advantages])) * log_r > 0)
     second = np.square(log_r[candidates])
     order = np.argsort(second, kind="stable")
-    means = np.cumsum(second[order]) / np.arange(1, second.size + 1)  # of the so many smallest; it never falls
+    means = np.cumsum(second[order]) / np.arange(1, second.size + 1)  # of the n smallest; ascending in n
     keep = np.ones(log_r.shape, dtype=bool)
     keep[candidates[order[np.searchsorted(means, threshold, side="right") :]]] = False
     return np.split(keep, np.cumsum(lengths)[:-1]) if lengths else []
@@ -163,13 +163,13 @@ def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.nda
 
 def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
     """Return KL(p, q) of each token, for the two outcomes "this token" and "any other token"."""
-    nearly_one = -1e-8  # a probability of 1 leaves nothing for the other event
+    nearly_one = -1e-8  # with a probability of 1, the other event would have log-probability -inf
     log_p_T, log_q_T = np.minimum(log_p_T, nearly_one), np.minimum(log_q_T, nearly_one)
     p_T, other_p_T, other_q_T = np.exp(log_p_T), -np.expm1(log_p_T), -np.expm1(log_q_T)
     return p_T * (log_p_T - log_q_T) + other_p_T * (np.log(other_p_T) - np.log(other_q_T))
 
 
 def _of_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
-    """Combine the tokens of a row. `values_T` are log ratios for metric "ratio", else the metric of each token."""
+    """Combine the tokens of a row by `agg`. `values_T` are log ratios for metric "ratio", otherwise metric values."""
     value = float({"sum": np.sum, "mean": np.mean, "max": np.max}[agg](values_T))
     return math.exp(min(value, MAX_LOG_RATIO)) if metric == "ratio" else value

@@ -130,7 +130,7 @@ class DataPack:
         Returns:
             (R,) sums, 0 for rows without trained tokens.
         """
-        # Devices add in any order; in float64 that order does not show in the float32 result.
+        # A GPU adds in any order. In float64, the order does not change the result after rounding to float32.
         out = torch.zeros(self.n_rows, dtype=torch.float64, device=values_T.device)
         rows_T = self.row_of_token.index_select(0, self.trained_T)
         return out.index_add(0, rows_T, values_T.double()).to(values_T.dtype)

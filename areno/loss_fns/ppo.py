@@ -47,7 +47,7 @@ def value_loss_fn(
     """
     values_T = pack.trained(values)
     old_T, returns_T = pack.trained(pack.need("values")), pack.trained(pack.need("returns"))
-    # Not old + clamp(v - old): rounding would move values that are not clipped, and count them.
+    # Not old + clamp(v - old): rounding would change values that are not clipped, and they would count as clipped.
     clipped_T = values_T.clamp(old_T - cliprange_value, old_T + cliprange_value)
     error_T, clipped_error_T = (values_T - returns_T).square(), (clipped_T - returns_T).square()
     value_loss = pack.token_mean(torch.maximum(error_T, clipped_error_T))

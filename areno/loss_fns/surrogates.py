@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from areno.loss_fns.pack import DataPack
 
-MAX_LOG_RATIO = 20.0  # no ratio is taken beyond exp(20) = 5e8: far from all that matters, and finite in float32
+MAX_LOG_RATIO = 20.0  # ratios are clamped at exp(20) = 5e8: far beyond every clip range, and finite in float32
 
 ImportanceLevel = Literal["token", "sequence"]
 ProxMethod = Literal["recompute", "loglinear"]
@@ -82,7 +82,7 @@ def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMe
     staleness_T = pack.of_rows(pack.need("staleness")).to(moved_T.dtype)
     alpha_T = staleness_T / (staleness_T + 1.0)
     factor_T = (alpha_T * bounded(moved_T)).exp()
-    # Written as a sum, so that policies infinitely far apart stay infinitely far apart: inf - alpha * inf is NaN.
+    # Written as a product, because inf - alpha * inf would be NaN for an infinite difference of log-probabilities.
     log_ratio_T = (1.0 - alpha_T) * moved_T + (logprobs_T - logprobs_T.detach())
     return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
 
@@ -137,7 +137,7 @@ class ClipRange(Surrogate):
 
     Attributes:
         eps_clip: The ratio is clipped to at least 1 - eps_clip.
-        eps_clip_higher: The ratio is clipped to at most 1 + eps_clip_higher. None takes eps_clip.
+        eps_clip_higher: The ratio is clipped to at most 1 + eps_clip_higher. None uses eps_clip.
     """
 
     eps_clip: float = setting(
@@ -268,7 +268,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         return found
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of the chosen surrogate."""
+        """Compute the loss of the chosen surrogate, see `Surrogate.surrogate_loss`."""
         return SURROGATES[self.surrogate].surrogate_loss(self, ratio, advantages, logprobs)
 
     def clip_range(self) -> float | None:

@@ -183,7 +183,7 @@ def sample_with_agents(
     def watch(n_done: int) -> None:
         nonlocal polled
         if time.monotonic() - polled > _POLL_S:  # not for each outcome, since a poll waits for the workers
-            trainer.engine.poll(0.0)  # raises where a worker is lost; agents would only see requests that fail
+            trainer.engine.poll(0.0)  # raises if a worker is lost; agents would only see failing requests
             polled = time.monotonic()
         on_progress([], trainer.engine.rollout_stats())
 

@@ -39,7 +39,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
     by_sample = joined(rows, rollout.sizes)
-    # The advantages of tokens that are not trained are 0. To add them up takes less time than trained() and mean().
+    # Tokens that are not trained have advantage 0. So all tokens are summed, which is faster than trained() and mean().
     advantages_B[rollout.keep] = [
         np.add.reduce(np.asarray(row.advantages)) / max(1, n_trained(row)) for row in by_sample
     ]
@@ -140,7 +140,7 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """Sample and score the prompts of a step.
 
     With rollout.dynamic_sampling, groups whose rewards are all equal are dropped, and further prompts of the dataset
-    replace them.
+    replace them. If all groups have equal rewards, they are kept.
 
     Args:
         setup: Models, data, settings and outputs of the run.

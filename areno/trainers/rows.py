@@ -189,7 +189,7 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
             )
     if not rows:
         return
-    together = np.concatenate(places)  # one assignment for all rows, since each takes longer than its numbers
+    together = np.concatenate(places)  # one assignment for all rows, which is faster than one per row
     values = np.zeros(len(together))
     values[together] = np.concatenate(arrays)
     start = 0

@@ -36,7 +36,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
         self._setup, self._items, self._gconfig, self._first_group = setup, items, gconfig, first_group
-        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by place in the rollout
+        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by index in the rollout
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
 
@@ -114,7 +114,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         if any(own) or (outcomes is None and setup.config.reward.path is None):
             outcomes = add_own(records, outcomes, own)
         if setup.config.reward.path is not None:
-            # Equal rows are scored once. Rounding depends on the place in a batch, and equal answers must not differ.
+            # Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
             rows = [tuple(_whole(sample)) for sample, _ in asked.values()]
             distinct = list(dict.fromkeys(rows))
             scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))

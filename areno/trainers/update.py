@@ -56,7 +56,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
     prox = [np.asarray(all_)[places_of(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
     stats: dict[str, float] = {}
     if actor.prox_logp_method == "metrics":
-        # The error of what prox_logp_method=loglinear would have taken for `prox`.
+        # The error of the interpolation that prox_logp_method=loglinear would use in place of `prox`.
         errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
         stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
     # The weight is p_old / p_roll, so that weight times ratio is p / p_roll.
