@@ -1,4 +1,4 @@
-"""areno: reinforcement-learning post-training of language models. The public names, imported when first used."""
+"""areno: reinforcement-learning post-training of language models. Public names are imported when first used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Show that a process makes progress, by a counter that its work increases.
+"""A progress counter of this process, which a watchdog reads to detect hangs.
 
-Code that works for long calls `beat` after each part of the work. A watchdog (areno.engine.processes.watchdog) looks at
-the counter. So only the work itself may call `beat`, never a thread that would continue while the work hangs.
+Long-running code calls `beat` after each unit of work. The watchdog (areno.engine.processes.watchdog) reports a hang
+if the counter does not increase. So only the working code may call `beat`, never a separate thread, which would
+continue to count while the work hangs.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ _work: list[tuple[str, int]] = []  # (name, thread) of each open `working` block
 
 
 def beat() -> None:
-    """Count one more part of the work."""
+    """Increase the progress counter by one, after a unit of work."""
     _counters[_index] += 1
 
 
 def count() -> int:
-    """Return the number of parts so far."""
+    """Return the value of the progress counter."""
     return _counters[_index]
 
 
 def count_in(counters: Any, index: int) -> None:
-    """Count in shared memory from now on, so that another process sees the counter.
+    """Move the progress counter to shared memory, so that another process can read it.
 
     Args:
-        counters: Array of counters.
+        counters: Array of integers in shared memory, one for each process.
         index: Index of this process's counter.
     """
     global _counters, _index
@@ -39,10 +40,10 @@ def count_in(counters: Any, index: int) -> None:
 
 @contextmanager
 def working(name: str) -> Iterator[None]:
-    """Name the work of a `with` block or decorated function, which must make progress. Blocks may be nested.
+    """Mark a `with` block or decorated function as work that must make progress. Blocks may be nested.
 
     Args:
-        name: Name of the work, for the report of a hang.
+        name: Name of the work, which the report of a hang shows.
     """
     entry = (name, threading.get_ident())
     _work.append(entry)
@@ -53,5 +54,5 @@ def working(name: str) -> Iterator[None]:
 
 
 def work() -> list[tuple[str, int]]:
-    """Return (name, id of the thread) of each open `working` block, outermost first."""
+    """Return (name, thread id) of each `working` block that has not ended, outermost first."""
     return list(_work)

@@ -1,4 +1,4 @@
-"""The names that agents and their reward functions import: batches, items, trajectories, records, loss masks."""
+"""The public names for code of agents and of their reward functions."""
 
 from areno.agents.recorder import Recorder
 from areno.agents.trajectories import AgentBatch, AgentItem, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy

@@ -1,7 +1,8 @@
-"""The registry of algorithms: areno's own five, those of installed packages, and those that files register.
+"""The registry of algorithms: those of areno, those of installed packages, and those that a user's file registers.
 
 An algorithm is a configuration class and a loop. The class defines the loss and the advantages that its settings
-describe, and an Algorithm may replace both. A file of your own registers one and runs it, as examples/algorithms does:
+describe, and an Algorithm may replace both. A file of your own registers an algorithm and runs it, as
+examples/algorithms does:
 
     ALGORITHM = register_algorithm(
         Algorithm(name="mine", config=MyConfig, loop=lambda: areno.PolicyOnlyTrainer, loss_fn=my_loss)
@@ -9,9 +10,10 @@ describe, and an Algorithm may replace both. A file of your own registers one an
     if __name__ == "__main__":
         run_algorithm(ALGORITHM)  # of areno.launch
 
-A package makes its algorithms known by entry points of the group "areno.algorithms", name = "module:ALGORITHM". areno
-does so too. A checkout that is not installed has no entry points, so those in its pyproject.toml are read instead.
-This module does not import torch: `--help` and `--cfg job` answer at once, as long as the file does not import it.
+A package, areno included, declares its algorithms as entry points of the group "areno.algorithms", name =
+"module:ALGORITHM". A checkout that is not installed has no entry points, so they are read from its pyproject.toml.
+This module does not import torch, so that `--help` and `--cfg job` respond fast, provided that the user's file does
+not import torch either.
 """
 
 from __future__ import annotations
@@ -41,22 +43,24 @@ registered: dict[str, Algorithm] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """How a policy is trained: a configuration, a training loop and a loss.
+    """A training algorithm: a configuration class, a training loop and a loss.
 
     Attributes:
         name: The name of the algorithm for `--algo` and get_algorithm.
-        config: Its experiment dataclass, a subclass of the one that the loop reads.
+        config: The dataclass of the algorithm's configuration, which is the class that the loop reads or a subclass of
+            it.
         loop: A function that imports and returns the class of the training loop, so that `--help` need not load torch:
             PolicyOnlyTrainer samples groups and needs no critic, PPOTrainer adds a critic, SFTTrainer and DPOTrainer
             train on rows of a dataset.
-        default: The default of --config-name.
-        loss_fn: Makes the loss function `(pack, logprobs) -> (loss, stats)` from the configuration, see
-            areno.loss_fns. None takes the loss of the configuration, `config.loss_fn()`.
-        advantage_fn: Computes the advantages of rows, with the arguments of an AdvantageFn (areno.trainers.rows). None
-            takes `config.advantages()`.
-        roles: Models beside the actor that must be configured, such as "ref", whose log-probabilities the rows carry.
-        file: The script that defines the algorithm; None for an installed one. run_algorithm sets it, and a run records
-            it, so that `areno train --resume`, `areno evaluate` and `areno replay` find the algorithm.
+        default: The configuration that runs if --config-name is not given.
+        loss_fn: Makes the loss function `(pack, logprobs) -> (loss, stats)` from the configuration, see areno.loss_fns.
+            None uses the loss of the configuration, `config.loss_fn()`.
+        advantage_fn: Function (rows, group id of each row, actor settings) that computes advantages, see AdvantageFn in
+            areno.trainers.rows. None uses `config.advantages()`.
+        roles: Models other than the actor that must be configured, such as "ref", the reference model whose
+            log-probabilities the loss uses.
+        file: The script that defines the algorithm. None for an installed algorithm. run_algorithm sets this field,
+            and a run records it, so that `areno evaluate` and `areno replay` find the algorithm.
     """
 
     name: str
@@ -85,18 +89,20 @@ class Algorithm:
         return issubclass(self.config, (SupervisedExperimentConfig, PreferenceExperimentConfig))
 
     def trainer(self, config: Any, run_dir: str | Path | None = None, **given: Any) -> Any:
-        """Make the training loop, ready for `fit()`.
+        """Construct the training loop, ready for `fit()`.
 
         Args:
             config: The configuration of the run, an instance of `self.config`.
             run_dir: The folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
-            given: Rows, functions and trackers of a script: train_dataset=, valid_dataset=, reward_fn=, trackers=.
+            given: Keyword arguments of the loop that a script passes in: train_dataset, valid_dataset, trackers, and
+                for loops with rewards reward_fn.
 
         Returns:
             An instance of the class that `loop` returns. Close it, or use it as a context manager.
 
         Raises:
-            ConfigError: A role that the algorithm needs is null, or `config` is of another class than the loop reads.
+            ConfigError: A model in `roles` is null in the configuration, or `config` is not of the class that the
+                loop reads.
         """
         missing = [role for role in self.roles if vars(config).get(role) is None]
         if missing:
@@ -108,11 +114,27 @@ class Algorithm:
         return loop(config, self.make_loss(config), run_dir=run_dir, advantage_fn=self.advantage_fn, **given)
 
     def make_loss(self, config: Any) -> LossFn:
-        """Return the loss function of a run with this configuration."""
+        """Return the loss function for a run.
+
+        Args:
+            config: The configuration of the run.
+
+        Returns:
+            A function (pack, logprobs) -> (loss, statistics), from `loss_fn` if it is set, otherwise from
+            `config.loss_fn()`.
+        """
         return config.loss_fn() if self.loss_fn is None else self.loss_fn(config)
 
     def run(self, config: Any, run_dir: Path) -> float:
-        """Run one experiment in the folder `run_dir` and return its objective."""
+        """Train once from start to end, and close the training loop.
+
+        Args:
+            config: The configuration of the run, an instance of `self.config`.
+            run_dir: The folder of logs, rollouts and checkpoints.
+
+        Returns:
+            The objective that `fit()` of the loop returns, such as the accuracy of the last evaluation.
+        """
         with self.trainer(config, run_dir) as trainer:
             return trainer.fit()
 
@@ -121,13 +143,13 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
     """Add an algorithm to the registry of this process.
 
     Args:
-        algorithm: The algorithm. It replaces one that was registered under the same name.
+        algorithm: The algorithm. It replaces an algorithm that was registered before under the same name.
 
     Returns:
         The algorithm itself.
 
     Raises:
-        ValueError: areno or another installed package has an algorithm of this name.
+        ValueError: areno or another installed package already has an algorithm with this name.
     """
     if algorithm.name in installed():
         raise ValueError(f"{algorithm.name} comes with areno or another package; give the algorithm another name")
@@ -136,10 +158,16 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """Return the algorithm of a name.
+    """Return the algorithm with a given name.
+
+    Args:
+        name: Name of a registered algorithm or of an installed one, such as "grpo".
+
+    Returns:
+        The algorithm. An installed algorithm is imported first.
 
     Raises:
-        ConfigError: There is no such algorithm.
+        ConfigError: No algorithm has this name.
     """
     if name in registered:
         return registered[name]
@@ -153,13 +181,19 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def algorithm_of(folder: Path) -> Algorithm:
-    """Return the algorithm of a run. The algorithm of a user's file is imported from the file that the run recorded.
+    """Return the algorithm with which a run was made.
+
+    If the algorithm is not installed, it is imported from the user's file that the run recorded.
 
     Args:
         folder: Folder of the run.
 
+    Returns:
+        The algorithm.
+
     Raises:
-        ArenoError: The run does not name its algorithm, or it is neither installed nor in the recorded file.
+        ArenoError: The run does not name its algorithm, or the algorithm is neither installed nor defined in the
+            recorded file.
     """
     from areno.files.user_code import load_module
     from areno.tracking.run_folder import recipe_of, script_of
@@ -179,18 +213,18 @@ def algorithm_of(folder: Path) -> Algorithm:
 
 
 def algorithm_names() -> list[str]:
-    """Return the names that get_algorithm knows: of areno, of other packages, and of files, each in their order."""
+    """Return the names that get_algorithm accepts: first installed algorithms, then registered ones, each sorted."""
     return [*installed(), *sorted(registered)]
 
 
 def own_algorithms() -> list[str]:
-    """Return the names of the algorithms that come with areno, in alphabetical order."""
+    """Return the names of the algorithms that are part of areno, in alphabetical order."""
     return [name for name, entry in installed().items() if entry.value.startswith(_PACKAGE)]
 
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return the entry points of all packages by their names. The search through all packages takes 25 ms."""
+    """Return {name: entry point} of the algorithms of all packages. Cached, since the search takes 25 ms."""
     from importlib.metadata import entry_points  # this import takes as long as all settings of a run
 
     found = [*entry_points(group=_GROUP)]
@@ -200,11 +234,11 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def _of_checkout() -> list[EntryPoint]:
-    """Return the entry points that the pyproject.toml of a checkout declares; none outside of a checkout."""
+    """Return the entry points declared in the pyproject.toml of a checkout. Empty outside of a checkout."""
     from importlib.metadata import EntryPoint
 
     text = (read_if_exists(root() / "pyproject.toml") or b"").decode()
-    # Python 3.10 has no reader of TOML. This section has only lines of the form `name = "module:ALGORITHM"`.
+    # Python 3.10 has no TOML parser. This section has only lines of the form `name = "module:ALGORITHM"`.
     _, _, rest = text.partition(f'[project.entry-points."{_GROUP}"]\n')
     pairs = [line.partition("=") for line in rest.partition("\n[")[0].splitlines() if "=" in line]
     return [EntryPoint(name.strip(), value.strip().strip('"'), _GROUP) for name, _, value in pairs]

@@ -1,4 +1,4 @@
-"""The scalars of a step: rollout/*, train/*, eval/* and time/*, from samples, training rows and phases."""
+"""Functions that compute the metrics rollout/*, train/*, eval/* and time/*, and classes that time and record steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
 
 
 class Stopwatch:
-    """Measures the phases of a step in seconds, for the time/* metrics. An inner phase counts as the outer one."""
+    """Measures the phases of a step in seconds, for the time/* metrics.
+
+    The time of a phase inside another phase counts only for the outer phase.
+
+    Args:
+        before_phase: Called with the name of each outer phase before it starts.
+
+    Attributes:
+        seconds: Seconds of each phase since `reset`, by name.
+    """
 
     def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
         self._before_phase = before_phase
@@ -34,16 +43,23 @@ class Stopwatch:
         self._lock = threading.RLock()
 
     def reset(self) -> None:
-        """Start a new step."""
+        """Start a new step, with no time in any phase."""
         self.seconds, self._began = {}, time.perf_counter()
 
     def close_step(self) -> None:
-        """Count the time outside of all phases as the phase `other`."""
+        """Set the phase `other` to the time since `reset` that no phase counts."""
         self.seconds["other"] = max(0.0, time.perf_counter() - self._began - self.total)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a phase. Its work must make progress, see areno.heartbeat."""
+        """Measure a `with` block as a phase of the step. The block must make progress (see areno.heartbeat).
+
+        Args:
+            name: Name of the phase. Repeated blocks of the same name add up.
+
+        Raises:
+            EngineError: Another thread is in a phase.
+        """
         heartbeat.beat()
         if not self._lock.acquire(blocking=False):
             raise EngineError(
@@ -67,7 +83,7 @@ class Stopwatch:
 
     @property
     def total(self) -> float:
-        """Seconds of all phases."""
+        """Sum of the seconds of all phases since `reset`."""
         return sum(self.seconds.values())
 
 
@@ -82,15 +98,19 @@ def rollout_metrics(
     skipped_long: int = 0,
     total_skipped_long: int | None = None,
 ) -> dict[str, float]:
-    """Return the rollout/* scalars of one step. Lengths are in tokens.
+    """Compute the rollout/* metrics of one step. Lengths are in tokens.
 
-    A scalar without a value, such as the mean of no rewards, is left out.
+    A metric without a value, such as the mean reward if no sample has a reward, is left out.
 
     Args:
         samples: All samples of the step.
-        advantages: One for each sample. Rewards and advantages count only for samples that have a reward.
-        skipped_long: Too long rows that were skipped in this step.
-        total_skipped_long: The same since the start of the run.
+        advantages: (B,) advantage of each sample. Samples without a reward are left out of the statistics of rewards
+            and of advantages.
+        skipped_long: Number of dataset rows skipped in this step because they were too long.
+        total_skipped_long: The same number since the start of the run. None leaves out the metric.
+
+    Returns:
+        The metrics by name, with the prefix rollout/.
     """
     stats = _agent_stats(samples)
     done = np.array([sample.is_done for sample in samples], dtype=bool)
@@ -119,15 +139,18 @@ def rollout_metrics(
 
 
 def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[str, float]:
-    """Return the metrics of one evaluation set, without a prefix.
+    """Compute the metrics of one evaluation set.
 
-    With several samples of a prompt, pass@k and avg@n_samples are included: means over the prompts, where a sample
-    passes as in `accuracy`. Samples without a reward do not count. A prompt with fewer than k counted samples has no
-    pass@k.
+    With several samples per prompt, pass@k and avg@n_samples are included, each a mean over the prompts. A sample
+    passes if its reward is at least 1.0. Samples without a reward do not count. A prompt with fewer than k counted
+    samples has no pass@k.
 
     Args:
         samples: All samples of the set.
-        n_samples: Samples of each prompt.
+        n_samples: Number of samples drawn for each prompt.
+
+    Returns:
+        The metrics by name, without a prefix.
     """
     metrics = rollout_metrics(samples, np.zeros(len(samples)))
     names = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
@@ -146,7 +169,14 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
 
 
 def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
-    """Return the rewards of each group, over the samples that have one."""
+    """Return the rewards of each group.
+
+    Args:
+        samples: The samples. Those without a reward are left out.
+
+    Returns:
+        Group number -> rewards of its samples. A group without any reward is absent.
+    """
     rewards: dict[int, list[float]] = {}
     for sample in samples:
         if sample.outcome.value is not None:
@@ -155,18 +185,21 @@ def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that at least one of k samples passes (arXiv 2107.03374).
+    """Estimate, without bias, the probability that at least one of k samples passes (arXiv 2107.03374).
 
     Args:
-        n: Number of samples, at least k.
-        c: Number of samples that passed.
-        k: Number of attempts.
+        n: Number of drawn samples, at least k.
+        c: Number of drawn samples that passed.
+        k: Number of attempts in pass@k.
+
+    Returns:
+        A probability from 0 to 1.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return mean and spread of each part of the rewards, over the samples that have it."""
+    """Return mean and standard deviation of each named part of the rewards, over the samples that have the part."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.outcome.parts.items():
@@ -176,7 +209,7 @@ def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return statistics of the agents of a step. Empty for single completions."""
+    """Return statistics of the agents of a step. Empty if the samples are single completions."""
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
     failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)
     if not found and not failed:
@@ -192,10 +225,16 @@ def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return the rollout/* scalars that follow from training rows. Empty without log-probabilities of a rollout.
+    """Compute rollout/* metrics from training rows, for scripts that have no scored samples.
 
     The prompt of a row ends before its first trained token. The response is all trained tokens, and the advantage of a
-    row is their mean.
+    row is the mean over its trained tokens.
+
+    Args:
+        rows: The rows passed to a training call.
+
+    Returns:
+        The metrics by name. Empty if a row has no `logprobs`.
     """
     if any(row.logprobs is None for row in rows):
         return {}
@@ -215,13 +254,13 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
 def _sample_stats(
     lengths: Mapping[str, Any], *, logprobs: Sequence[Any], rewards: Sequence[float], advantages: Any
 ) -> dict[str, float]:
-    """Return the statistics of samples.
+    """Return the statistics that samples and training rows have in common.
 
     Args:
-        lengths: Lengths of the samples in tokens, by name.
+        lengths: Lengths in tokens by name, each a list with a number per sample. Must have response_len.
         logprobs: Log-probabilities of the tokens of each response.
         rewards: Rewards of the samples that have one.
-        advantages: Advantages of these samples.
+        advantages: Advantages of the samples that have a reward.
     """
     stats: dict[str, float] = {"num_sequences": len(logprobs)}
     if not logprobs:
@@ -239,12 +278,12 @@ def _sample_stats(
 
 
 def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
-    """Return the share of rewards of at least 1.0, which stand for a right answer. NaN without rewards."""
+    """Return the share of rewards that are at least 1.0 (a right answer), or NaN if there are no rewards."""
     return float(np.mean(np.asarray(rewards) >= _RIGHT)) if len(rewards) else math.nan
 
 
 def step_times(clock: Stopwatch) -> dict[str, float]:
-    """Return the seconds of a step that belong to its training statistics."""
+    """Return the seconds of rollout, training and the whole step, as entries of the train/* statistics."""
     return {
         "step_rollout_time_s": clock.seconds.get("rollout", 0.0),
         "step_train_time_s": clock.seconds.get("train", 0.0),
@@ -253,7 +292,7 @@ def step_times(clock: Stopwatch) -> dict[str, float]:
 
 
 def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, float]:
-    """Return the train/* and time/* scalars of a step."""
+    """Return the train/* and time/* metrics of a step from its training statistics and its stopwatch."""
     return with_prefix("train", stats) | with_prefix("time", {**clock.seconds, "step": clock.total})
 
 
@@ -263,13 +302,14 @@ def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
 
 
 class MetricsRecorder(Trackers):
-    """Writes the scalars of steps to files, for scripts that have no run. Use as a context manager, or call close().
+    """Writes metrics to files, for scripts that have no run folder. Use it as a context manager, or call close().
 
-    `Trainer(metrics_log_dir=...)` records its own steps with one. The files appear with the first scalars.
+    `Trainer(metrics_log_dir=...)` records its own steps with a MetricsRecorder. The files are created when the first
+    metrics are recorded.
 
     Args:
-        path: folder of TensorBoard event files. None: none are written.
-        jsonl: file with one JSON line for each call of `record`. None: none is written.
+        path: Folder for TensorBoard event files. None writes no event files.
+        jsonl: File that gets one JSON line for each call of `record`. None writes no JSON lines.
     """
 
     def __init__(self, path: str | Path | None = None, jsonl: str | Path | None = None):
@@ -277,14 +317,14 @@ class MetricsRecorder(Trackers):
         super().__init__(files if jsonl is None else [*files, Jsonl(jsonl)])
 
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars of a step.
+        """Write metrics of a step.
 
         Args:
-            step: number of the step. A step may come in several calls.
-            scalars: value by name, <namespace>/<name>: rollout/*, train/*, eval/* or time/*.
+            step: Number of the step. Several calls may record metrics of the same step.
+            scalars: Values by name. A name has a prefix: rollout/, train/, eval/ or time/.
 
         Raises:
-            ArenoError: the files cannot be written. The message names the setting.
+            ArenoError: The files cannot be written. The message names the setting.
         """
         self.log(step, scalars)
 
@@ -300,17 +340,26 @@ class MetricsRecorder(Trackers):
 
 
 class StepLog:
-    """Records the steps of a script. A step is a round in which no model is trained twice; steps count from 1."""
+    """Records the metrics of a script's training calls, grouped into steps that count from 1.
+
+    A new step begins when a model is trained that was already trained in the current step.
+
+    Args:
+        clock: Stopwatch of the phases since the actor was last trained.
+
+    Attributes:
+        recorder: Receives the metrics. None records nothing.
+    """
 
     def __init__(self, clock: Stopwatch):
-        self.clock = clock  # of the phases since the policy was last trained
+        self.clock = clock  # measures the phases since the actor was last trained
         self.recorder: MetricsRecorder | None = None  # None: nothing is written
         self._step = 1
-        self._trained: set[str] = set()  # models trained in it
-        self._skipped: tuple[int, int] | None = None  # prompts passed over: since the policy was last trained, in all
+        self._trained: set[str] = set()  # models trained in the current step
+        self._skipped: tuple[int, int] | None = None  # skipped prompts: (since the actor was last trained, in total)
 
     def counting_skipped(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
-        """Yield the batches once, and count skipped rows."""
+        """Yield the batches of one epoch of a loader, and count skipped rows for the metrics."""
         counted = 0
         for batch in loader.batches():
             counted += self._count_skipped(loader.total_skipped_long - counted)
@@ -323,7 +372,7 @@ class StepLog:
         return n
 
     def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
-        """Record the statistics of a training call, and return them with those of the step."""
+        """Record the statistics of a training call, and return a copy. For the actor, times of the step are added."""
         if role in self._trained:
             self._trained.clear()
             self._step += 1

@@ -1,7 +1,7 @@
-"""Rollout sessions: samples are drawn inside of a session; scoring, training and saving happen outside.
+"""Rollout sessions. Samples are drawn inside a session; scoring, training and saving happen outside.
 
-A session may serve the policy to agents meanwhile (areno.agents.proxy). ExpectedLengths estimates the length of
-completions, by which an engine with several copies of the model divides the work.
+A session may also serve the policy to agents over HTTP (areno.agents.proxy). ExpectedLengths estimates the length of
+completions. An engine with several data-parallel copies of the model uses the estimates to balance the load.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _MAX_PROMPTS = 200_000  # prompts that are remembered
 
 
 class ExpectedLengths:
-    """Expected tokens of a completion: the mean of the last completions of its prompt, else of the last rollout.
+    """Estimates the number of tokens in a completion of a prompt from earlier rollouts.
 
-    A resumed run starts without them. This changes which device draws a sample, but not the sample.
+    The estimate is the mean over the last completions of the prompt, or, for a new prompt, over the last rollout. A
+    resumed run starts without estimates. This changes which device generates a sample, but not the sample.
     """
 
     def __init__(self) -> None:
@@ -38,15 +39,22 @@ class ExpectedLengths:
         self._mean: float | None = None
 
     def of(self, prompt: Sequence[int]) -> float | None:
-        """Return the expected tokens of a prompt's completion. None if nothing is known."""
+        """Estimate the number of tokens in a completion of a prompt.
+
+        Args:
+            prompt: Token ids of the prompt.
+
+        Returns:
+            The estimate, or None before the first rollout.
+        """
         return self._of_prompt.get(hash(tuple(prompt)), self._mean)
 
     def record(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
-        """Record the completions of a rollout.
+        """Record the lengths of the completions of a rollout.
 
         Args:
             prompts: Token ids of each prompt.
-            lengths: Tokens of the completions of each prompt.
+            lengths: For each prompt, the number of tokens in each of its completions.
         """
         if len(self._of_prompt) + len(prompts) > _MAX_PROMPTS:
             self._of_prompt.clear()
@@ -56,41 +64,41 @@ class ExpectedLengths:
         self._mean = sum(map(sum, lengths)) / n_samples if n_samples else self._mean
 
 
-# What a cache is made for at least: growing it later would take its CUDA graphs along.
+# The smallest size of a KV cache: enlarging a cache later would discard its CUDA graphs.
 _SHORTEST = 128  # tokens
-_FEWEST = 64  # samples, and a multiple of which there is room for
-_SERVED = 256  # samples, where agents ask and nobody knows how often
-_MOST = 1024  # samples on each copy of the model: a step with more is hardly faster for each of them
+_FEWEST = 64  # samples; a cache has room for a multiple of this number
+_SERVED = 256  # samples, for agents, whose number of requests is not known
+_MOST = 1024  # samples per data-parallel copy of the model: more samples hardly raise the throughput
 
 
 class Sessions:
-    """The rollout sessions of one Trainer. At most one is open."""
+    """State shared by the rollout sessions of one Trainer, of which at most one is open."""
 
     def __init__(self, engine: Engine, plan: TrainerPlan):
         self.engine, self.plan = engine, plan
         self.open: RolloutSession | None = None
-        # What sessions were made ready for. Both only grow, so that the rollouts of a loop share one decoder.
+        # The size that the KV cache was made for. It only grows, so that the rollouts of a loop share one decoder.
         self.longest = _SHORTEST  # tokens of a sequence
-        self.most = _FEWEST  # samples at once, where no argument says how many
-        self.interrupted = False  # while it sampled
+        self.most = _FEWEST  # samples at once, if max_running is None
+        self.interrupted = False  # whether Ctrl-C interrupted a rollout
         self.lengths = ExpectedLengths()
 
     def need(self, what: str) -> RolloutSession:
-        """Return the open session. EngineError without one; `what` is the name of the call."""
+        """Return the open session. Raises EngineError, which names the call `what`, if no session is open."""
         if self.open is None:
             hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
     def refuse(self, what: str) -> None:
-        """Raise EngineError if a session is open, in which the call `what` is not allowed."""
+        """Raise EngineError if a session is open. `what` is the name of the refused call."""
         if self.open is not None:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
         self.settle()
 
     def settle(self) -> None:
-        """End a rollout that Ctrl-C has interrupted, when a notebook continues afterwards."""
+        """End a rollout that Ctrl-C interrupted, if there is one, so that a notebook can continue."""
         if self.interrupted:
             self.interrupted = False
             self.engine.end_rollout(drop=True)
@@ -98,7 +106,13 @@ class Sessions:
 
 @dataclass(kw_only=True, frozen=True)
 class ProxySettings:
-    """How a session serves the policy to agents: default sampling, seconds for a request, seed."""
+    """Settings with which a session serves the policy to agents.
+
+    Attributes:
+        params: Sampling settings for requests that set none.
+        timeout_s: Longest time of a request, in seconds.
+        seed: Seed of the requests.
+    """
 
     params: SamplingParams
     timeout_s: float
@@ -106,52 +120,54 @@ class ProxySettings:
 
 
 class RolloutSession:
-    """A period of sampling, as an async or a plain context manager. `Trainer.rollout_session` makes it.
+    """An async or plain context manager inside which samples can be drawn. `Trainer.rollout_session` makes it.
 
-    However the block ends, even by an error or a cancelled task, the Trainer can be used afterwards.
+    The Trainer can be used after the block, even if the block ends with an error or a cancelled task.
 
     Args:
         sessions: The sessions of the Trainer.
-        max_running: Most samples decoded at once, over all ranks. None takes as many as a rollout has.
-        proxy: Settings of the server for agents. None starts no server.
+        max_running: Largest number of samples decoded at once, over all ranks. None uses the number of samples in a
+            rollout, up to a limit.
+        proxy: Settings of the HTTP server for agents. None starts no server.
     """
 
     def __init__(self, sessions: Sessions, max_running: int | None, proxy: ProxySettings | None = None):
         self._sessions, self._max_running, self._settings = sessions, max_running, proxy
-        self._running_spec: RolloutSpec | None = None  # that the engine decodes with now
-        self._room: RequestLimits | None = None  # of that
+        self._running_spec: RolloutSpec | None = None  # the rollout settings that the engine decodes with now
+        self._room: RequestLimits | None = None  # the limits of requests with these settings
         self._proxy: SessionProxy | None = None
 
     def get_base_url(self) -> str:
-        """Return the base URL of the policy for OpenAI clients: http://127.0.0.1:PORT/v1."""
+        """Return the base URL at which OpenAI clients reach the policy, http://127.0.0.1:PORT/v1."""
         return self.proxy.base_url
 
     @property
     def api_key(self) -> str:
-        """Key of this session. Requests without it are refused."""
+        """API key of this session. The server refuses requests without this key."""
         return self.proxy.api_key
 
     @property
     def timeout_s(self) -> float:
-        """Longest time of a request, and of an agent, in seconds."""
+        """Longest time of a request, in seconds."""
         return self.proxy.server.sampler.limits.timeout_s
 
     @property
     def proxy(self) -> SessionProxy:
-        """The server of this session. EngineError outside of the `with` block, and without a server."""
+        """The HTTP server of this session. Raises EngineError outside of the `with` block or with proxy=False."""
         if self._proxy is None:
             raise EngineError("this rollout session serves nothing; use it in a `with` block, and with proxy=True")
         return self._proxy
 
     def prepare(self, n_tokens: int) -> None:
-        """Prepare the engine for sequences of up to `n_tokens` tokens, prompt and completion.
+        """Make the KV cache large enough for sequences of `n_tokens` tokens, prompt and completion together.
 
         Args:
             n_tokens: Longest sequence, in tokens. The model's context is the upper limit.
 
         Raises:
-            ConfigError: n_tokens is no whole number above 0.
-            EngineError: The call is outside the `with` block, or a larger cache would end an open stream.
+            ConfigError: n_tokens is not a whole number above 0.
+            EngineError: The call is outside the `with` block, or streaming requests are open and would be ended by
+                making a larger cache.
         """
         check_count("n_tokens", n_tokens)
         if self._sessions.open is not self:
@@ -176,7 +192,7 @@ class RolloutSession:
         if running is not None:
             if sessions.engine.is_streaming:
                 if spec.max_len == running.max_len:
-                    return  # the samples that are too many wait for their turn
+                    return  # the excess samples wait in the queue
                 raise EngineError(
                     f"{n_tokens} tokens need a larger cache, and making it would end the streams that are open; "
                     "call session.prepare with the longest length before the first stream"
@@ -196,18 +212,21 @@ class RolloutSession:
         on_progress: OnProgress,
         at_once: int | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times. Returns early if the task is cancelled.
+        """Sample every prompt `n_samples` times.
 
         Args:
             prompt_tokens: Token ids of each prompt.
-            n_samples: Samples of each prompt.
-            params: Sampling settings.
+            n_samples: Number of samples per prompt.
+            params: Sampling settings of all prompts.
             seed: Seed of the call.
-            on_progress: Receives finished samples and the counters of each rank.
-            at_once: Most prompts in progress at the same time. None for all.
+            on_progress: Called during the rollout with (finished samples, rollout statistics of each rank).
+            at_once: Largest number of prompts in progress at the same time. None samples all at once.
 
         Returns:
-            Results in the order of the prompts.
+            The results in the order of the prompts.
+
+        Raises:
+            CancelledError: The asyncio task was cancelled during the rollout.
         """
         engine = self._sessions.engine
         requests = [
@@ -216,7 +235,7 @@ class RolloutSession:
                 prompt=list(map(int, tokens)),
                 n_samples=n_samples,
                 params=params,
-                # Requests have 64 bits; what a large seed has beyond the 32 left for it is folded back in.
+                # A request's seed has 64 bits, of which 32 are for `seed`. Higher bits of `seed` are mixed in.
                 seed=(seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index,
                 expected_tokens=self._sessions.lengths.of(tokens),
             )
@@ -258,7 +277,7 @@ class RolloutSession:
         from areno.agents.proxy import SessionProxy
 
         engine, plan = self._sessions.engine, self._sessions.plan
-        # Conversations grow, and a larger cache would end those that are under way.
+        # Conversations grow, and enlarging the cache would end conversations in progress.
         context = engine.info.context_len
         self._make_room(min(settings.params.max_context_len or context, context), _SERVED)
         assert self._room is not None
@@ -284,12 +303,12 @@ class RolloutSession:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             sessions.interrupted = True  # most scripts end now, and should not wait for the workers first
             return
-        # Where workers are gone, the first error tells why.
+        # If workers have ended, the first error says why.
         with contextlib.nullcontext() if error is None else contextlib.suppress(ArenoError):
             sessions.engine.end_rollout(sessions.plan.rollout.drop_rollout_state)
 
     async def __aenter__(self) -> RolloutSession:
-        # Nothing else in a training loop gives way, and only there can a cancelled task (Ctrl-C) be told.
+        # A training loop awaits nothing else, and asyncio cancels a task (Ctrl-C) only where the task awaits.
         await asyncio.sleep(0)
         return self.__enter__()
 
@@ -298,7 +317,10 @@ class RolloutSession:
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError if the running task was cancelled, such as by Ctrl-C. A rollout itself never awaits."""
+    """Raise CancelledError if the running task was cancelled, such as by Ctrl-C.
+
+    A rollout calls this function, since it never awaits.
+    """
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop runs
@@ -309,7 +331,7 @@ def raise_if_cancelled() -> None:
 
 
 def sequence_of(output: GenerationOutput) -> RolloutSequence:
-    """Return the completion of a finished output."""
+    """Convert a finished output of the engine to a completion."""
     assert output.finish_reason is not None, "a partial output of a request that does not stream"
     given = vars(output)  # numbers that came as arrays stay arrays
     return RolloutSequence(

@@ -1,4 +1,4 @@
-"""Trainer: one policy with rollout, scoring, training and saving. The loops in trainers/ are written with it."""
+"""The class Trainer: one policy with rollout, scoring, training and saving. The loops in areno/trainers use it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ logger = logging.getLogger("areno")
 
 
 class Trainer(contextlib.AbstractContextManager["Trainer"]):
-    """One policy with its tokenizer, its optimizer and the models beside it: rollout, scoring, training, saving.
+    """One policy with its tokenizer and optimizer: rollout, scoring, training and saving.
+
+    The Trainer can also load further models, such as a reference model, a critic or a reward model.
 
     The constructor only checks the arguments; `init()` loads the model. Draw samples inside a `rollout_session`, and
     make all other calls outside. Use a Trainer as a context manager, or call close().
@@ -53,8 +55,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         world_size: Number of ranks, one for each device.
         model_path: Local model folder or hub id.
         backend_type: areno.Areno, the default and only choice.
-        custom_config: Further settings.
-        metrics_log_dir: Folder for TensorBoard event files. None writes none.
+        custom_config: Further settings. None uses the defaults of ArenoConfig.
+        metrics_log_dir: Folder for TensorBoard event files. None writes no event files.
 
     Raises:
         ConfigError: An argument is invalid. All problems are reported together.
@@ -73,23 +75,32 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @classmethod
     def from_config(cls, config: ExperimentConfig) -> Trainer:
-        """Make the Trainer of an experiment's configuration. Call `init()` next.
+        """Make a Trainer from an experiment's configuration. Call `init()` next.
 
-        Reads the model's config.json and the tokenizer.
+        This method reads the model's config.json and the tokenizer, and loads no weights.
+
+        Args:
+            config: Configuration of the experiment.
+
+        Returns:
+            A Trainer without a loaded model.
 
         Raises:
             ConfigError: Settings do not fit the model or the machine. The message names their keys.
-            CheckpointError: A folder holds no model.
+            CheckpointError: A configured model path holds no model.
         """
         return cls.from_plan(plan_of_experiment(config))
 
     @classmethod
     def from_plan(cls, plan: TrainerPlan, clock: Stopwatch | None = None) -> Trainer:
-        """Make the Trainer of a plan. Call `init()` next.
+        """Make a Trainer from a plan, the checked settings of models and devices. Call `init()` next.
 
         Args:
-            plan: The plan.
-            clock: Stopwatch of a loop that records its steps itself. None lets the Trainer record them.
+            plan: The plan, such as from `plan_of_experiment`.
+            clock: Stopwatch of a training loop that records its own steps. None lets the Trainer record steps.
+
+        Returns:
+            A Trainer without a loaded model.
         """
         trainer = cls.__new__(cls)
         trainer._begin(lambda: plan, None, None, clock)
@@ -110,7 +121,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self._resources = contextlib.ExitStack()
         self.clock = Stopwatch() if clock is None else clock
         self._steps = StepLog(self.clock) if clock is None else None
-        self._rollouts = 0  # that chose their own seed
+        self._rollouts = 0  # number of rollouts whose seed was None
         self.sampling = SamplingConfig()  # of the last rollout
         self.loss_mask_policy = LossMaskPolicy()  # of the last session that served agents
 
@@ -138,7 +149,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def engine(self) -> Engine:
-        """The running engine. EngineError before init() and after close()."""
+        """The running engine. Raises EngineError before init() and after close()."""
         self._refuse_closed()
         if self._engine is None:
             raise EngineError("this Trainer has no model yet; call init() first")
@@ -146,11 +157,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def info(self) -> EngineInfo:
-        """Facts about the loaded model."""
+        """Properties of the loaded model, such as vocab_size and context_len."""
         return self.engine.info
 
     def _outside_rollout(self, what: str) -> Engine:
-        """Return the engine for a call that is not allowed inside a session. EngineError if one is open."""
+        """Return the engine for the call `what`. Raises EngineError if a rollout session is open."""
         engine = self.engine
         self._sessions.refuse(what)
         return engine
@@ -161,7 +172,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             raise EngineError("this Trainer is closed; make a new one")
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of the model."""
+        """Return the tokenizer of the model, an object of the transformers library.
+
+        Raises:
+            EngineError: init() was not called, or the Trainer is closed.
+        """
         _ = self.engine
         return self._plan.tokenizer
 
@@ -174,14 +189,17 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         prompt_key: str = "prompt",
         solutions_key: str = "solutions",
     ) -> Iterator[PromptBatch]:
-        """Yield a dataset once, in its order, as batches of encoded prompts.
+        """Yield the rows of a dataset once, in their order, as batches of encoded prompts.
 
         Args:
-            dataset: Any object with a length and indexing, whose rows are dictionaries.
-            batch_size: Prompts in a batch. The last batch may be smaller.
+            dataset: A list of dictionaries, or any object with a length and indexing whose rows are dictionaries.
+            batch_size: Number of prompts in a batch. The last batch may be smaller.
             max_prompt_tokens: Longest prompt in tokens, chat template included. Longer rows are skipped and counted.
-            prompt_key: Column of the prompt: a text or a list of chat messages.
-            solutions_key: Column of the reference answers.
+            prompt_key: Name of the column with the prompt, a text or a list of chat messages.
+            solutions_key: Name of the column with the reference answers. It may be absent.
+
+        Returns:
+            An iterator over the batches.
 
         Raises:
             DataError: A row is invalid. The message names the row.
@@ -211,16 +229,25 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         proxy: bool = True,
         seed: int | None = None,
     ) -> RolloutSession:
-        """Make a rollout session, an async or a plain context manager. Samples can only be drawn inside a session.
+        """Make a rollout session, an async or plain context manager. Samples can only be drawn inside a session.
 
         Args:
-            sampling_params: Defaults for requests without sampling settings.
-            loss_mask_policy: Which tokens of agents' trajectories are trained.
-            max_running_prompts: Most samples decoded at once. None takes the value of ArenoConfig.
+            sampling_params: Default sampling settings for agents' requests that set none.
+            loss_mask_policy: Setting that selects the trained tokens of agents' trajectories. None uses the default
+                LossMaskPolicy(). Only with proxy=True.
+            max_running_prompts: Largest number of samples (not prompts) decoded at once, over all ranks. None uses the
+                value set in ArenoConfig.
             timeout_s: Longest time of an agent's request, in seconds.
-            proxy: Serve the policy to agents at session.get_base_url(), with a KV cache for conversations of
-                sampling_params.max_context_len tokens.
-            seed: Seed of agents' requests. None gives each session its own.
+            proxy: Whether to serve the policy to agents at session.get_base_url(). The KV cache then has room for
+                conversations of sampling_params.max_context_len tokens.
+            seed: Seed of agents' requests. None gives each session a different seed, the same whenever the script runs.
+
+        Returns:
+            The session, which opens at the start of its `with` block.
+
+        Raises:
+            ConfigError: An argument is invalid.
+            ArenoError: loss_mask_policy is given with proxy=False.
         """
         if loss_mask_policy is not None and not proxy:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
@@ -247,17 +274,18 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seed: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times.
+        """Sample `n_samples` completions of every prompt, which is given as text or chat messages.
 
         Args:
             prompts: Texts or lists of chat messages. A text goes through the chat template, if the tokenizer has one.
-            n_samples: Samples of each prompt.
-            sampling_params: Sampling settings.
-            seed: See rollout_token_batch.
-            on_progress: See rollout_token_batch.
+            n_samples: Number of samples per prompt.
+            sampling_params: Sampling settings of all prompts.
+            seed: Seed of the call. None gives each call a different seed, the same whenever the script runs.
+            on_progress: Called during the rollout with (finished samples, statistics of each rank). None logs the
+                statistics.
 
         Returns:
-            Results in the order of the prompts.
+            One result with `n_samples` sequences for each prompt, in the order of the prompts.
 
         Raises:
             EngineError: No session is open.
@@ -278,22 +306,23 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         on_progress: OnProgress | None = None,
         at_once: int | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times.
+        """Sample `n_samples` completions of every prompt, which is given as token ids.
 
-        A sample depends on `seed`, the position of the prompt in the list, the number of the sample and the weights. It
-        does not depend on batching.
+        A sample depends on `seed`, the index of the prompt in the list, the index of the sample, the sampling settings
+        and the weights. A sample does not depend on batching.
 
         Args:
             prompt_tokens: Token ids of each prompt.
-            n_samples: Samples of each prompt.
-            sampling_params: Sampling settings.
-            seed: Seed of the call. None gives each call its own; a script that runs again draws the same samples.
-            on_progress: Receives finished samples and the counters of each rank. None logs the counters every
-                decode_progress_interval_s seconds.
-            at_once: Most prompts in progress at the same time; when one is done, the next one starts. None for all.
+            n_samples: Number of samples per prompt.
+            sampling_params: Sampling settings of all prompts.
+            seed: Seed of the call. None gives each call a different seed, the same whenever the script runs.
+            on_progress: Called during the rollout with (finished samples, statistics of each rank). None logs the
+                statistics every decode_progress_interval_s seconds.
+            at_once: Largest number of prompts in progress at the same time. When a prompt is complete, the next prompt
+                starts. None samples all at once.
 
         Returns:
-            Results in the order of the prompts.
+            One result with `n_samples` sequences for each prompt, in the order of the prompts.
 
         Raises:
             EngineError: No session is open.
@@ -316,7 +345,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return results
 
     def _own_seed(self) -> int:
-        """Return the seed of a rollout without one. A script that runs again gets the same seeds."""
+        """Return a new seed for a rollout whose seed is None. A script that runs again gets the same seeds."""
         self._rollouts += 1
         return self.engine.spec.seed * 1_000_003 + self._rollouts
 
@@ -337,28 +366,34 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         rows_per_unit: int = 1,
         old_logprobs: OldLogprobs = "recompute",
     ) -> dict[str, float]:
-        """Take optimizer steps of the policy on rows, one unless said otherwise.
+        """Train the policy on rows: one optimizer step by default.
 
-        Importance ratios compare with the policy before the first call on a row. That call stores its log-probabilities
-        in `TrainSequence.old_logprobs` for later calls. So the first update of a row has ratio exactly 1.
+        The denominator of importance ratios is the policy before the first call on a row. The first call stores the
+        log-probabilities under this policy in `TrainSequence.old_logprobs` for later calls. So the first update on a
+        row has ratio exactly 1.
 
         Args:
             batch_data: Rows to train on.
-            loss_fn: (pack, logprobs) -> (loss, stats), from areno.loss_fns or the script's own.
-            mini_bs: Rows in a forward pass, unless mb_spec or ArenoConfig.runtime decides. Results do not depend on it.
-            gradient_accumulation_steps: Forward passes of each optimizer step. None makes one step of all rows.
-            mb_spec: Size of micro-batches, in place of mini_bs.
-            n_minibatches: Number of steps, each on its part of the rows, which `seed` shuffles.
-            temperature: Sampling temperature of the rows. None takes that of this Trainer's last rollout.
-            sampling: Sampling settings of the rows, in place of temperature.
+            loss_fn: Loss function (pack, logprobs) -> (loss, statistics), from areno.loss_fns or defined by the script.
+            mini_bs: Number of rows in a forward pass, unless mb_spec or ArenoConfig.runtime sets the size. Results do
+                not depend on this number.
+            gradient_accumulation_steps: Number of forward passes in each optimizer step. None takes one step on all
+                rows.
+            mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
+            n_minibatches: Number of parts that the rows are split into. Each part is an optimizer step. The rows are
+                shuffled with `seed` before the split.
+            temperature: Sampling temperature of the rows. None uses the temperature of this Trainer's last rollout.
+            sampling: Sampling settings of the rows. `temperature` has priority. None uses the settings of this
+                Trainer's last rollout.
             seed: Seed of the shuffle.
-            rows_per_unit: Number of adjacent rows that stay together.
-            old_logprobs: "recompute" as above; steps after the first of a call cost a scoring pass. "loglinear": the
-                loss interpolates in these steps. "rollout": ratios compare with the rollout. The last two store
-                nothing.
+            rows_per_unit: Number of adjacent rows that stay in one micro-batch, such as 2 for DPO.
+            old_logprobs: Source of the denominator of importance ratios. "recompute" is described above; a call with
+                several optimizer steps costs an additional forward pass over the rows. "loglinear": the loss
+                interpolates the denominator in the steps after the first. "rollout": the log-probabilities of the
+                rollout are the denominator. "loglinear" and "rollout" do not store log-probabilities in the rows.
 
         Returns:
-            Statistics by name (docs/sdk.md lists them).
+            Statistics by name. docs/sdk.md lists them.
 
         Raises:
             DataError: A row has the wrong form.
@@ -382,21 +417,26 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         n_minibatches: int = 1,
         seed: int = 0,
     ) -> dict[str, float]:
-        """Take one optimizer step of a critic on the `returns` of rows.
+        """Train a critic on the `returns` of rows: one optimizer step by default.
 
         Args:
-            role: A trainable role with values.
+            role: Name of a trainable role with a value head, such as "critic".
             batch_data: Rows with `returns` and `values`.
-            mini_bs: See train.
-            gradient_accumulation_steps: See train.
-            cliprange_value: Largest move of a value from the row's `values` without clipping.
+            mini_bs: Number of rows in a forward pass, unless mb_spec or ArenoConfig.runtime sets the size.
+            gradient_accumulation_steps: Number of forward passes in each optimizer step. None takes one step on all
+                rows.
+            cliprange_value: Largest distance between a value and the row's `values` before the value is clipped.
             value_loss_coef: Factor on the loss.
-            mb_spec: See train.
-            n_minibatches: See train.
-            seed: See train.
+            mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
+            n_minibatches: Number of parts that the rows are split into. Each part is an optimizer step.
+            seed: Seed of the shuffle before the split.
 
         Returns:
-            Statistics by name, recorded as train/<role>_*.
+            Statistics by name. The Trainer records them as train/<role>_*.
+
+        Raises:
+            DataError: A row has the wrong form.
+            EngineError: `role` is "actor", a session is open, or memory ran out.
         """
         from areno.loss_fns.ppo import value_loss_fn
 
@@ -413,7 +453,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
     def _micro_batches(self, mini_bs: int, mb_spec: MicroBatchSpec | None) -> MicroBatchSpec:
-        """Return the size of micro-batches of a call."""
+        """Return the micro-batch size of a call: mb_spec if given, otherwise mini_bs and the plan's token limit."""
         if mb_spec is not None:
             return mb_spec
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self.engine.spec.mb_spec.max_tokens_per_mb)
@@ -428,16 +468,18 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 stats = engine.train(rows, loss_fn, update, role, "batch_data[{}]")
             return stats if self._steps is None else self._steps.trained(role, rows, stats)
 
-    # -- models beside the policy ----------------------------------------------------------------------------------
+    # -- further models --------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, ModelRole | RoleSpec]) -> None:
-        """Load the models that are not loaded yet, by role name. Loaded roles keep their training.
+        """Load further models, such as a reference model or a critic, unless they are loaded already.
+
+        A loaded model keeps its trained weights.
 
         Args:
-            roles: Role name -> model. docs/sdk.md lists the names.
+            roles: Name of each role -> its model and settings. docs/sdk.md lists the names.
 
         Raises:
-            EngineError: A loaded role is requested in another form; release it first.
+            EngineError: A role is loaded with other settings (release it first), or a session is open.
         """
         from areno.plan.plan import script_roles
 
@@ -446,7 +488,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             engine.ensure_roles(script_roles(roles, engine.spec.actor))
 
     def release_role(self, role: str) -> None:
-        """Free the memory of a role."""
+        """Unload the model of a role and free its memory.
+
+        Args:
+            role: Name of a role that ensure_roles loaded.
+        """
         self._outside_rollout("release_role").release_role(role)
 
     def score_logprobs(
@@ -459,19 +505,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
     ) -> list[list[float]]:
-        """Return the log-probability of every token given the tokens before it.
+        """Compute the log-probability of every token given the earlier tokens of its row.
 
         Args:
-            role: A role with a language-model head, such as "actor" or "ref".
+            role: Name of a role with a language-model head, such as "actor" or "ref".
             token_rows: Token ids of each row.
-            temperature: Log-probabilities are those of softmax(logits / temperature). None takes that of this Trainer's
-                last rollout.
-            sampling: Sampling settings of the rows, in place of temperature.
-            mb_spec: Size of micro-batches. None takes that of ArenoConfig.
-            routes: For the actor, RolloutSequence.routes of each row.
+            temperature: Log-probabilities are those of softmax(logits / temperature). None uses the temperature of this
+                Trainer's last rollout.
+            sampling: Sampling settings of the rows. `temperature` has priority. None uses the settings of this
+                Trainer's last rollout.
+            mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
+            routes: For the actor with routing replay, RolloutSequence.routes of each row. None lets the router choose
+                the experts.
 
         Returns:
-            One number for each token, 0.0 for the first token of a row.
+            For each row, one log-probability per token, 0.0 for the first token.
         """
         sampling = self._sampling(temperature, sampling)
         score = partial(self.engine.logprobs, routes=routes)
@@ -481,29 +529,35 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def score_values(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[list[float]]:
-        """Return a critic's value of the state before every token, 0.0 for the first token of a row.
+        """Compute the value that a critic predicts before every token.
 
         Args:
-            role: A role with values.
+            role: Name of a role with a value head, such as "critic".
             token_rows: Token ids of each row.
-            mb_spec: Size of micro-batches. None takes that of ArenoConfig.
+            mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
+
+        Returns:
+            For each row, one value per token, 0.0 for the first token.
         """
         return [row.tolist() for row in self._score("score_values", self.engine.values, role, token_rows, mb_spec)]
 
     def score_rewards(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[float]:
-        """Return a reward model's score of every row, read at its last token.
+        """Compute the score of a reward model for every row, read at the last token of the row.
 
         Args:
-            role: A reward model.
+            role: Name of a role with a reward model, such as "reward".
             token_rows: Token ids of each row.
-            mb_spec: Size of micro-batches. None takes that of ArenoConfig.
+            mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
+
+        Returns:
+            One score per row.
         """
         return self._score("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
 
     def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
-        """Check the arguments of a scoring call, and score."""
+        """Check the arguments of the scoring call `what`, and return the result of `score`. Empty for no rows."""
         self._sessions.refuse(what)
         check_token_rows(rows, "token_rows", may_be_empty=True)
         if not rows:
@@ -514,20 +568,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path, *, merge_adapters: bool = False) -> str:
-        """Write the policy as a Hugging Face folder.
+        """Save the policy as a checkpoint folder in Hugging Face format.
 
         The folder appears when it is complete. An existing checkpoint is replaced, even if the path is a link to it.
 
         Args:
-            path: The folder.
-            merge_adapters: Write the whole model with its adapters merged. Without it, a policy with adapters writes
-                only the adapters, in the form of peft.
+            path: The folder to write.
+            merge_adapters: Whether to merge LoRA adapters into the weights and save the whole model. If False, a policy
+                with adapters saves only the adapters, in the format of peft.
 
         Returns:
-            The path.
+            `path` as a string.
 
         Raises:
-            CheckpointError: The folder exists and is no checkpoint, or cannot be written. No partial files remain.
+            CheckpointError: The folder exists and is not a checkpoint, or cannot be written. No partial files
+                remain.
         """
         _ = self.engine
         check_folder("path", path)
@@ -542,29 +597,32 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def write_checkpoint(
         self, folder: str | Path, role: str = "actor", background: bool = False, merge_adapters: bool = False
     ) -> None:
-        """Write a role into a Hugging Face folder, file by file. save_checkpoint writes all or nothing.
+        """Write the model of a role into a folder in Hugging Face format, file by file.
+
+        An error leaves a partial checkpoint. Use save_checkpoint to write either all files or none.
 
         Args:
-            folder: The folder.
-            role: The role.
-            background: Return when a copy of the weights is in host memory, see checkpoint_written.
-            merge_adapters: See save_checkpoint.
+            folder: The folder to write into. It is created if it does not exist.
+            role: Name of the role, such as "actor" or "critic".
+            background: Whether to return when a copy of the weights is in host memory, and to write the files in the
+                background. checkpoint_written says when they are complete.
+            merge_adapters: Whether to merge LoRA adapters into the weights. If False, only the adapters are written.
         """
         engine = self._outside_rollout("save_checkpoint")
         with self._named():
             engine.save(str(folder), role, background, merge_adapters)
 
     def checkpoint_written(self) -> bool:
-        """Return whether all checkpoints that write_checkpoint started in the background are on the disk.
+        """Return whether all checkpoints that write_checkpoint writes in the background are complete on disk.
 
         Raises:
-            CheckpointError: One of them cannot be written.
+            CheckpointError: A checkpoint cannot be written.
         """
         with self._named():
             return self.engine.saved()
 
     def close(self) -> None:
-        """Free the devices, end the workers, close the metrics. Further calls do nothing."""
+        """End the worker processes, free the devices and close the metrics files. Further calls do nothing."""
         self._closed, self._engine = True, None
         self._resources.close()
 

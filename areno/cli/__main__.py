@@ -1,6 +1,6 @@
-"""The command `areno`: finds the subcommand and runs it. A subcommand is a module here with `add_arguments` and `run`.
+"""The command `areno`, which runs a subcommand. A subcommand is a module here with `add_arguments` and `run`.
 
-Only the module of the subcommand is imported, and no module imports torch before it runs, so --help answers at once.
+Only the module of the subcommand is imported, and no subcommand imports torch before it runs, so that --help is fast.
 
 Exit codes: 0 done, 1 the work failed or something is missing, 2 the command line is wrong, 130 interrupted.
 """
@@ -57,10 +57,10 @@ areno post-trains language models with reinforcement learning.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line.
+    """Run a command line of `areno`.
 
     Args:
-        argv: Its words. None takes those of this process.
+        argv: The arguments after `areno`. None uses the arguments of this process.
 
     Returns:
         The exit code.

@@ -1,4 +1,4 @@
-"""areno bench: measure speed, as python -m areno.bench does."""
+"""The command `areno bench`, which measures speed like `python -m areno.bench`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from areno.bench import arguments as of_bench
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     of_bench.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the results, and return the exit code."""
+    """Measure and print the results.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
     from areno.bench.__main__ import configure_logging, show
 
     configure_logging()

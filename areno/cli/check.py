@@ -1,7 +1,7 @@
-"""areno check: try the parts of a run on this machine, with the tiny model that comes with areno.
+"""The command `areno check`, which tries each part of a run on this machine with a tiny model that areno includes.
 
-With a model folder, it says whether areno supports the model, and which files and fields are wrong or missing. It reads
-no weights.
+With a model folder as its argument, the command reports whether areno supports the model, and which files and fields
+are wrong or missing. It reads no weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """One line about a part of a model folder.
+    """One result of the check of a model folder.
 
     Attributes:
-        part: The part, such as "weights".
-        text: The finding.
-        is_wrong: Whether the model cannot run because of it.
+        part: The checked part, such as "weights".
+        text: Description of the result.
+        is_wrong: Whether areno cannot run the model because of this result.
     """
 
     part: str
@@ -39,7 +39,14 @@ class Finding(NamedTuple):
 
 
 def findings(path: Path) -> Iterator[Finding]:
-    """Yield findings about a model folder, or about its config.json alone if `path` is this file."""
+    """Check a model folder without reading weights.
+
+    Args:
+        path: The folder, or its config.json, which is then checked alone.
+
+    Yields:
+        A result for each checked part, and for each problem.
+    """
     from areno.models.adapters import is_adapter
 
     folder = path.parent if path.name == "config.json" else path
@@ -56,7 +63,7 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
-    """Yield the text that `work` returns, or each problem that it raises."""
+    """Yield a finding with the text that `work` returns, or a finding for each problem that it raises."""
     try:
         yield Finding(part, work())
     except ArenoError as error:
@@ -65,7 +72,7 @@ def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
 
 
 def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
-    """Read config.json, add it to `config`, and describe it."""
+    """Read config.json, append it to `config`, and return a description of the model."""
     from areno.models.adapters import base_of, is_adapter
     from areno.models.cost import parameters
     from areno.models.registry import has_value_head, load_config
@@ -95,7 +102,7 @@ def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
 
 
 def _weights(folder: Path, config: list[TransformerConfig]) -> str:
-    """Compare the headers of the weight files with the model, if its config.json can be read."""
+    """Compare the headers of the weight files with the model, if `config` is not empty, and describe the result."""
     import torch
 
     from areno.models.folder import tensor_files
@@ -124,7 +131,11 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
         "and a checkpoint of a tiny model on every device. Says what works and what does not. The exit code is 1 "
@@ -156,7 +167,7 @@ class _Report:
         print(f"{mark:<5} {name:<18} {text}", flush=True)
 
     def attempt(self, name: str, work: Callable[[], str]) -> bool:
-        """Call `work`, print the text that it returns or its error, and return whether it worked."""
+        """Call `work`, print its text or its error, and return whether it succeeded."""
         try:
             self.line("ok", name, work())
         except Exception as error:  # a broken installation may raise anything, and the user needs to see it
@@ -170,7 +181,14 @@ class _Report:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try everything, print the results, and return the exit code: 1 if a part does not work."""
+    """Check the installation or a model folder, and print the results.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 1 if a part does not work, otherwise 0.
+    """
     from areno.tracking.run_log import RunLog
 
     report = _Report(arguments.debug)
@@ -185,7 +203,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(report: _Report, path: Path) -> int:
-    """Print a line for each finding in a model folder, or in its config.json alone. Returns the exit code."""
+    """Print a line for each finding about a model folder or config.json, and return the exit code."""
     for part, text, is_wrong in findings(path):
         report.line("FAIL" if is_wrong else "ok", part, text)
         report.failed += [part] * is_wrong
@@ -247,7 +265,7 @@ def _memory(device: str) -> str:
 
 
 def _kernels(kind: str) -> str:
-    """Return the difference of log-probabilities between Triton's kernel and torch, if the device runs Triton."""
+    """Compare the kernel for log-probabilities with torch, and describe the kernels in use. Raises if they differ."""
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
@@ -286,7 +304,7 @@ def _rewards() -> str:
 
 
 def _model(report: _Report, arguments: argparse.Namespace) -> None:
-    """Try rollout, training and saving. Each needs the previous one to work."""
+    """Try to load the model, to sample, to train and to save. A failure skips the steps that depend on it."""
     from areno.files.paths import find_file
 
     folder = find_file(_MODEL, "model")
@@ -301,7 +319,7 @@ def _model(report: _Report, arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
-    """Return a Trainer of the model; None if it cannot be made."""
+    """Yield an initialised Trainer of the model in `folder`, or None if that failed. Close it at the end."""
     from areno.api.trainer import Trainer
     from areno.plan.backend import ArenoConfig
 
@@ -368,7 +386,7 @@ def _checkpoint(trainer: Any) -> str:
 
 
 def _optional() -> Iterator[tuple[str, str]]:
-    """Yield (extra, missing packages) of the extras that are not installed, except those for developers."""
+    """Yield (extra, missing packages) for each extra that is not installed, except the extra for developers."""
     from areno.cli.env import extras
 
     for name, missing in extras().items():

@@ -1,4 +1,4 @@
-"""areno compare: print the differences between runs."""
+"""The command `areno compare`, which prints the differences between runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from areno.report.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Prints the settings and the versions of packages in which runs differ, and the first, the best and the last "
         "value of each of their results."
@@ -18,7 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables and return the exit code."""
+    """Print the tables of differences.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: Fewer than two runs are named.
+    """
     from areno.errors import ConfigError
     from areno.report.tables import compare_tables
     from areno.tracking.reader import run_folders

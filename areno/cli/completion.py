@@ -1,4 +1,4 @@
-"""areno completion: print the shell code that completes commands, flags and settings on TAB."""
+"""The command `areno completion`, which prints shell code that completes commands, flags and settings on TAB."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ _SHELLS = ("bash", "zsh", "fish", "powershell")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Prints shell code that completes commands, flags, task names and settings on TAB. "
         'Put `eval "$(areno completion bash)"` into ~/.bashrc (zsh: ~/.zshrc, after compinit), or '
@@ -20,7 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the shell code and return the exit code."""
+    """Print the shell code.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ArenoError: The package argcomplete is not installed.
+    """
     try:
         import argcomplete
     except ImportError as error:

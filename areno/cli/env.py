@@ -1,4 +1,4 @@
-"""areno env: print versions, extras, devices and kernels, for bug reports and scripts."""
+"""The command `areno env`, which prints versions, extras, devices and kernels for bug reports and scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Prints the versions of areno and the packages that it uses, the extras that are installed, the devices, and "
         "which kernels run on them. Put it into a bug report."
@@ -23,7 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the facts and return the exit code."""
+    """Print the facts about this installation.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
     found = environment()
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -34,7 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Return the facts under "versions", "extras", "cpu", "devices" and "kernels"."""
+    """Return facts about this installation, as JSON values.
+
+    Returns:
+        A dictionary with the keys "versions", "extras", "cpu", "devices" and "kernels".
+    """
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
@@ -59,7 +74,7 @@ def environment() -> dict[str, Any]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Return extra of areno -> its missing packages. Empty if areno runs from a checkout without being installed."""
+    """Return {extra of areno: its requirements that are not installed}. Empty if areno itself is not installed."""
     try:
         declared = metadata.metadata("areno").get_all("Provides-Extra") or []
         needed = {extra: required(extra) for extra in declared}
@@ -69,10 +84,14 @@ def extras() -> dict[str, list[str]]:
 
 
 def required(extra: str = "") -> dict[str, str]:
-    """Return requirement, such as "torch>=2.8" -> the installed version; "" if it is missing or does not fit.
+    """Return the requirements of areno or of one of its extras, with the installed versions.
 
     Args:
-        extra: An extra of areno. "" takes the requirements of areno itself.
+        extra: Name of the extra. "" for the requirements of areno itself.
+
+    Returns:
+        Requirement, such as "torch>=2.8" -> the installed version, or "" if it is missing or does not satisfy the
+        requirement.
 
     Raises:
         PackageNotFoundError: areno is not installed.

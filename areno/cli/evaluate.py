@@ -1,4 +1,4 @@
-"""areno evaluate: score a checkpoint or any model folder on data, with the settings and the reward of a run."""
+"""The command `areno evaluate`, which scores a checkpoint or model folder on data with the settings of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from areno.report.tables import show
 
 
 def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperimentConfig:
-    """Return the settings of a run that only evaluates a model: without checkpoints, states and services.
+    """Return settings that only evaluate a model: no checkpoints, no states to resume from, no tracking services.
 
     Args:
-        config: Settings of the run that trained the model, or of a task.
-        model: The model folder.
+        config: Settings of the run that trained the model, or of a task file.
+        model: Model folder or hub id.
+
+    Returns:
+        A changed copy of `config`.
     """
     from areno.plan.lora import with_model
 
@@ -39,15 +42,15 @@ def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperi
 
 
 def evaluate_model(config: PolicyExperimentConfig, folder: Path, step: int = 0) -> Mapping[str, float]:
-    """Sample and score every set of valid_dataset.
+    """Sample and score every validation set in valid_dataset.
 
     Args:
         config: Settings of the evaluation.
-        folder: A new folder for logs/ and eval/<step>.jsonl.
-        step: The step of the checkpoint, for the name of the file; 0 if it is not known.
+        folder: A new folder, which gets logs/ and eval/<step>.jsonl.
+        step: Training step of the checkpoint, which names the file. 0 if the step is not known.
 
     Returns:
-        The metrics by name, without eval/.
+        The metrics by name, without the prefix eval/.
     """
     from areno.trainers.loop import PolicyEvaluation
 
@@ -78,7 +81,11 @@ _TASK, _RECIPE = "prompts", "gspo"  # for models of runs without rewards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Samples answers of a checkpoint to the rows of valid_dataset, scores them with the reward of its run, prints "
         "the means and keeps every answer. A checkpoint of SFT or DPO, or any other model folder, needs --data and "
@@ -115,8 +122,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, print the metrics, and return the exit code."""
-    own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # errors name these by their keys
+    """Evaluate the model, and print the metrics.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
+    own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # errors quote these keys
     with keys_renamed(lambda key: None if key in own else _FLAGS.get(key)):
         return _run(arguments)
 
@@ -152,7 +166,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _found(named: str) -> tuple[Path | None, str, int]:
-    """Return the run of a checkpoint, its model folder, and its step; None and 0 for a model of no run."""
+    """Return (folder of the run, model folder or hub id, training step) of a checkpoint.
+
+    The run is None and the step is 0 for a model that no run has saved.
+    """
     from areno.tracking.reader import RunReader
     from areno.tracking.run_folder import is_described
 
@@ -199,7 +216,7 @@ def _quoted(text: str) -> str:
 
 
 def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]) -> tuple[Any, str]:
-    """Return the settings and the name of their algorithm."""
+    """Return (settings of the evaluation, name of the algorithm). `of_run` None uses the default task."""
     from areno.api.algorithms import algorithm_of, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
     from areno.launch.compose import load, mention_version
@@ -241,7 +258,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
 
 
 def _output(named: str | None, of_run: Path | None, model: str) -> Path:
-    """Return the folder of the answers, which does not exist yet."""
+    """Return the folder for the answers: the named folder, or a new one in evaluations/ of the run or of outputs/."""
     if named is not None:
         return Path(named).expanduser()
     base = (of_run or Path("outputs")).absolute() / "evaluations"

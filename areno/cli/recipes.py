@@ -1,4 +1,4 @@
-"""areno recipes: list algorithms (--algo), tasks and tested runs (--config-name)."""
+"""The command `areno recipes`, which lists algorithms (--algo), tasks and tested runs (--config-name)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Lists the algorithms, the tasks and the tested runs with the algorithms that each is for, and the named "
         "variants. For the settings of an algorithm, use python -m areno.recipes.gspo --help."
@@ -14,7 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the lists and return the exit code."""
+    """Print the lists.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
     from areno.api.algorithms import algorithm_names, get_algorithm
     from areno.launch import help, yaml_files
 

@@ -1,7 +1,7 @@
 """Write the generated parts of the documentation: `make reference`, or `python -m areno.cli.reference docs`.
 
-docs/reference/config.md is generated as a whole from the dataclasses of the recipes. docs/reference/cli.md has tables
-of flags between two comments, and the text around them is written by hand.
+docs/reference/config.md is generated completely from the dataclasses of the recipes. In docs/reference/cli.md, the
+tables of flags between two comments are generated, and the other text is written by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ The page is generated from the dataclasses in `areno/config/`, `areno/recipes/`,
 
 
 def settings_page() -> str:
-    """Return the whole page of settings."""
+    """Return the text of the page docs/reference/config.md, which lists every setting."""
     merged: dict[str, dict[str, Row]] = {}
     for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
@@ -87,7 +87,7 @@ def _escape(text: str) -> str:
 
 
 def flag_tables() -> str:
-    """Return a table of flags for each heading of `areno train --help`."""
+    """Return Markdown with a table of flags for each heading of `areno train --help`."""
     found = flags().values()
     return "\n".join(_table(heading, [flag for flag in found if flag.heading == heading]) for heading in HEADINGS)
 
@@ -115,8 +115,11 @@ def pages(docs: Path) -> dict[Path, str]:
     Args:
         docs: The folder of the documentation.
 
+    Returns:
+        Path of the page -> its text.
+
     Raises:
-        ValueError: The page of the command line lacks one of the comments that enclose the tables of flags.
+        ValueError: reference/cli.md lacks one of the comments that enclose the tables of flags.
     """
     page = docs / "reference/cli.md"
     before, start, rest = page.read_text(encoding="utf-8").partition(_TABLES_START)

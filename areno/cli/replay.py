@@ -1,4 +1,4 @@
-"""areno replay: compute a recorded sample again under a checkpoint of its run."""
+"""The command `areno replay`, which computes a recorded sample again under a checkpoint of its run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from areno.report.tables import show
 if TYPE_CHECKING:
     from areno.report.replay import Replay, Token
 
-_SHOWN_CHARS = 200  # of the end of the prompt and of the beginning of the completion
+_SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of the completion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
         "log-probability then (when it was sampled) and now (under the checkpoint), the importance ratio of the two, "
@@ -49,7 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table of tokens and return the exit code."""
+    """Compute the sample again, and print a table of its tokens.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
     from areno.report.replay import replay
     from areno.tracking.reader import RunReader
     from areno.tracking.run_log import RunLog

@@ -1,4 +1,4 @@
-"""areno report: write one HTML page of runs."""
+"""The command `areno report`, which writes one HTML page about runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Writes one HTML page that needs no network and no other file: the verdict, curves, samples with their tokens, "
         "settings and versions. Several runs are drawn over each other, with the settings in which they differ. "
@@ -20,7 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page, print its path, and return the exit code."""
+    """Write the page and print its path.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
     from areno.report.page import write_report
     from areno.tracking.reader import run_folders
 

@@ -1,4 +1,4 @@
-"""areno reward: try reward functions on recorded samples."""
+"""The command `areno reward`, which tries reward functions on recorded samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ reads beside them, such as solutions. Exit code 1 says that some samples could n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description, parser.formatter_class = _ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add(
@@ -75,10 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score the samples, print the rewards, and return the exit code.
+    """Score the samples and print the rewards.
 
     Args:
-        arguments: The command line.
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 1 if a sample has no reward.
 
     Raises:
         ArenoError: The functions or the samples cannot be read.
@@ -170,7 +177,10 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 
 def _record(row: Any, where: str) -> Any:
-    """Return the record that the functions get for a row. Prompt and completion may be messages, as in TRL."""
+    """Return the record that reward functions receive for a row. Prompt and completion may be messages, as in TRL.
+
+    Raises DataError, which names the row by `where`, if the row lacks a field or has another type.
+    """
     from areno.schema.values import show as shown
     from areno.types import RewardRecord
 

@@ -1,4 +1,4 @@
-"""areno runs: list the runs below a folder."""
+"""The command `areno runs`, which lists the runs below a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from areno.report.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = (
         "Lists the runs below a folder, those of sweeps among them: when they began, whether they are completed, how "
         "many steps they have, their best number and how long they took."
@@ -19,7 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and return the exit code."""
+    """Print the table of runs.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
     from areno.report.tables import runs_table
 
     show(runs_table(arguments.folder))

@@ -1,4 +1,4 @@
-"""areno train: start a training run by flags, which stand for the settings of the recipes."""
+"""The command `areno train`, which starts a training run by flags that stand for settings of the recipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ tasks that --config-name can name. The run first prints the command of the recip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command to its parser.
+
+    Args:
+        parser: Parser of the subcommand, to which the flags are added.
+    """
     parser.description = _ABOUT
     parser.usage = "%(prog)s --ckpt MODEL --dataset-path DATA [flags] [key=value ...]"
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
@@ -65,7 +69,17 @@ def _add(group: Any, flag: Flag) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the recipe with the settings of the flags, and return the exit code."""
+    """Translate the flags into settings, and run the recipe.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: Flags or settings are wrong.
+    """
     from areno.launch import command
 
     algorithm = _algorithm(arguments)
@@ -116,7 +130,7 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return setting -> its flag, without the settings that the user has given by their keys."""
+    """Return {setting: name of its flag}, without the settings that the user gave by key."""
     names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)
@@ -126,7 +140,7 @@ def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]
 def _problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
-    """Return the problems of the settings. They name settings by their flags."""
+    """Compose the configuration and return its problems, in which settings are named by their flags."""
     from areno.files.paths import absolute
     from areno.launch.command import mention_recipes
     from areno.launch.compose import load

@@ -1,4 +1,4 @@
-"""The flags of `areno train`, which derive from the fields of the configuration, and the settings of each flag."""
+"""The flags of `areno train`, derived from the fields of the configuration, and their translation into settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADINGS = {
     "Checkpoint": "when and where checkpoints are saved",
     "Observability": "where metrics are written",
 }
-# The beginning of a key -> its heading; the longest one counts.
+# Prefix of a key -> heading of its flag. The longest matching prefix counts.
 _PLACES = {
     "": "Basic",
     "actor.": "Train",
@@ -43,7 +43,7 @@ _PLACES = {
 }
 _TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
 _KL_TYPES = {"low_var_kl": "k3"}
-# Where the help of the setting needs its section around it, or speaks of the value that a switch stands for.
+# Help of flags for which the help of the setting is unclear without its section, or describes a value of the setting.
 _HELP = {
     "--use-kl-loss": "Add a term for the KL divergence to the reference model to the loss",
     "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",
@@ -75,9 +75,10 @@ class Flag:
 
     Attributes:
         name: The flag with its dashes.
-        value: The value that a switch sets; None for a flag that takes a value.
+        value: The value that a switch sets. None for a flag that takes a value from the user.
         negative: Whether there is also a --no- form.
-        keys: Recipe -> the rows of the settings that the flag sets in it.
+        keys: Name of the recipe -> rows (key, type, default, help) of the settings that the flag sets in this
+            recipe.
     """
 
     name: str
@@ -87,24 +88,24 @@ class Flag:
 
     @property
     def row(self) -> Row:
-        """The row of the first setting."""
+        """The row of the first setting that the flag sets."""
         return next(iter(self.keys.values()))[0]
 
     @property
     def about(self) -> str:
-        """The meaning of the flag."""
+        """The description of the flag, without its default."""
         return _HELP.get(self.name) or self.row.setting.help.replace(" null: ", " Default: ")
 
     @property
     def help(self) -> str:
-        """The help text: meaning and default."""
+        """The help text: the description and the default."""
         if "Default: " in self.about or self.default in ("null", "required"):
             return self.about + (" (required)" if self.default == "required" else "")
         return f"{self.about} (default {self.default})"
 
     @property
     def type_text(self) -> str:
-        """The type in the help text: TEXT, INTEGER, FLOAT or the choices; "" for a switch."""
+        """The type of the value as shown in the help text: TEXT, INTEGER, FLOAT or the choices. "" for a switch."""
         if self.value is not None:
             return ""
         hint = self.row.setting.hint
@@ -116,7 +117,7 @@ class Flag:
 
     @property
     def default(self) -> str:
-        """The default, by recipe if recipes differ; `off` or `on` for a switch."""
+        """The default as text (on or off for a switch). If recipes differ, the default of each recipe."""
         found = {recipe: self._default_in(recipe) for recipe in self.keys}
         if len(set(found.values())) == 1:
             return next(iter(found.values()))
@@ -134,12 +135,12 @@ class Flag:
 
     @property
     def heading(self) -> str:
-        """The heading of the help, one of HEADINGS."""
+        """The heading under which the help lists the flag, a key of HEADINGS."""
         return _PLACES[max((start for start in _PLACES if self.row.key.startswith(start)), key=len)]
 
 
 def flags() -> dict[str, Flag]:
-    """Return name -> flag for the flags of all recipes."""
+    """Return {name: flag} for the flags of all recipes of areno. A name begins with dashes."""
     found: dict[str, Flag] = {}
     for recipe in own_algorithms():
         for row in rows(get_algorithm(recipe).config):
@@ -160,16 +161,16 @@ def _flags_of(row: Row) -> Iterator[Flag]:
 def overrides(
     algorithm: str, given: Mapping[str, Any], own_task: bool, cls: type[Section]
 ) -> tuple[list[str], list[Problem]]:
-    """Translate flags into settings.
+    """Translate the flags of a command line into settings.
 
     Args:
         algorithm: Name of the algorithm.
-        given: Flag -> its text, or a bool for a switch.
-        own_task: Whether the user has named a task, whose values are not known here.
+        given: Name of each given flag -> its value as text, or a bool for a switch.
+        own_task: Whether the user named a task file or a run to resume, whose values are not known here.
         cls: The configuration class of the algorithm.
 
     Returns:
-        The settings as key=value, and the problems of flags that cannot be used.
+        (settings, problems): the settings as key=value, and a problem for each flag that cannot be used.
     """
     of_algorithm: dict[str, list[Row]] = {}
     for row in rows(cls):
@@ -199,15 +200,16 @@ def overrides(
 def with_settings(
     found: list[str], settings: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[Problem]]:
-    """Join the settings of flags and those given by key.
+    """Combine the settings of flags with the settings that the user gave by key.
 
     Args:
-        found: Settings of flags, as key=value.
+        found: Settings from flags, as key=value.
         settings: Settings given by key, as key=value.
-        names: Setting -> its flag.
+        names: Setting -> name of its flag, which problems quote.
 
     Returns:
-        All settings, and the problems of settings that are given twice.
+        (settings, problems): all settings as key=value, and a problem for each setting that is given twice with
+        different values.
     """
     by_key = {key: value for key, _, value in (line.partition("=") for line in found)}
     problems = []
@@ -220,7 +222,7 @@ def with_settings(
 
 
 def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
-    """Yield the settings of a flag that sets them to its value."""
+    """Yield key=value for each setting that a flag sets to its own value."""
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)
     for row in settings:
@@ -240,7 +242,7 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
 
 
 def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
-    """Return --min-lr as the setting min_lr_ratio, a fraction of --lr, or the problem of the two."""
+    """Return (settings, problems) for --min-lr, which becomes min_lr_ratio, a fraction of --lr."""
     if lr is None and own_task:
         return [], [Problem("--min-lr", "is a share of --lr; give that too")]
     least, peak = _number(value), OptimizerConfig().lr if lr is None else _number(lr)
@@ -254,7 +256,7 @@ def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str]
 
 
 def _number(text: str) -> float | None:
-    """Return a finite number, or None for other text."""
+    """Return a text as a finite number, or None if it is not one."""
     with suppress(ValueError):
         return value if math.isfinite(value := float(text)) else None
     return None
@@ -265,7 +267,7 @@ def _is_null(cls: type[Section], section: str) -> bool:
 
 
 def _quoted(text: str, is_text: bool) -> str:
-    """Quote a value for Hydra's command line. is_text: whether the setting is text, even if it looks like a number."""
+    """Quote a value for Hydra's command line, if needed. `is_text` says that the setting has type str."""
     plain = text and all(letter.isalnum() or letter in _UNQUOTED for letter in text)
     if plain and not (is_text and text.lower() in ("true", "false", "null", "nan", "inf")):
         return text

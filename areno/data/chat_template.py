@@ -1,7 +1,7 @@
 """Render messages with the chat template, and find the assistant's turns in the rendered text.
 
-`render_generation_prompt` renders the prompts of rollouts. `assistant_spans` finds the trained parts of supervised
-rows.
+`render_generation_prompt` renders the prompts of rollouts. `assistant_spans` finds the trained parts of rows for
+supervised fine-tuning.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ from areno.types import Message
 
 Prompt = str | Sequence[Message]
 
-# Marks a place in a rendered text. No message has it, since it is random.
+# A mark in a rendered text. The mark is random, so that no message contains it.
 _MARK = f"\ue000areno-end-{secrets.randbits(128)}\ue001"
 
 
 def render_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> str:
-    """Render a prompt for the assistant's next turn.
+    """Render a prompt as text, up to the start of the assistant's next turn.
 
-    Control tokens that are not the template's contain a break. `ControlTokens.encode` encodes the text.
+    A control token inside a message gets a break (see control_tokens.py), so encode the text with
+    `ControlTokens.encode`.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        prompt: Text or messages. With a chat template, text becomes one user message.
-        enable_thinking: Variable of the chat template. None keeps the template's default.
-        tools: Tools in OpenAI's form.
+        tokenizer: Tokenizer of the transformers library.
+        prompt: A text or a list of chat messages. If the tokenizer has a chat template, a text becomes one user
+            message.
+        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
+        tools: Tool definitions in OpenAI's format. None for a prompt without tools.
 
     Returns:
         The rendered text.
 
     Raises:
-        DataError: If messages are given but the tokenizer has no chat template, or the template refuses the messages.
+        DataError: Messages are given but the tokenizer has no chat template, or the template raises an error for the
+            messages.
     """
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
@@ -65,15 +68,18 @@ def render(
     """Render messages with the chat template.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
         messages: The messages.
-        tools: Tools in OpenAI's form.
-        thinking: Value of `enable_thinking`. None keeps the template's default.
+        tools: Tool definitions in OpenAI's format, or None.
+        thinking: Value of the variable enable_thinking. None keeps the template's default.
         opened: Whether the text ends with the start of the assistant's next turn (`add_generation_prompt`).
         **variables: Further variables of the template.
 
+    Returns:
+        The rendered text.
+
     Raises:
-        DataError: If the template refuses the messages.
+        DataError: The template raises an error for the messages.
     """
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
     apply = partial(tokenizer.apply_chat_template, messages, **options)
@@ -93,21 +99,23 @@ def assistant_spans(
 ) -> list[tuple[int, int]]:
     """Find the assistant's turns in a rendered conversation.
 
-    A template may render a message differently if others follow it (Qwen3 drops earlier reasoning). So turns are found
-    by marks after the contents of messages. A wrong span would train on wrong words, so uncertainty is an error.
+    A template may render a message differently if further messages follow it (Qwen3 drops earlier reasoning). So the
+    conversation is rendered again with marks after the contents of messages, and turns are found by the marks. A turn
+    that cannot be found for certain is an error, since a wrong span would train on wrong words.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
         messages: The messages.
-        text: The rendered messages.
-        thinking: Value of `enable_thinking` for the generation prompt.
-        tools: Tools in OpenAI's form.
+        text: The conversation rendered by `render`, without a generation prompt.
+        thinking: Value of the variable enable_thinking with which generation prompts are rendered. None keeps the
+            template's default.
+        tools: Tool definitions in OpenAI's format, or None.
 
     Returns:
-        (start, end) of each turn, in characters. The end-of-turn token is included.
+        (start, end) of each assistant turn, as character indices in `text`. The end-of-turn token is included.
 
     Raises:
-        DataError: If a turn cannot be found for certain.
+        DataError: A turn cannot be found for certain.
     """
     contents = _content_ends(tokenizer, messages, text, tools)
     end_token = _end_of_turn(tokenizer, messages, tools)
@@ -131,9 +139,10 @@ def assistant_spans(
 
 
 def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
-    """Return the special token that the template writes after an assistant's text, or else the tokenizer's own.
+    """Return the special token that the template writes after an assistant's text, or by default the tokenizer's EOS.
 
-    The two differ in base models (Qwen2.5: <|im_end|> and <|endoftext|>), and training must teach the template's.
+    The two tokens differ in base models (Qwen2.5: <|im_end|> and <|endoftext|>), and training must teach the
+    template's token.
     """
     answers = ((i, message) for i, message in enumerate(messages) if message["role"] == "assistant")
     texts = [i for i, answer in answers if not answer.get("tool_calls") and str(answer["content"]).strip()]
@@ -146,7 +155,10 @@ def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
 
 
 def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) -> dict[int, int]:
-    """Return message number -> end of its content in `text`, for all of the assistant and others where possible."""
+    """Return {message number: end of its content in `text`} for messages with text.
+
+    All assistant messages with text are included, and the other messages if their contents can be found.
+    """
     with_text = [i for i, message in enumerate(messages) if message.get("content") and str(message["content"]).strip()]
     of_assistant = [i for i in with_text if messages[i]["role"] == "assistant"]
     for numbers in (with_text, of_assistant):
@@ -158,9 +170,9 @@ def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) ->
 
 
 def _split_after(tokenizer: Any, messages: list[Any], numbers: list[int], *options: Any) -> list[str]:
-    """Return the rendered text, split after the contents of the messages of these numbers.
+    """Render messages, and split the text after the content of each message in `numbers`.
 
-    `options` are those of `render`.
+    `options` are the positional arguments of `render` from `tools` on.
     """
     marked = list(messages)
     for number in numbers:
@@ -176,9 +188,9 @@ def _split_after(tokenizer: Any, messages: list[Any], numbers: list[int], *optio
 def _turn_start(
     tokenizer: Any, before: list[Any], text: str, content_end: int | None, thinking: bool | None, tools: Any
 ) -> int | None:
-    """Return the start of the turn after `before`, or None.
+    """Return the character index at which the turn after the messages `before` starts, or None if it cannot be found.
 
-    `content_end` is the end of the last content before, if known.
+    `content_end` is the end of the content of the last message in `before`, None if unknown.
     """
     if not before:
         return None
@@ -187,7 +199,7 @@ def _turn_start(
         return max(fitting)
     if content_end is None:
         return None
-    # The text between the last content and the turn is what it shares with the generation prompt. The prompt may add
+    # The text between the last content and the turn is the prefix shared with the generation prompt. The prompt may add
     # text that this turn does not have, such as an empty block of reasoning before a turn with reasoning of its own.
     history, *tails = (
         _split_after(tokenizer, before, [len(before) - 1], tools, switch, opened)[-1]

@@ -1,9 +1,10 @@
 """Keep control tokens inside messages from acting as control tokens.
 
 A chat template writes control tokens, such as turn markers, as text, and the tokenizer finds them anywhere in the
-rendered text. So a user or a tool could end its turn and begin another one. `ControlTokens.shield` puts a break into
-each control token of a message before it is rendered. `ControlTokens.encode` encodes the rendered text: only control
-tokens without a break, which the template wrote, become control tokens.
+rendered text. So a user or a tool could end its own turn and begin another turn. `ControlTokens.shield` puts a break
+(a random text) into each control token of a message before the message is rendered. `ControlTokens.encode` encodes
+the rendered text. Only control tokens without a break, which the template wrote, get the ids of control tokens. All
+breaks are removed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ _ROLES = (("system", "user", "assistant", "user"), ("user", "assistant"), ("user
 
 
 def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
-    """Return the added tokens of a tokenizer by id. The tokenizer finds them in any text.
+    """Return the added tokens of a tokenizer, which the tokenizer finds in any text.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
+
+    Returns:
+        Token id -> added token.
     """
     return getattr(tokenizer, "added_tokens_decoder", {})
 
@@ -32,11 +36,14 @@ def control_names(tokenizer: Any) -> tuple[str, ...]:
     """Return the texts of the control tokens of a tokenizer and its chat template.
 
     These are bos, eos, pad, all special tokens, and the added tokens in brackets that the template writes. Tags that
-    come in pairs, such as `<think>` and `</think>`, are no control tokens, even if they are flagged as special. `<s>`
-    and `</s>` are control tokens if they are bos and eos.
+    come in pairs, such as `<think>` and `</think>`, do not count as control tokens, even if they are flagged as
+    special. The exception is a pair that the tokenizer names itself, such as `<s>` and `</s>` for bos and eos.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
+
+    Returns:
+        The texts, sorted.
     """
     added = [token for token in added_tokens(tokenizer).values() if len(str(token)) > 1]
     names, named = {str(token) for token in added}, set(getattr(tokenizer, "special_tokens_map", {}).values())
@@ -55,7 +62,7 @@ def control_names(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _written(tokenizer: Any) -> str:
-    """Return the chat template and the texts that it writes around messages."""
+    """Return the chat template and example texts that it renders, in which markers of the template can be found."""
     texts = [str(tokenizer.chat_template)]
     for roles in _ROLES:
         messages = [{"role": role, "content": "a"} for role in roles]
@@ -65,28 +72,34 @@ def _written(tokenizer: Any) -> str:
 
 
 def first_characters(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for the first character of each name in a text.
+    """Return a regular expression that matches the first character of each control token in a text.
 
-    It also matches the first character of an unfinished name at the end of the text.
+    The expression also matches the first character of an incomplete control token at the end of the text.
 
     Args:
-        names: Texts of control tokens.
+        names: Texts of control tokens, at least one.
+
+    Returns:
+        The compiled expression.
     """
     heads = sorted(_by_first(names).items())
     return re.compile("|".join(f"{re.escape(first)}(?={_one_of(rests)})" for first, rests in heads))
 
 
 def whole_names(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for the names. If several match, the longest counts.
+    """Return a regular expression that matches whole control tokens, the longest if several match.
 
     Args:
         names: Texts of control tokens.
+
+    Returns:
+        The compiled expression.
     """
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def _one_of(names: set[str]) -> str:
-    """Return an expression for the names as a prefix tree, so that a thousand names take no longer than one."""
+    """Return an expression that matches any of the names, as a prefix tree, which is fast for many names."""
     if "" in names:
         return ""
     branches = [f"{re.escape(first)}{_one_of(rests)}" for first, rests in sorted(_by_first(names).items())]
@@ -94,7 +107,7 @@ def _one_of(names: set[str]) -> str:
 
 
 def _by_first(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return first character -> rests of the names."""
+    """Return {first character: the rest of each name that begins with it}."""
     rests: dict[str, set[str]] = {}
     for name in names:
         rests.setdefault(name[0], set()).add(name[1:])
@@ -113,14 +126,16 @@ Offsets = list[tuple[int, int]]
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and its chat template. Get it from `control_tokens`, which caches it.
+    """The control tokens of a tokenizer and its chat template.
+
+    Call `control_tokens` to get an instance, which is cached.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
 
     Attributes:
-        names: Texts of the control tokens. Empty if messages may contain control tokens.
-        made_of: The chat template and the size of the vocabulary, from which the names were derived.
+        names: Texts of the control tokens. Empty after `allow_control_tokens`, which turns the protection off.
+        made_of: (chat template, vocabulary size) at construction, by which `control_tokens` notices changes.
     """
 
     def __init__(self, tokenizer: Any):
@@ -131,13 +146,14 @@ class ControlTokens:
     def shield(self, value: Any) -> Any:
         """Put a break into each control token in the texts of a value, at any depth.
 
-        An unfinished control token at the end of a text gets a break, too, as the template may write the rest after it.
+        An incomplete control token at the end of a text gets a break, too, because the template may write the rest of
+        the token after it.
 
         Args:
-            value: JSON value.
+            value: JSON value, such as a message or a list of tools.
 
         Returns:
-            The value with breaks. A value without texts stays the same.
+            A copy of the value with breaks. A value without texts is returned unchanged.
         """
         if self._found is None:
             return value
@@ -148,7 +164,6 @@ class ControlTokens:
         return [self.shield(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _shield_text(self, text: str) -> str:
-        # In slices, so that other threads can run in between. A name across two slices is unfinished in the first.
         """Put breaks into the control tokens of a text."""
         slices = [text[at : at + SLICE_CHARACTERS] for at in range(0, len(text), SLICE_CHARACTERS)]
         assert self._found is not None
@@ -161,6 +176,9 @@ class ControlTokens:
 
         Args:
             messages: Messages of a conversation.
+
+        Returns:
+            Copies of the messages.
         """
         shielded = []
         for message in messages:
@@ -169,23 +187,28 @@ class ControlTokens:
         return shielded
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered text.
+        """Encode a rendered text, in which a control token with a break is ordinary text.
 
         Args:
-            text: Rendered text. Without breaks, the result is the tokenizer's own.
+            text: Rendered text. A text without breaks is encoded by the tokenizer itself, without added special tokens.
+
+        Returns:
+            The token ids.
         """
         if BREAK not in text:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._encode_apart(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a rendered text with a fast tokenizer.
+        """Encode a rendered text like `encode`, and return the character offsets of the tokens.
+
+        The tokenizer must be a fast one.
 
         Args:
-            text: Rendered text with breaks.
+            text: Rendered text, with or without breaks.
 
         Returns:
-            (token ids, (start, end) of each token in `text`, in characters).
+            (token ids, offsets), where offsets has (start, end) for each token, as character indices in `text`.
         """
         if BREAK in text:
             return self._encode_apart(text)
@@ -193,15 +216,15 @@ class ControlTokens:
         return found["input_ids"], found["offset_mapping"]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
-        """Encode a rendered text with a fast tokenizer, and find the places of tokens when they are needed.
+        """Encode a rendered text like `encode`, and look up the offset of a token on demand.
 
-        The offsets of all tokens at once would block other threads: 50 ms for 200,000 tokens.
+        Computing the offsets of all tokens would block other threads: 50 ms for 200,000 tokens.
 
         Args:
-            text: Rendered text with breaks.
+            text: Rendered text, with or without breaks.
 
         Returns:
-            (token ids, function from the index of a token to its (start, end) in `text`).
+            (token ids, function), where the function maps the index of a token to its (start, end) in `text`.
         """
         if BREAK in text:
             tokens, offsets = self._encode_apart(text)
@@ -210,7 +233,7 @@ class ControlTokens:
         return found["input_ids"], found.encodings[0].token_to_chars
 
     def _encode_apart(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a text with breaks by a tokenizer to which only the aliases are control tokens."""
+        """Encode a text with breaks by `_plain`, which needs aliases for control tokens. Returns (ids, offsets)."""
         tokenizer, aliases, ids = self._plain
         pieces, starts, origins, size = list[str](), list[int](), list[int](), 0
         for piece, origin in self._pieces(text):
@@ -235,7 +258,7 @@ class ControlTokens:
         return tokens, offsets
 
     def _encode_slowly(self, text: str) -> list[int]:
-        """Encode a text with breaks by a tokenizer that is written in Python."""
+        """Encode a text with breaks with a slow tokenizer, which is written in Python."""
         ids = {str(token): number for number, token in added_tokens(self._tokenizer).items()}
         tokens, words = list[int](), ""
         for piece, _ in self._pieces(text):
@@ -247,7 +270,7 @@ class ControlTokens:
         return tokens
 
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
-        """Split a text at its added tokens without a break. Yield each piece and its start."""
+        """Yield (piece, start index) of a text split at its added tokens, without breaks. The last piece is empty."""
         at = 0
         for match in self._borders.finditer(text):
             if match.start() > at:
@@ -267,10 +290,12 @@ class ControlTokens:
 
     @cached_property
     def _plain(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
-        """Return a tokenizer to which control tokens are ordinary text, with the aliases of the control tokens.
+        """Return (tokenizer, aliases, ids) for encoding with control tokens as ordinary text.
 
-        It shares the vocabulary, so it takes no memory. The third value maps ids of this tokenizer to (name, ids) of
-        the original one.
+        The tokenizer knows only the aliases as control tokens.
+
+        The tokenizer shares the vocabulary of the original tokenizer, so it takes little memory. `ids` maps ids of
+        this tokenizer to (name, ids in the original tokenizer).
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -296,10 +321,13 @@ class ControlTokens:
 def control_tokens(tokenizer: Any) -> ControlTokens:
     """Return the control tokens of a tokenizer.
 
-    They are cached in the tokenizer until its template or vocabulary changes.
+    The result is cached in the tokenizer until its chat template or vocabulary changes.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
+
+    Returns:
+        The control tokens, with the methods that shield and encode.
     """
     cached = vars(tokenizer).get(_CACHED)
     if cached is None or cached.made_of != _made_of(tokenizer):
@@ -308,15 +336,15 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 def allow_control_tokens(tokenizer: Any) -> None:
-    """Let control tokens in messages act as control tokens.
+    """Turn off the protection of a tokenizer: control tokens inside messages then act as control tokens.
 
     Args:
-        tokenizer: Tokenizer of transformers. All later encoding with it is affected.
+        tokenizer: Tokenizer of the transformers library. All later encoding with this tokenizer is affected.
     """
     tokenizer.allows_control_tokens = True
     vars(tokenizer).pop(_CACHED, None)
 
 
 def _made_of(tokenizer: Any) -> tuple[Any, int]:
-    """Return the chat template and the size of the vocabulary."""
+    """Return (chat template, vocabulary size) of a tokenizer."""
     return tokenizer.chat_template, len(tokenizer) if hasattr(tokenizer, "__len__") else 0

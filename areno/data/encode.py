@@ -1,8 +1,9 @@
 """Encode rows as token ids: a prompt, a supervised row or a preference pair.
 
 Messages always go through the chat template. A plain text becomes one user message if the tokenizer has a template.
-Without a template it is encoded as it is, with the special tokens that the tokenizer adds (such as BOS). Control tokens
-in messages stay text, see control_tokens.py. `decode` and `decode_all` turn tokens into text faster than transformers.
+Without a template, the text itself is encoded, with the special tokens that the tokenizer adds (such as BOS).
+Control tokens inside messages are encoded as ordinary text, see control_tokens.py. `decode` and `decode_all` turn
+tokens into text faster than transformers.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from areno.types import PairItem, PromptItem, TrainSequence
 def encode_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> list[int]:
-    """Return the token ids of a prompt for the assistant's next turn.
+    """Encode a prompt, up to the start of the assistant's next turn.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        prompt: Text or messages.
-        enable_thinking: Variable of the chat template. None keeps the template's default.
-        tools: Tools in OpenAI's form.
+        tokenizer: Tokenizer of the transformers library.
+        prompt: A text or a list of chat messages.
+        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
+        tools: Tool definitions in OpenAI's format. None for a prompt without tools.
+
+    Returns:
+        The token ids.
 
     Raises:
-        DataError: If messages are given but the tokenizer has no chat template, or the template refuses the messages.
+        DataError: Messages are given but the tokenizer has no chat template, or the template raises an error for the
+            messages.
     """
     return _encode_prompt(tokenizer, render_generation_prompt(tokenizer, prompt, enable_thinking, tools))
 
@@ -52,15 +57,21 @@ def prompt_item(
     prompt_key: str = "prompt",
     solutions_key: str = "solutions",
 ) -> PromptItem:
-    """Encode a row for reinforcement learning.
+    """Encode a row with a prompt, for reinforcement learning.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        row: The row.
+        tokenizer: Tokenizer of the transformers library.
+        row: A row of kind "prompt".
         index: Index of the row in its dataset.
-        enable_thinking: Variable of the chat template. None keeps the template's default.
-        prompt_key: Field of the prompt.
-        solutions_key: Field of the reference solutions.
+        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
+        prompt_key: Name of the field with the prompt.
+        solutions_key: Name of the field with the reference solutions.
+
+    Returns:
+        The prompt with its token ids, its solutions and the row.
+
+    Raises:
+        DataError: The row cannot be rendered with the chat template.
     """
     prompt = _prompt(row[prompt_key])
     rendered = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
@@ -77,13 +88,20 @@ def prompt_item(
 
 
 def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
-    """Encode a supervised row.
+    """Encode a row for supervised fine-tuning.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        row: {prompt, response}, of which the response and its end token are trained, or {messages}, of which every
-            assistant turn is trained.
-        enable_thinking: Variable of the chat template. None keeps the template's default.
+        tokenizer: Tokenizer of the transformers library.
+        row: {prompt, response} or {messages}. The trained tokens are the response and its end token, or every assistant
+            turn of the messages.
+        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
+
+    Returns:
+        The row with token ids and prompt_mask.
+
+    Raises:
+        DataError: The row cannot be rendered with the chat template, or assistant turns cannot be found in the
+            result.
     """
     if row.get("response") is not None:
         return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, _tools(row))
@@ -91,15 +109,21 @@ def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool |
 
 
 def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
-    """Encode a DPO row. Answers are encoded as in supervised rows. Assistant turns in the prompt are not trained.
+    """Encode a row with a chosen and a rejected answer, for DPO.
+
+    Both answers are encoded as in `sft_sequence`, except that assistant turns in the prompt are not trained.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        row: The row.
+        tokenizer: Tokenizer of the transformers library.
+        row: A row of kind "dpo".
         index: Index of the row in its dataset.
 
+    Returns:
+        The two training rows and the index.
+
     Raises:
-        DataError: If an answer has no token to train on.
+        DataError: The row is not a pair, cannot be rendered with the chat template, or an answer has no token to
+            train on.
     """
     prompt, *answers = prompt_and_answers(row)
     tools = _tools(row)
@@ -114,12 +138,12 @@ def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
 
 
 def _prompt(prompt: Any) -> Any:
-    """Return a prompt whose messages have text as contents."""
+    """Return a text prompt unchanged, or a list of messages with every content joined to one text."""
     return prompt if isinstance(prompt, str) else with_text(prompt)
 
 
 def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:
-    """Encode a prompt and its answer. The answer and its end token are trained."""
+    """Encode a prompt and its answer as a training row, in which the answer and its end token are trained."""
     tokens = encode_generation_prompt(tokenizer, prompt, thinking, tools)
     response = tokenizer.encode(answer, add_special_tokens=False)
     if tokenizer.eos_token_id is None:
@@ -128,7 +152,7 @@ def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, 
 
 
 def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequence:
-    """Join pieces of (tokens, whether they are trained) into a row."""
+    """Concatenate pieces, each (token ids, whether the tokens are trained), into a training row."""
     return TrainSequence(
         tokens=[token for piece, _ in pieces for token in piece],
         prompt_mask=[not trained for piece, trained in pieces for _ in piece],
@@ -137,7 +161,7 @@ def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequ
 
 
 def _tools(row: Mapping[str, Any]) -> Any:
-    """Return the row's tools, which many datasets hold as JSON text."""
+    """Return the tools of a row, parsed if the row holds them as JSON text. None if the row has none."""
     tools = row.get("tools")
     if not isinstance(tools, str):
         return tools
@@ -148,9 +172,9 @@ def _tools(row: Mapping[str, Any]) -> Any:
 
 
 def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any) -> TrainSequence:
-    """Encode a conversation. The assistant's turns are trained from message number `first` on.
+    """Encode a conversation, in which the assistant turns from message number `first` on are trained.
 
-    Trained and other text is encoded separately, as prompt and completion are in a rollout.
+    Trained text and other text are encoded separately, because in a rollout prompt and completion are separate, too.
     """
     if tokenizer.chat_template is None:
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
@@ -170,7 +194,7 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
 
 
 def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> list[tuple[list[int], bool]]:
-    """Encode a conversation whose template marks the assistant's text itself ({% generation %})."""
+    """Encode a conversation whose chat template marks the assistant's text with {% generation %}."""
 
     def turns(messages: list[Any]) -> list[tuple[list[int], bool]]:
         encoded = tokenizer.apply_chat_template(
@@ -191,18 +215,21 @@ def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: 
         marked = zip(tokens, masks, strict=True)
         return [([t for t, _ in run], bool(on)) for on, run in itertools.groupby(marked, key=lambda pair: pair[1])]
 
-    # Templates may shorten earlier turns if others follow, so turns are counted, not their tokens.
+    # Templates may shorten earlier turns if further turns follow, so turns are counted, not their tokens.
     earlier = sum(trained for _, trained in turns(messages[:first])) if first else 0
     seen = itertools.count()
     return [(tokens, trained and next(seen) >= earlier) for tokens, trained in turns(messages)]
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:
-    """Return the text of tokens, with special tokens.
+    """Decode token ids to text, special tokens included.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
         tokens: Token ids.
+
+    Returns:
+        The text.
     """
     if _is_plain(tokenizer):  # transformers checks each token first, which takes as long as decoding
         return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
@@ -210,12 +237,15 @@ def decode(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
-    """Do the same as `tokenizer.batch_decode`, on all cores.
+    """Decode rows of token ids to texts, like `tokenizer.batch_decode` but on all CPU cores.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer of the transformers library.
         token_rows: Token ids of each row.
-        skip_special_tokens: Whether special tokens have no text.
+        skip_special_tokens: Whether to leave out special tokens.
+
+    Returns:
+        One text per row.
     """
     if _is_plain(tokenizer):
         return tokenizer.backend_tokenizer.decode_batch(list(token_rows), skip_special_tokens=skip_special_tokens)
@@ -223,13 +253,13 @@ def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tok
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Return whether transformers would add nothing to the decoding of its backend."""
+    """Return whether the backend tokenizer decodes to the same text as transformers does."""
     return _decodes_by_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces
 
 
 @cache
 def _decodes_by_backend(kind: type) -> bool:
-    """Return whether a class of tokenizers has the decoding of PreTrainedTokenizerFast."""
+    """Return whether a tokenizer class inherits the decoding of PreTrainedTokenizerFast without changes."""
     from transformers import PreTrainedTokenizerFast
 
     own = PreTrainedTokenizerFast

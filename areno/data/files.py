@@ -1,6 +1,7 @@
 """Read data files: JSON, JSON lines, CSV, Parquet and Arrow, also with gzip compression.
 
-`format_of` finds the format by the file's name. The readers raise a DataError that names the line or row at fault.
+`format_of` derives the format from the name of a file. The readers raise a DataError that names the faulty line or
+row.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def format_of(path: str | Path) -> str | None:
-    """Return the format in the name of a file, such as ".jsonl" for DATA.JSONL.gz. None if it is unknown.
+    """Return the data format that the name of a file indicates.
 
     Args:
         path: Path of the file.
+
+    Returns:
+        The format as a suffix, such as ".jsonl" for DATA.JSONL.gz. None if the format is not supported.
     """
     name = Path(path).name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
@@ -39,11 +43,14 @@ def open_bytes(file: Path, shown: str) -> IO[bytes]:
     """Open a file to read its decompressed bytes.
 
     Args:
-        file: The file.
-        shown: Its name in messages.
+        file: Path of the file.
+        shown: Name of the file in error messages.
+
+    Returns:
+        A binary file object, with .gz files decompressed.
 
     Raises:
-        DataError: If the file is UTF-16, which spreadsheets and PowerShell write.
+        DataError: The file is UTF-16, an encoding that spreadsheets and PowerShell write.
     """
     source = GzipFile(file) if file.name.lower().endswith(".gz") else file.open("rb")
     if source.peek(2)[:2] in _UTF_16:
@@ -55,11 +62,14 @@ def open_bytes(file: Path, shown: str) -> IO[bytes]:
 def open_text(file: Path, shown: str) -> IO[str]:
     """Open a file to read its decompressed lines.
 
-    A byte that is not UTF-8 becomes a surrogate, so that `raw_byte` can find its line.
+    A byte that is not UTF-8 becomes a surrogate character, which `raw_byte` finds later.
 
     Args:
-        file: The file.
-        shown: Its name in messages.
+        file: Path of the file.
+        shown: Name of the file in error messages.
+
+    Returns:
+        A text file object that decodes UTF-8, with .gz files decompressed.
 
     Raises:
         DataError: If the file is UTF-16.
@@ -68,10 +78,13 @@ def open_text(file: Path, shown: str) -> IO[str]:
 
 
 def raw_byte(text: str) -> int | None:
-    """Return the index of the first byte that is not UTF-8, or None.
+    """Find the first byte that is not UTF-8.
 
     Args:
-        text: Text decoded with surrogateescape.
+        text: Text decoded with the error handler surrogateescape.
+
+    Returns:
+        Index of the byte in `text`, or None if there is no such byte.
     """
     try:
         text.encode()
@@ -81,11 +94,14 @@ def raw_byte(text: str) -> int | None:
 
 
 def not_utf8(text: str, place: int) -> str:
-    """Describe a byte that is not UTF-8, for a message that names the line.
+    """Describe a byte that is not UTF-8, for an error message.
 
     Args:
-        text: Text decoded with surrogateescape.
-        place: Index of the byte, from `raw_byte`.
+        text: Text decoded with the error handler surrogateescape.
+        place: Index of the byte in `text`, as returned by `raw_byte`.
+
+    Returns:
+        The description, without the name of the file and the line.
     """
     column = place - text.rfind("\n", 0, place)
     return f"byte 0x{ord(text[place]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
@@ -98,16 +114,20 @@ _MAX_DEPTH = 300  # levels; json reads some more, depending on the version of Py
 def read_json(file: Path, shown: str, split: str) -> list[Row]:
     """Read rows from a JSON file.
 
-    The file holds a list of rows, an object with a list under `data` or under the split, or JSON lines.
+    The file must hold a list of rows, an object whose key `data` or `split` holds a list of rows, or one JSON value per
+    line.
 
     Args:
-        file: The file.
-        shown: Its name in messages.
-        split: The key to read if the file has several splits.
+        file: Path of the file.
+        shown: Name of the file in error messages.
+        split: Name of the split, the key that is read if the file is an object without the key `data`.
+
+    Returns:
+        The values in the list. Rows are not checked here.
 
     Raises:
-        DataError: If the file has another form. The message names the line.
-        OSError: If the file cannot be read.
+        DataError: The file is not JSON or has another form. For invalid JSON, the message names the line.
+        OSError: The file cannot be read.
     """
     with open_bytes(file, shown) as source:
         text = source.read().decode("utf-8-sig", "surrogateescape")
@@ -133,12 +153,15 @@ def read_jsonl(file: Path, shown: str) -> list[Row]:
     """Read one JSON value from each line that is not empty.
 
     Args:
-        file: The file.
-        shown: Its name in messages.
+        file: Path of the file.
+        shown: Name of the file in error messages.
+
+    Returns:
+        The values, in the order of the lines. Rows are not checked here.
 
     Raises:
-        DataError: If lines are not JSON. The message names the lines.
-        OSError: If the file cannot be read.
+        DataError: Lines are not JSON. The message names the first of these lines.
+        OSError: The file cannot be read.
     """
     rows = []
     faults = []
@@ -159,12 +182,12 @@ def read_jsonl(file: Path, shown: str) -> list[Row]:
 
 
 def _line(text: str, place: int) -> int:
-    """Return the number of the line at a position."""
+    """Return the line number, from 1, of a character index."""
     return text.count("\n", 0, place) + 1
 
 
 def _json_fault(text: str, error: ValueError | RecursionError) -> tuple[int, str]:
-    """Return (position, reason) of the fault that makes a text invalid as JSON."""
+    """Return (character index, reason) of the error that json.loads raised for a text."""
     if isinstance(error, json.JSONDecodeError):
         return error.pos, f"not JSON: {json_problem(error)}"
     depth, most_digits = 0, sys.get_int_max_str_digits()  # Python reads a number in quadratic time
@@ -181,16 +204,19 @@ _BLOCK_BYTES = 2**26  # of a CSV file that are read at once; no row can be longe
 
 
 def read_table(file: Path, form: str, shown: str) -> Rows:
-    """Read the rows of a table.
+    """Read the rows of a CSV, TSV, Parquet or Arrow file.
 
     Args:
-        file: The file.
-        form: Its format: .csv, .tsv, .parquet or .arrow.
-        shown: Its name in messages.
+        file: Path of the file.
+        form: Format of the file: .csv, .tsv, .parquet or .arrow.
+        shown: Name of the file in error messages.
+
+    Returns:
+        A datasets.Dataset. All cells of .csv and .tsv files are text.
 
     Raises:
-        DataError: If the file is damaged. The message names the line or row.
-        OSError: If the file cannot be read.
+        DataError: The file is damaged, or two columns have the same name. For CSV, the message names the line or row.
+        OSError: The file cannot be read.
     """
     import pyarrow as pa
     from datasets import Dataset
@@ -223,7 +249,7 @@ def _check_columns(names: list[str], shown: str) -> None:
 
 
 def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
-    """Read a table whose cells all stay text: a solution "10" must not become the number 10."""
+    """Read a CSV file as a table of text, so that a solution "10" does not become the number 10."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -241,7 +267,7 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
 
 
 def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
-    """Describe what is wrong with a CSV file. It is read again by a single thread, which counts the rows."""
+    """Describe the error in a CSV file, which is read again by a single thread in order to count rows."""
     import pyarrow as pa
     from pyarrow import csv
 

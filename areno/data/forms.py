@@ -1,7 +1,7 @@
 """Convert rows of other tools into areno's form, and check every row before a model is loaded.
 
-The form of a dataset is recognised by its columns. Rows in areno's own form (see row_schema.py) stay as they are.
-`prepare_rows` does all of it. These other forms are known, for the kinds of training that can use them:
+The form of a dataset is recognised by its columns. Rows in areno's own form (see row_schema.py) are not changed.
+`prepare_rows` recognises, converts and checks rows. These other forms are recognised:
 
 questions    a question (question, problem, query or instruction) and its answer (answer, solution, ...)
 alpaca       instruction, input, output                                                    (Stanford Alpaca)
@@ -53,12 +53,12 @@ _CALLS = {"function_call", "tool_call"}
 
 @dataclass(frozen=True)
 class Form:
-    """A recognised form of rows and its conversion.
+    """A form of rows that another tool uses, and its conversion to areno's form.
 
     Attributes:
         name: Name of the form.
-        description: How fields are converted, for the log.
-        convert: Returns the fields of areno's form for a row. They are added to the row.
+        description: Short text for the log that says which fields become which.
+        convert: Function from a row to the fields of areno's form. The fields are added to the row.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Form:
 
 
 class Converted:
-    """Rows that are converted when they are read. Each row keeps its other fields.
+    """A dataset whose rows are converted when they are read. Each row keeps its other fields.
 
     Args:
         rows: The original rows.
-        convert: Returns the fields of areno's form for a row.
+        convert: Function from a row to the fields of areno's form.
     """
 
     def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]]):
@@ -84,13 +84,16 @@ class Converted:
         return self.converted(self.rows[index])
 
     def converted(self, row: Any) -> Any:
-        """Return a converted row.
+        """Convert one row.
 
         Args:
-            row: One of the original rows.
+            row: One of the original rows. An object that is not a mapping is returned unchanged.
+
+        Returns:
+            A copy of the row with the fields of areno's form.
 
         Raises:
-            DataError: If the row does not have the form.
+            DataError: The row does not have the form.
         """
         return {**row, **self._convert(row)} if isinstance(row, Mapping) else row
 
@@ -99,11 +102,14 @@ def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
     """Give columns of a dataset the names of areno's fields.
 
     Args:
-        rows: The rows.
-        columns: Field of areno's form -> column.
+        rows: The rows of the dataset.
+        columns: Field of areno's form -> name of the column.
+
+    Returns:
+        The rows with the fields added.
 
     Raises:
-        DataError: If no row has one of the columns.
+        DataError: The dataset lacks one of the columns.
     """
     there = column_names(rows)
     if missing := [name for name in columns.values() if name not in there]:
@@ -113,10 +119,13 @@ def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
 
 
 def column_names(rows: Rows) -> list[str]:
-    """Return the columns of a dataset.
+    """Return the names of the columns of a dataset.
 
     Args:
-        rows: The rows. Those of a list may have different fields, so its first hundred rows are looked at.
+        rows: The rows. For a list, the columns are the fields of its first hundred rows.
+
+    Returns:
+        The names, without duplicates.
     """
     names = getattr(rows, "column_names", None)
     if names is not None:
@@ -126,14 +135,14 @@ def column_names(rows: Rows) -> list[str]:
 
 
 def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
-    """Return the form of rows that are not in areno's form.
+    """Recognise the form of a dataset by the fields of its first row.
 
     Args:
-        rows: The rows. The first one decides.
-        kind: Kind of training.
+        rows: The rows, at least one.
+        kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
 
     Returns:
-        The form, or None if the rows have areno's form or an unknown one.
+        The form and its conversion. None if the rows are in areno's form or in an unknown form.
     """
     first: Any = rows[0]
     if not isinstance(first, Mapping):
@@ -142,7 +151,7 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
 
 
 def _for_prompts(there: set[str]) -> Form | None:
-    """Return the form of rows for reinforcement learning with these columns."""
+    """Return the form of prompt rows with these columns, or None if it is areno's form or unknown."""
     if "prompt" in there:
         if "reward_model" in there and "solutions" not in there:
             return Form("verl", "solutions from reward_model.ground_truth", _ground_truth)
@@ -160,7 +169,7 @@ def _for_prompts(there: set[str]) -> Form | None:
 
 
 def _questions(there: set[str], question: str) -> Form | None:
-    """Return the form of a column with the question, which may be prompt, and an optional one with the answer."""
+    """Return the form "questions" for a question column and an optional answer column, or None if nothing changes."""
     answer = next((name for name in _ANSWERS if name in there), None)
     if answer is None and question == "prompt":
         return None
@@ -170,7 +179,7 @@ def _questions(there: set[str], question: str) -> Form | None:
 
 
 def _for_answers(there: set[str]) -> Form | None:
-    """Return the form of supervised rows with these columns."""
+    """Return the form of supervised rows with these columns, or None if it is areno's form or unknown."""
     if "messages" in there or {"prompt", "response"} <= there:
         return None
     if {"prompt", "completion"} <= there:
@@ -189,7 +198,7 @@ def _for_answers(there: set[str]) -> Form | None:
 
 
 def _for_pairs(there: set[str]) -> Form | None:
-    """Return the form of preference pairs with these columns."""
+    """Return the form of preference pairs with these columns, or None if it is areno's form or unknown."""
     if {"conversations", "chosen", "rejected"} <= there:
         description = "prompt from conversations, answers from chosen and rejected"
         return Form("sharegpt", description, _sharegpt_pair)
@@ -203,7 +212,7 @@ def _for_pairs(there: set[str]) -> Form | None:
 
 
 def _ground_truth(row: Row) -> dict[str, Any]:
-    """Convert a row of verl."""
+    """Return the solutions of a row of verl, from reward_model.ground_truth."""
     model = row.get("reward_model")
     return {"solutions": model.get("ground_truth") if isinstance(model, Mapping) else None}
 
@@ -227,7 +236,7 @@ def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
 
 
 def _completion(row: Row) -> dict[str, Any]:
-    """Convert TRL's prompt and completion, which are two texts or two lists of messages."""
+    """Convert the fields prompt and completion of TRL, each a text or a list of messages."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return {"response": completion}
@@ -236,7 +245,7 @@ def _completion(row: Row) -> dict[str, Any]:
 
 
 def _question_of(messages: list[Any]) -> dict[str, Any]:
-    """Return the messages before the last answer as the prompt, and the text of that answer as the solution."""
+    """Return {prompt: messages before the last answer, solutions: text of the last answer}, or only the prompt."""
     if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
         return {"prompt": messages}
     return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}
@@ -254,10 +263,13 @@ def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
     """Return the messages {role, content} of a ShareGPT row.
 
     Args:
-        row: The row.
+        row: A row with the field conversations.
+
+    Returns:
+        The messages, after a system message if the row has the field system.
 
     Raises:
-        DataError: If a turn has another form.
+        DataError: A turn has another form.
     """
     turns = _listed(row, "conversations")
     messages = [_sharegpt_message(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
@@ -282,14 +294,17 @@ def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
 
 
 def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Convert tool calls to the form of OpenAI's messages.
+    """Convert tool calls to the format of OpenAI's messages.
 
     Args:
-        value: One call {name, arguments} or a list of calls, or JSON text of either.
-        where: Field of the calls, for messages.
+        value: One call {name, arguments}, a list of calls, or either as JSON text.
+        where: Name of the field that holds the calls, which errors quote.
+
+    Returns:
+        The calls, each {type, function: {name, arguments}}.
 
     Raises:
-        DataError: If the value has another form.
+        DataError: The value has another form.
     """
     try:
         calls = json.loads(value) if isinstance(value, str) else value
@@ -305,7 +320,7 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _text(row: Row, name: str) -> str:
-    """Return a field that must be text, "" if it is absent."""
+    """Return a field as text, "" if the field is absent. Raises DataError for other types."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise DataError(f"field {name} is {describe_value(value)}, not text")
@@ -313,7 +328,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _listed(row: Row, name: str) -> list[Any]:
-    """Return a field that must be a list."""
+    """Return a field as a list. Raises DataError for other types."""
     value = row.get(name)
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
         raise DataError(f"field {name} is {describe_value(value, name in row)}, not a list")
@@ -328,19 +343,22 @@ SHOWN = 5  # faulty rows that a message lists
 def prepare_rows(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, *, columns: Mapping[str, str] | None = None, key: str = ""
 ) -> Rows:
-    """Return rows in areno's form, all of them checked.
+    """Convert rows to areno's form, and check all of them.
 
     Args:
-        rows: The rows.
-        kind: Kind of training.
-        setting: The setting that the rows come from.
-        name: Name of the rows in messages.
-        columns: Field of areno's form -> column. Without it, forms of other tools are recognised.
-        key: Section whose `columns` and `loader` could help, for messages. "" for none.
+        rows: The rows, in areno's form or in a form that `recognise_form` knows.
+        kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
+        setting: Name of the setting that the rows come from, which errors quote.
+        name: Path or other name of the rows, which messages quote.
+        columns: Field of areno's form -> name of the column. None or empty recognises forms of other tools.
+        key: Configuration section whose settings `columns` and `loader` errors suggest. "" suggests nothing.
+
+    Returns:
+        The rows. Converted rows are converted when they are read.
 
     Raises:
-        DataError: If there are no rows, or rows do not have the form. The message has the first faulty rows and their
-            number.
+        DataError: There are no rows, or rows do not have the form. The message shows the first faulty rows and how
+            many there are.
     """
     if len(rows) == 0:
         raise DataError(Problem(setting, "{} has no rows", name))
@@ -363,7 +381,7 @@ def prepare_rows(
 
 
 def _problems(rows: Rows, kind: RowKind) -> Iterator[tuple[int, str]]:
-    """Yield (number, what is wrong) of each faulty row."""
+    """Yield (index of the row, reason) for each faulty row."""
     convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
     plain = rows.rows if isinstance(rows, Converted) else rows
     fields = None if isinstance(rows, Converted) else FIELDS[kind]
@@ -377,7 +395,7 @@ def _problems(rows: Rows, kind: RowKind) -> Iterator[tuple[int, str]]:
 
 
 def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
-    """Yield every row. Columns of an Arrow table are read in batches, and only `fields`, which is faster."""
+    """Yield every row. Of an Arrow table, only the columns in `fields` are read (None: all), in batches."""
     columns = getattr(rows, "column_names", None)
     if columns is None:
         yield from (rows[number] for number in range(len(rows)))
@@ -395,7 +413,7 @@ def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
 def _fault_problems(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, key: str, faults: Sequence[tuple[int, str]], count: int
 ) -> list[Problem]:
-    """Return the problems of faulty rows, the first with the expected form."""
+    """Return a Problem for each shown faulty row, and one that gives their number if there are several."""
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):

@@ -1,7 +1,8 @@
 """Make batches of encoded rows.
 
-`BatchLoader` gives the rows of each epoch in a seeded order, skips rows that are too long, and has a position that can
-be saved and loaded. `row_loader` makes the loaders of the training loops, `given_prompt_loader` that of the SDK.
+`BatchLoader` yields the rows of each epoch in a seeded order, skips rows that are too long, and can save and load
+its position. `row_loader` makes the loaders of the training loops. `given_prompt_loader` makes the loader for
+`Trainer.load_prompt_batches`.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ _CACHED_TOKENS = 4_000_000
 
 @dataclass(eq=False, repr=False)
 class BatchLoader(Generic[Item]):
-    """Batches of encoded rows, epoch after epoch.
+    """Iterates over a dataset in batches of encoded rows, epoch after epoch.
 
-    The order of an epoch depends only on (seed, epoch).
+    The order of rows in an epoch depends only on the seed and the number of the epoch.
 
     Attributes:
-        rows: The rows.
-        encode: Encodes (row, index) as an item that has `tokens`.
-        config: The section of the dataset.
-        max_tokens: The most tokens of an item. Longer ones are skipped and counted in `total_skipped_long`.
-        max_tokens_key: Setting of `max_tokens`, for messages.
-        seed: Seed of the order.
-        key: Name of the dataset's section, for messages.
-        name: Name of the rows in messages.
+        rows: The rows of the dataset.
+        encode: Function (row, index of the row) -> item, an object with the attribute `tokens`.
+        config: The configuration section of the dataset, with batch_size, shuffle and drop_last.
+        max_tokens: Largest number of tokens in an item. Longer items are skipped and counted in `total_skipped_long`.
+        max_tokens_key: Name of the setting that `max_tokens` comes from, which messages quote.
+        seed: Seed of the order of rows.
+        key: Name of the dataset's configuration section, which messages quote.
+        name: Path or loader that the rows come from, which messages quote.
         epoch: Number of the current epoch, from 0.
         total_skipped_long: Number of rows skipped so far.
 
     Raises:
-        DataError: If there are too few rows for a batch, or the first row cannot be encoded.
+        DataError: drop_last is set and there are fewer rows than batch_size, or the first row cannot be encoded.
     """
 
     rows: Rows
@@ -79,14 +80,14 @@ class BatchLoader(Generic[Item]):
     def batches(self) -> Iterator[Batch[Item]]:
         """Iterate over the remaining batches of the current epoch. At the end, `epoch` increases by one.
 
-        The loader encodes one batch ahead to know which batch is the last of an epoch. `state_dict` does not count it.
-        A thread encodes the batch after that while the current one is used.
+        The loader encodes one batch in advance to know which batch is the last of an epoch. `state_dict` does not count
+        the batch in advance. A thread encodes the batch after it while the caller uses the current batch.
 
         Yields:
-            The batches.
+            The batches, each with its items and the numbers of skipped rows.
 
         Raises:
-            DataError: If a whole epoch has no batch.
+            DataError: An epoch has no batch, or a row cannot be encoded.
         """
         order = self._order()
         items, skipped, end = self._fill(order, self._next)
@@ -112,7 +113,7 @@ class BatchLoader(Generic[Item]):
     def _prepare(self, indices: list[int]) -> None:
         """Encode rows in a thread.
 
-        Errors are ignored here, as encoding the row again raises them where the row is used.
+        Errors are ignored here, because the row is encoded again when it is used, which raises them.
         """
 
         def run() -> None:
@@ -133,27 +134,33 @@ class BatchLoader(Generic[Item]):
             self._preparer = None
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
-        """Iterate over the remaining batches of the first `n` epochs.
+        """Iterate over the batches from the current position to the end of epoch `n`.
 
         Args:
-            n: Number of epochs, counted from the first.
+            n: Number of epochs of the whole run, including epochs that are already done.
+
+        Yields:
+            The batches.
         """
         while self.epoch < n:
             yield from self.batches()
 
     def n_batches(self, n_epochs: int) -> int:
-        """Return the number of batches of `n_epochs` whole epochs.
+        """Return the number of batches in `n_epochs` whole epochs.
 
-        Rows that are not encoded yet count as not too long.
+        The number is an upper bound, since rows that are not encoded yet may turn out to be too long.
 
         Args:
             n_epochs: Number of epochs.
+
+        Returns:
+            The number of batches.
         """
         usable, size = len(self.rows) - len(self._too_long), self.config.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
-        """Return (items of the next batch from position `start`, number of rows skipped, position after the batch)."""
+        """Return (items of the batch at position `start`, number of skipped rows, position after the batch)."""
         self._wait_prepared()
         items: list[Item] = []
         place = start
@@ -166,25 +173,28 @@ class BatchLoader(Generic[Item]):
         return items, place - start - len(items), place
 
     def _is_batch(self, items: list[Item]) -> bool:
-        """Return whether items are enough for a batch."""
+        """Return whether there are enough items for a batch, which with drop_last must be full."""
         return len(items) == self.config.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
         """Iterate over all rows that are not too long, in the order of the dataset.
 
-        The loader's position stays the same.
+        The position of the loader does not change.
+
+        Yields:
+            The encoded rows.
         """
         yield from (item for index in range(len(self.rows)) if (item := self._item(index)) is not None)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the loader's position, which is after the last returned batch."""
+        """Return the position of the loader, right after the last batch that it yielded."""
         return {"epoch": self.epoch, "next": self._next, "total_skipped_long": self.total_skipped_long}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a position. The rows and the seed must be the same.
+        """Continue from a saved position. The rows and the seed must be the same as when it was saved.
 
         Args:
-            state: A result of `state_dict`.
+            state: A position returned by `state_dict`.
         """
         self.epoch = state["epoch"]
         self._next = state["next"]
@@ -197,7 +207,7 @@ class BatchLoader(Generic[Item]):
         return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.rows))
 
     def _item(self, index: int) -> Item | None:
-        """Return the encoded row, or None if it is too long."""
+        """Return the encoded row, or None if the row is too long."""
         if index in self._too_long or index in self._cache:
             return self._cache.get(index)
         try:
@@ -217,7 +227,7 @@ class BatchLoader(Generic[Item]):
         return item
 
     def _row_error(self, index: int, error: DataError) -> DataError:
-        """Add the dataset and the index of the row to an error."""
+        """Return an error with the dataset and the index of the row added to its message."""
         [problem] = error.problems
         text, args = (problem.template, problem.args) if problem.args else ("{}", (problem.message,))
         if self._setting != self.key:
@@ -225,7 +235,7 @@ class BatchLoader(Generic[Item]):
         return DataError("{} row {}: " + text, Key(self.key), index, *args)
 
     def _nothing_left(self, usable: int) -> DataError:
-        """Return the error of an epoch without a batch."""
+        """Return the error for an epoch without a batch, given the number of rows that are not too long."""
         if usable:
             return self._too_few(usable)
         shortest = min(self._too_long.values(), default=0)
@@ -234,7 +244,7 @@ class BatchLoader(Generic[Item]):
         return DataError(Problem(self._setting, text, self.name, self.max_tokens, limit, shortest))
 
     def _too_few(self, usable: int) -> DataError:
-        """Return the error of too few rows for a batch."""
+        """Return the error for fewer usable rows than batch_size."""
         long = f" ({len(self._too_long)} are too long)" if self._too_long else ""
         text = "is {}, but {} has only {} usable rows{}; lower it or set {}=false"
         values = (self.config.batch_size, self.name, usable, long, Key(f"{self.key}.drop_last"))
@@ -253,19 +263,27 @@ def row_loader(
     seed: int = 0,
     key: str = "train_dataset",
 ) -> BatchLoader[Any]:
-    """Return the loader of a training loop.
+    """Make the batch loader of a training loop.
 
     Args:
-        kind: Kind of training. Items are PromptItem, TrainSequence or PairItem.
-        rows: The rows.
-        tokenizer: Tokenizer of transformers.
-        config: The section of the dataset.
-        context_len: The most tokens of a row. A prompt must leave room for one more, and of a pair the longer answer
-            counts. None has no limit.
-        context_key: Setting of `context_len`, for messages.
-        enable_thinking: Variable of the chat template for prompts. None keeps the template's default.
-        seed: Seed of the order.
-        key: Name of the dataset's section, for messages.
+        kind: Kind of training: "prompt" (items are PromptItem), "sft" (TrainSequence) or "dpo" (PairItem).
+        rows: The rows of the dataset.
+        tokenizer: Tokenizer of the transformers library.
+        config: The configuration section of the dataset.
+        context_len: Largest number of tokens in a row, in addition to config.max_length. A prompt must be shorter by
+            one token, to leave room for a completion. For a pair, the longer of its two rows counts. None sets no
+            further limit.
+        context_key: Name of the setting that `context_len` comes from, which messages quote.
+        enable_thinking: Value of the variable enable_thinking in the chat template, for prompts only. None keeps the
+            template's default.
+        seed: Seed of the order of rows.
+        key: Name of the dataset's configuration section, which messages quote.
+
+    Returns:
+        The loader, at the start of the first epoch.
+
+    Raises:
+        DataError: There are too few rows for a batch, or the first row cannot be encoded.
     """
 
     def encode(row: Mapping[str, Any], index: int) -> Any:
@@ -289,19 +307,24 @@ def given_prompt_loader(
     solutions_key: str,
     enable_thinking: bool | None,
 ) -> BatchLoader[PromptItem]:
-    """Return a loader for prompts that a script passes in. It keeps their order, and the last batch may be short.
+    """Make a batch loader for prompts that a script passes in.
+
+    The prompts keep their order. The last batch may be smaller than batch_size.
 
     Args:
-        rows: The rows.
-        tokenizer: Tokenizer of transformers.
-        batch_size: Prompts of a batch.
-        max_prompt_tokens: The most tokens of a prompt. Longer ones are skipped.
-        prompt_key: Field of the prompt.
-        solutions_key: Field of the reference solutions.
-        enable_thinking: Variable of the chat template. None keeps the template's default.
+        rows: A list of dictionaries, or any object with a length and indexing.
+        tokenizer: Tokenizer of the transformers library.
+        batch_size: Number of prompts in a batch.
+        max_prompt_tokens: Largest number of tokens in a prompt. Longer prompts are skipped.
+        prompt_key: Name of the field with the prompt.
+        solutions_key: Name of the field with the reference solutions.
+        enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
+
+    Returns:
+        The loader, at the start of its first epoch.
 
     Raises:
-        DataError: If `rows` is not a dataset or has no rows.
+        DataError: `rows` is not a dataset, has no rows, or its first row cannot be encoded.
     """
     if problem := rows_problem(rows):
         raise DataError(f"dataset {problem}")

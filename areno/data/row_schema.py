@@ -1,4 +1,4 @@
-"""Define the form of a row for each kind of training, and check rows.
+"""The form of a row for each kind of training, and functions that check rows.
 
 prompt  {prompt: text or messages, solutions?: anything}                      reinforcement learning
 sft     {prompt: text or messages, response: text} or {messages}              supervised fine-tuning
@@ -6,7 +6,7 @@ dpo     {prompt: text or messages, chosen, rejected}                          pr
         chosen and rejected are both text, or both messages that follow the prompt;
         or {chosen: messages, rejected: messages}: two conversations that begin with the same messages, the prompt
 
-`row_problem` checks one row. The other functions check or describe parts of rows for messages.
+`row_problem` checks one row. The other functions check or describe parts of rows for error messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RowKind = Literal["prompt", "sft", "dpo"]
 
 
 class Rows(Protocol):
-    """The interface of a dataset. A list of dictionaries has it, and so has a `datasets.Dataset`."""
+    """The interface of a dataset: a length, and rows by index. Lists and `datasets.Dataset` have it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -40,12 +40,15 @@ MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickli
 
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
-    """Return why a row does not have the form of its kind, or None if it does.
+    """Check that a row has the form of its kind.
 
     Args:
         row: The row.
-        kind: Kind of training.
-        prompt_key: Name of the field `prompt`.
+        kind: Kind of training: "prompt", "sft" or "dpo".
+        prompt_key: Name of the field that holds the prompt.
+
+    Returns:
+        The reason why the row does not have the form, for an error message. None if the row is valid.
     """
     problem = _form_problem(row, kind, prompt_key)
     fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS) if problem is None else ()
@@ -53,11 +56,14 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
 
 
 def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
-    """Return what is wrong with a text in a value or with its nesting, or None.
+    """Check the texts and the nesting of a JSON value.
 
     Args:
-        value: JSON value.
-        levels: The most levels of nesting.
+        value: The JSON value.
+        levels: Largest number of nesting levels.
+
+    Returns:
+        The reason why a text is invalid or the value is nested too deeply. None if the value is valid.
     """
     if isinstance(value, str):
         return text_problem(value)
@@ -71,7 +77,7 @@ def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
 
 
 def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
-    """Return why a row lacks the fields of its kind, or None."""
+    """Return the reason why a row lacks the fields of its kind, or None if it has them."""
     if not isinstance(row, Mapping):
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":
@@ -94,10 +100,13 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
 
 
 def rows_problem(rows: Any) -> str | None:
-    """Return why an object that a script passes in cannot be a dataset, or None.
+    """Check that an object that a script passes in can be a dataset.
 
     Args:
-        rows: A list of dictionaries or a dataset is expected.
+        rows: The object. A list of dictionaries or a dataset is expected.
+
+    Returns:
+        The reason why the object cannot be a dataset. None if it can.
     """
     expected = "a list of dictionaries, or a dataset, is expected"
     if hasattr(rows, "iloc"):  # indexing a DataFrame gives columns, not rows
@@ -108,7 +117,7 @@ def rows_problem(rows: Any) -> str | None:
 
 
 def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
-    """Return why the prompt of a row is invalid, or None."""
+    """Return the reason why the prompt of a row is invalid, or None if it is valid."""
     prompt = row.get(field)
     if isinstance(prompt, str):
         return None if prompt else f"field {field} is empty"
@@ -121,10 +130,13 @@ def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
 
 
 def messages_problem(messages: Any) -> str | None:
-    """Return why an object is not a list of chat messages, or None if it is.
+    """Check that an object is a list of chat messages.
 
     Args:
-        messages: Any object.
+        messages: The object.
+
+    Returns:
+        The reason why the object is not a list of chat messages. None if it is.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return f"is {describe_value(messages)}, not a list of messages"
@@ -143,10 +155,13 @@ def messages_problem(messages: Any) -> str | None:
 
 
 def with_text(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages whose contents are text.
+    """Convert the content of every message to text.
 
     Args:
-        messages: Messages whose contents are text or lists of parts {type: text, text}. Parts are joined.
+        messages: Messages whose contents are text or lists of parts {type: text, text}.
+
+    Returns:
+        Copies of the messages, with the parts of each content joined to one text.
     """
     return [
         {**message, "content": "".join(part["text"] for part in message["content"])}
@@ -157,16 +172,16 @@ def with_text(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
-    """Return (prompt, chosen, rejected) of a DPO row.
+    """Split a DPO row into (prompt, chosen, rejected).
 
     Args:
-        row: The row.
+        row: A row of kind "dpo".
 
     Returns:
-        The prompt unchanged and two texts if the answers are text, else three lists of messages.
+        If the answers are text, the prompt unchanged and the two texts. Otherwise three lists of messages.
 
     Raises:
-        DataError: If the row is not a pair.
+        DataError: The row is not a valid pair.
     """
     answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
     for name, answer in answers.items():
@@ -195,7 +210,10 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
 
 
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return (prompt, answer, answer) as lists of messages. A prompt that both conversations repeat is cut off."""
+    """Return (prompt, chosen, rejected) as lists of messages.
+
+    If both answers repeat the prompt, it is removed from them. If `prompt` is None, it is the shared beginning.
+    """
     if prompt is None:
         if n := shared_length(chosen, rejected):
             return chosen[:n], chosen[n:], rejected[n:]
@@ -207,21 +225,27 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items two sequences have in common at the start.
+    """Return the number of items that two sequences have in common at the start.
 
     Args:
-        one: A sequence.
-        other: Another sequence.
+        one: The first sequence.
+        other: The second sequence.
+
+    Returns:
+        The length of the common prefix.
     """
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def join_names(names: Iterable[Any]) -> str:
-    """Return names of fields as one text for a message.
+    """Join names of fields with commas, for an error message.
 
     Args:
         names: The names.
+
+    Returns:
+        The joined names, with unprintable characters escaped.
     """
     return ", ".join(printable(str(name)) for name in names)
 
@@ -230,7 +254,10 @@ def json_problem(error: ValueError | RecursionError) -> str:
     """Describe in a few words why json.loads raised an error.
 
     Args:
-        error: The error.
+        error: The error that json.loads raised.
+
+    Returns:
+        The description.
     """
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.colno}"
@@ -238,11 +265,14 @@ def json_problem(error: ValueError | RecursionError) -> str:
 
 
 def describe_value(value: Any, present: bool = True) -> str:
-    """Describe a value in a few words, for a message that expected another one.
+    """Describe a value in a few words, for a message that says that another value was expected.
 
     Args:
         value: The value.
-        present: Whether the row has the field. Decides between "null" and "missing".
+        present: Whether the row has the field. A value None is described as "null" if True and as "missing" if False.
+
+    Returns:
+        The type and the shortened repr of the value.
     """
     if value is None:
         return "null" if present else "missing"

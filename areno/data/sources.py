@@ -1,14 +1,14 @@
-"""Read datasets as rows, in the driver.
+"""Read datasets as rows, in the main process of a run.
 
 Sources are files, `save_to_disk` folders, hub references, loaders that users write, and environments of the verifiers
 package (`pip install 'areno[verifiers]'`). `open_rows` and `load_rows` read a configured dataset and check every row
 against areno.data.row_schema.
 
-A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path,
-which is absolute if such a file exists, and may be anything that the loader understands. The function can call
-`read_rows(path, split)` for the formats that areno knows. A loader that needs no path has the single argument `split`,
-and then no path may be configured. Both kinds also get the keyword arguments of the setting dataset_kwargs. A loader
-returns a `datasets.Dataset`, a list, or any iterable of dictionaries.
+A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path.
+It is made absolute if it names an existing file, and otherwise may be anything that the loader understands. The
+function can call `read_rows(path, split)` for the formats that areno knows. A loader that needs no path has `split`
+as its first argument, and then no path may be configured. Every loader also receives the entries of the setting
+dataset_kwargs as keyword arguments. A loader returns a `datasets.Dataset`, a list, or any iterable of dictionaries.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
     """Read the rows of a configured dataset and check each of them.
 
     Args:
-        config: The section of the dataset.
-        kind: Kind of training.
-        key: Name of the section, for messages.
+        config: The configuration section of the dataset.
+        kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
+        key: Name of the configuration section, which errors quote.
+
+    Returns:
+        The rows in areno's form (see areno.data.row_schema).
 
     Raises:
-        DataError: If the data cannot be read, is empty or has another form.
-        ConfigError: If path or loader are missing.
+        DataError: The data cannot be read, is empty or has another form.
+        ConfigError: Neither path nor loader is set, the loader cannot be used, or a column is set for a field that
+            these rows do not have.
     """
     if config.loader is not None:
         rows = _rows_from_loader(config, config.loader, key)
@@ -69,16 +73,16 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
 
 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
-    """Return the rows of a run and the section for its loader.
+    """Return checked rows, and the configuration section to make a BatchLoader with.
 
     Args:
-        config: The section of the dataset.
-        given: Rows that a script passes in. None reads the configured dataset.
-        kind: Kind of training.
-        key: Name of the section, for messages.
+        config: The configuration section of the dataset.
+        given: Rows that a script passes in, in place of the configured dataset. None reads the configured dataset.
+        kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
+        key: Name of the configuration section, which errors quote.
 
     Returns:
-        (rows, section). The section has no path or loader if rows were passed in.
+        (rows, section). The section is `config`, without path and loader if rows were passed in.
     """
     if given is None:
         rows = load_rows(config, kind, key)
@@ -90,12 +94,12 @@ def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tup
 
 
 class ValidSet(NamedTuple):
-    """One set of rows for evaluation.
+    """One validation set.
 
     Attributes:
-        name: Name of the set. "" for a single set.
-        config: The section of the set.
-        rows: Rows that a script passes in. None reads the configured dataset.
+        name: Name of the set. "" if the run has only one set, without a name.
+        config: The configuration section of the set.
+        rows: Rows that a script passes in. None means that the configured dataset is read.
     """
 
     name: str
@@ -104,22 +108,24 @@ class ValidSet(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The setting that the set comes from, for messages."""
+        """The name of the set's configuration section, which messages quote."""
         return f"valid_dataset.sets.{self.name}" if self.name else "valid_dataset"
 
 
 def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
-    """Return the sets of rows for evaluation.
+    """Return the validation sets of a run.
 
     Args:
         config: Configuration of the run.
-        given: Rows that a script passes in: one set, or a mapping of names to sets. None takes the configured sets.
+        given: Rows that a script passes in: the rows of one set, or a mapping of set names to rows. None uses the
+            configured sets.
 
     Returns:
         The sets. Empty if the run does not evaluate.
 
     Raises:
-        ConfigError: If the given sets have other names than the configured ones.
+        ConfigError: A name of a given set is not allowed, or the given sets have other names than the configured
+            sets.
     """
     train, section = config.train_dataset, config.valid_dataset
     if given is None:
@@ -137,28 +143,32 @@ def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
 
 
 def check_valid_sources(config: ValidDatasetConfig | None) -> None:
-    """Check the source of every evaluation set, see `check_source`.
+    """Check that the local file or loader of every validation set exists.
 
     Args:
-        config: The section of the evaluation data. None has no sets.
+        config: The configuration section valid_dataset. None has no sets.
+
+    Raises:
+        ConfigError: A loader does not exist.
+        DataError: A file does not exist.
     """
     sets = config.by_name() if config is not None else {}
     all_of(*(partial(check_source, of, ValidSet(name, of, None).key) for name, of in sets.items()))
 
 
 def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
-    """Check rows that a script passes in.
+    """Check rows that a script passes in, and convert them to areno's form.
 
     Args:
-        rows: The rows.
-        kind: Kind of training.
-        key: Argument of the script, for messages.
+        rows: A list of dictionaries, or any object with a length and indexing.
+        kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
+        key: Name of the script's argument, which errors quote.
 
     Returns:
         The rows in areno's form.
 
     Raises:
-        DataError: If `rows` is not a dataset, or a row does not have the form.
+        DataError: `rows` is not a dataset, has no rows, or a row does not have the form.
     """
     if problem := rows_problem(rows):
         raise DataError(Problem(key, problem))
@@ -168,17 +178,22 @@ def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
 def read_rows(
     path: str, split: str = "train", key: str = "train_dataset", kwargs: Mapping[str, Any] | None = None
 ) -> Rows:
-    """Read the rows of a data file, a folder, or a hub reference repo[:config[:split]].
+    """Read the rows of a data file, a folder, or a dataset on the Hugging Face hub.
 
     Args:
-        path: The source. Files of the formats in COMPRESSED may end in .gz.
-        split: The split to read, if the source has several.
-        key: Section of the settings, for messages.
-        kwargs: Further arguments for datasets.load_dataset, which reads hub datasets and folders of data files.
+        path: Path of a data file or folder, or a hub reference repo[:config[:split]]. JSON, JSON lines, CSV and TSV
+            files may be compressed (.gz).
+        split: Name of the split to read, if the source has several splits and `path` names none.
+        key: Name of the configuration section, which errors quote.
+        kwargs: Further arguments for datasets.load_dataset, which reads hub datasets and folders of data files. None
+            passes none.
+
+    Returns:
+        The rows as they are in the source, not checked.
 
     Raises:
-        DataError: If the source does not exist or cannot be read completely. The message names the line or row at
-            fault.
+        DataError: The source does not exist, cannot be read completely, or does not take `kwargs`. For a damaged
+            file, the message names the line or row.
     """
     file, setting = _find(path, key), f"{key}.path"
     if file is None:
@@ -202,15 +217,17 @@ def read_rows(
 
 
 def check_source(config: DatasetConfig | None, key: str) -> None:
-    """Check before anything is read that a local file or loader exists. Other sources are checked when they are read.
+    """Check that the local file or loader of a dataset exists, before anything is read.
+
+    Hub datasets and environments are checked only when they are read.
 
     Args:
-        config: The section of the dataset. None is not checked.
-        key: Name of the section, for messages.
+        config: The configuration section of the dataset. None checks nothing.
+        key: Name of the configuration section, which errors quote.
 
     Raises:
-        ConfigError: If the loader does not exist.
-        DataError: If the file does not exist.
+        ConfigError: The loader does not exist.
+        DataError: The file does not exist.
     """
     if config is not None and (config.loader or "").startswith(VERIFIERS):
         return
@@ -221,7 +238,7 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
 
 
 def _find(path: str, key: str) -> Path | None:
-    """Return the file or folder of a path, or None for a hub reference. Raises DataError if it is neither."""
+    """Return the file or folder at a path, or None if the path is a hub reference. Raises DataError otherwise."""
     file = existing_path(path)
     is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
     if file is None and (not is_reference or format_of(path) is not None):
@@ -231,7 +248,7 @@ def _find(path: str, key: str) -> Path | None:
 
 
 def _check_split(config: DatasetConfig, path: str, key: str) -> None:
-    """Raise DataError if a split is set that would not be read."""
+    """Raise DataError if the setting split has no effect on the configured source."""
     file = existing_path(path)
     own = file is None and path.count(":") == 2
     if not config.is_default("split") and (own or (file is not None and file.is_file() and format_of(file) != ".json")):
@@ -277,7 +294,7 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
 
 
 def _takes_path(loader: Any) -> bool:
-    """Return whether a loader is load_dataset(path, split), not load_dataset(split)."""
+    """Return whether the first argument of a loader is a path, and not `split`."""
     try:
         return next(iter(inspect.signature(loader).parameters), None) != "split"
     except ValueError:  # some callables have no signature to inspect
@@ -300,7 +317,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping[str, Any]) -> Rows:
-    """Read a folder of `save_to_disk` or of data files."""
+    """Read a folder that was written by `save_to_disk`, or a folder of data files."""
     import datasets
 
     try:
@@ -320,7 +337,7 @@ def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping
 
 
 def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) -> Rows:
-    """Read a dataset of the hub or of its cache."""
+    """Read a dataset from the hub, or from the local cache if the hub cannot be reached."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -378,11 +395,15 @@ def load_environment(spec: str, key: str) -> Any:
     """Load an environment of the verifiers package.
 
     Args:
-        spec: `verifiers:NAME`.
-        key: Setting that errors name.
+        spec: Name of the environment in the form `verifiers:NAME`.
+        key: Name of the setting, which errors quote.
+
+    Returns:
+        The environment object of the verifiers package.
 
     Raises:
-        ConfigError: If the environment cannot be loaded or does not use chat messages.
+        ConfigError: The verifiers package is not installed, or the environment cannot be loaded or does not use chat
+            messages.
     """
     name = spec.removeprefix(VERIFIERS)
     try:
@@ -408,15 +429,18 @@ def load_environment(spec: str, key: str) -> Any:
 
 
 def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
-    """Return the rows of an environment.
+    """Return the rows of an environment of the verifiers package, with `solutions` taken from `answer`.
 
     Args:
-        spec: `verifiers:NAME`.
+        spec: Name of the environment in the form `verifiers:NAME`.
         split: "train" for the environment's training data, anything else for its evaluation data.
-        key: Setting that errors name.
+        key: Name of the setting, which errors quote.
+
+    Returns:
+        The rows as dictionaries.
 
     Raises:
-        ConfigError: If the environment or its rows cannot be loaded.
+        ConfigError: The environment or its rows cannot be loaded.
     """
     environment = load_environment(spec, key)
     try:

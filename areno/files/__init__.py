@@ -1,1 +1,1 @@
-"""Files and signals: atomic writes, paths, small YAML files, functions of the user, and delayed interrupts."""
+"""Files and signals: atomic writes, paths, small YAML files, import of users' functions, and delayed interrupts."""

@@ -1,7 +1,7 @@
 """Write files and folders atomically: after a crash they are complete or absent.
 
-They are written under a temporary name, synced to the disk and then renamed. `atomic_folder` and `atomic_write_text` do
-this for folders and small files. `Background` runs one piece of such work at a time in a thread.
+A file or folder is written under a temporary name, synced to the disk and then renamed, by `atomic_folder` or
+`atomic_write_text`. `Background` runs such a write in a thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ REPLACED = ".old-"
 
 
 def atomic_write_folder(final: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder atomically, see `atomic_folder`.
+    """Write a folder atomically: after a crash, `final` is complete, unchanged or absent.
 
     Args:
         final: Path of the folder.
-        write: Fills a temporary folder.
+        write: Function that writes the files into the temporary folder that it receives.
+
+    Raises:
+        OSError: The folder cannot be written, or another process writes to `final`.
     """
     with atomic_folder(final) as folder:
         write(folder)
@@ -37,21 +40,23 @@ def atomic_write_folder(final: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def atomic_folder(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `final` at the end. After an error nothing of it remains.
+    """Yield a temporary folder, and rename it to `final` at the end of the `with` block.
+
+    After an error the temporary folder is removed.
 
     An existing folder `final` is kept until the new one is in place. If `final` is a link, the folder that it points to
-    is replaced. All files that are visible from this process are synced. A process on another machine that writes files
-    there must sync them itself.
+    is replaced. All files in the folder that this process can see are synced to the disk. A process on another machine
+    that writes into the folder must sync its files itself.
 
     Args:
         final: Path of the folder.
-        then: Called after the rename. Ctrl-C and SIGTERM are delayed until it has returned.
+        then: Called right after the rename. Ctrl-C, SIGTERM and SIGUSR1 are delayed until `then` has returned.
 
     Yields:
         The temporary folder.
 
     Raises:
-        OSError: If the folder cannot be written, or another process writes to `final`.
+        OSError: The folder cannot be written, or another process writes to `final`.
     """
     if final.is_symlink():
         final = Path(os.path.realpath(final))
@@ -81,13 +86,13 @@ def atomic_folder(final: Path, then: Callable[[], object] = lambda: None) -> Ite
 
 
 def atomic_remove(folder: Path) -> None:
-    """Remove a folder so that a crash leaves all of it or nothing under its name.
+    """Remove a folder atomically: after a crash, either the complete folder or nothing has its name.
 
     Args:
         folder: Path of the folder.
 
     Raises:
-        OSError: If the folder cannot be renamed or removed.
+        OSError: The folder cannot be renamed or removed.
     """
     removed = folder.with_name(f"{UNFINISHED}{folder.name}")
     remove(removed)
@@ -97,11 +102,14 @@ def atomic_remove(folder: Path) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a small file atomically. After a crash it has the new or the old text.
+    """Write a small text file atomically: after a crash, the file has either the new or the old text.
 
     Args:
         path: Path of the file.
-        text: The text.
+        text: The new text, written as UTF-8.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     try:
@@ -117,13 +125,15 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file or folder. A crash releases it. A file system without locks is not locked.
+    """Hold an exclusive lock on a file or folder during a `with` block.
+
+    A crash releases the lock. On a file system without locks, nothing is locked.
 
     Args:
         path: Path of the file or folder.
 
     Raises:
-        OSError: If another process holds the lock.
+        OSError: Another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -142,7 +152,7 @@ def locked(path: Path) -> Iterator[None]:
 def delay_interrupts() -> Iterator[None]:
     """Delay Ctrl-C, SIGTERM and SIGUSR1 until the end of the `with` block.
 
-    Other threads than the main one get none of them.
+    Python delivers signals to the main thread only, so in other threads this function does nothing.
     """
     received: list[int] = []
     try:
@@ -154,17 +164,17 @@ def delay_interrupts() -> Iterator[None]:
 
 
 def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
-    """Make a folder and its parents. After an OSError none of them remains.
+    """Make a folder and its parents. After an error, the folders that were made are removed.
 
     Args:
         folder: Path of the folder.
-        exist_ok: Whether the folder may exist.
+        exist_ok: Whether the folder may exist already.
 
     Returns:
         The folders that did not exist, innermost first.
 
     Raises:
-        OSError: If a folder cannot be made.
+        OSError: A folder cannot be made, or the folder exists and exist_ok is False.
     """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
@@ -178,10 +188,10 @@ def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove the folders that are empty.
+    """Remove each folder that is empty, and ignore the others.
 
     Args:
-        folders: Paths, in the order in which they are removed.
+        folders: Paths of the folders, in the order of removal.
     """
     for folder in folders:
         with suppress(OSError):
@@ -190,15 +200,17 @@ def remove_empty(folders: list[Path]) -> None:
 
 @contextmanager
 def as_checkpoint_error(folder: Path, action: str, key: str) -> Iterator[None]:
-    """Turn a disk error in the `with` block into a CheckpointError: "<key>: <folder> cannot <action>: <reason>; ...".
+    """Convert a disk error in the `with` block to a CheckpointError that names the folder and its setting.
+
+    The message is "<key>: <folder> cannot <action>: <reason>; ...".
 
     Args:
-        folder: Folder that is read or written.
+        folder: Folder that the block reads or writes.
         action: What the block does, such as "be written".
-        key: Setting of the folder.
+        key: Name of the setting that names the folder.
 
     Raises:
-        CheckpointError: In place of the disk error.
+        CheckpointError: The block raised a disk error.
     """
     try:
         yield
@@ -214,7 +226,7 @@ def as_checkpoint_error(folder: Path, action: str, key: str) -> Iterator[None]:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder and everything in it to the disk.
+    """Wait until a folder and all files below it are written to the disk (fsync).
 
     Args:
         folder: Path of the folder.
@@ -226,7 +238,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk.
+    """Wait until a file, or the list of entries of a folder, is written to the disk (fsync).
 
     Args:
         path: Path of the file or folder.
@@ -251,7 +263,7 @@ def remove(path: Path) -> None:
 
 
 class Background:
-    """Runs one piece of work at a time in a thread.
+    """Runs one function call at a time in a background thread.
 
     Args:
         name: Name of the thread.
@@ -262,26 +274,26 @@ class Background:
         self._work: Future[Any] | None = None
 
     def start(self, work: Callable[..., object], *args: Any) -> None:
-        """Wait for the last work, then begin the next one.
+        """Wait for the previous call, then start a new call in the thread.
 
         Args:
             work: Function to call.
-            *args: Its arguments.
+            *args: Arguments of the function.
 
         Raises:
-            Exception: The error of the last work, if it was not raised yet.
+            Exception: The error of the previous call, if it has not been raised yet.
         """
         self.wait()
         self._work = self._thread.submit(work, *args)
 
     def wait(self) -> None:
-        """Wait for the last work. Its error is raised once."""
+        """Wait for the previous call. If the call failed, raise its error, but only once."""
         work, self._work = self._work, None
         if work is not None:
             work.result()
 
     def close(self) -> None:
-        """Wait for the last work and end the thread."""
+        """Wait for the previous call, raise its error if it failed, and end the thread."""
         try:
             self.wait()
         finally:

@@ -1,7 +1,8 @@
 """Handle Ctrl-C, SIGTERM and SIGUSR1.
 
-`begin` and `end` make Ctrl-C during the imports of a command end with one line and exit code 130 instead of a
-traceback. `Stop` delays a signal until a place where no work is lost, but not for long, and not for a second signal.
+Between `begin` and `end`, while a command imports its modules, Ctrl-C ends the process with one line and exit code
+130 instead of a traceback. `Stop` delays a signal until a point where no work is lost. It delays only the first
+signal, and for at most LIMIT_S seconds.
 """
 
 from __future__ import annotations
@@ -21,31 +22,29 @@ _WITH_VALUE = ("-W", "-X")  # options of Python
 
 
 def begin() -> None:
-    """Let Ctrl-C end this process at once, if it was started as a command of areno."""
+    """Let Ctrl-C end this process at once, if the process was started as a command of areno."""
     if is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def end() -> None:
-    """Let Ctrl-C raise a KeyboardInterrupt again. The command handles it from here on."""
+    """Let Ctrl-C raise a KeyboardInterrupt again, which the command handles after its imports."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(number: int, frame: object) -> None:
-    # An exception could be swallowed or replaced by the import of a library.
     """End the process after Ctrl-C."""
+    # An exception could be swallowed or replaced by the import of a library.
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
 def is_command(words: list[str]) -> bool:
-    """Return whether Python was started with `-m areno.recipes.gspo` or the script `areno`.
+    """Return whether Python was started with a command module of areno or the script `areno`.
 
-    sys.argv cannot be used, since a process that multiprocessing starts has the sys.argv of its parent.
-
-    Args:
-        words: Words of the command line after the name of Python.
+    `words` are the arguments of Python, from sys.orig_argv. sys.argv cannot be used, since a process that
+    multiprocessing starts has the sys.argv of its parent.
     """
     while words and words[0].startswith("-"):
         if words[0] == "-m":
@@ -61,15 +60,18 @@ _STOPPING = b"\nstopping as soon as nothing is lost by it, in at most %d s; a se
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 was received. It is a KeyboardInterrupt, so that code for Ctrl-C handles it too."""
+    """Raised on SIGTERM or SIGUSR1. It derives from KeyboardInterrupt, so that code for Ctrl-C handles it, too."""
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
     """Raise Terminated. Commands of areno install it as the handler of SIGTERM and SIGUSR1.
 
     Args:
-        number: The signal.
-        frame: Ignored.
+        number: Number of the signal. Ignored.
+        frame: The interrupted frame. Ignored.
+
+    Raises:
+        Terminated: Always.
     """
     raise Terminated
 
@@ -78,11 +80,11 @@ def terminate(number: int, frame: FrameType | None) -> None:
 def signal_handlers(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
     """Install a handler for signals within a `with` block.
 
-    Outside the main thread, where Python handles none, nothing happens.
+    In other threads than the main thread this function does nothing, since Python handles signals in the main thread.
 
     Args:
-        handler: The handler.
-        *numbers: The signals.
+        handler: The handler, as for signal.signal.
+        *numbers: Numbers of the signals.
     """
     in_main = threading.current_thread() is threading.main_thread()
     own = {number: signal.getsignal(number) for number in numbers if in_main}
@@ -98,9 +100,9 @@ def signal_handlers(handler: Callable[[int, FrameType | None], object], *numbers
 
 @contextmanager
 def reraise_interrupts() -> Iterator[None]:
-    """Raise an interrupt again at the end of a `with` block.
+    """Make sure that an interrupt during a `with` block is raised at the end of the block.
 
-    For calls of a library that may turn the interrupt into an error of its own.
+    Use this around calls of a library that may replace the interrupt by an error of its own.
     """
     received: list[int] = []
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
@@ -121,16 +123,16 @@ def reraise_interrupts() -> Iterator[None]:
 
 
 class Stop:
-    """Delays the first signal within a `with` block until `check` or `interruptible`.
+    """Delays the first interrupt signal within a `with` block until `check` or `interruptible` is called.
 
-    A second signal interrupts at once.
+    A second signal interrupts at once, and a delayed signal interrupts after LIMIT_S seconds.
 
-    Only handlers that would raise a KeyboardInterrupt are replaced: Python's for Ctrl-C, and `terminate`. So SIGTERM
-    still ends a script. Outside the main thread nothing is delayed.
+    Signals are delayed only if their handler raises KeyboardInterrupt: Python's handler for Ctrl-C, and `terminate`. So
+    in a script without these handlers SIGTERM still ends the process. Outside the main thread nothing is delayed.
 
     Args:
-        report: Called with the message for the user when a signal is delayed. None writes it to stderr. It must not
-            take a lock.
+        report: Called with the message for the user when a signal is delayed. None writes the message to stderr. The
+            function must not take a lock.
     """
 
     def __init__(self, report: Callable[[bytes], object] | None = None) -> None:
@@ -156,14 +158,14 @@ class Stop:
         self._before = {}
 
     def check(self) -> None:
-        """Raise the delayed KeyboardInterrupt, if there is one."""
+        """Raise KeyboardInterrupt if a signal was delayed."""
         if self._received is not None and self._timer is not None:
             self._cancel()
             self._before[self._received](self._received, None)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let signals interrupt at once within a `with` block. For long work that may be dropped at any moment."""
+        """Let signals interrupt at once within a `with` block, for long work that may be abandoned at any time."""
         self.check()
         self._is_interruptible = True
         try:

@@ -1,4 +1,4 @@
-"""Find files of the user and files that come with areno, and read files that may be missing or damaged."""
+"""Functions that find files of users and of areno, and that read files which may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def existing_path(path: str | Path) -> Path | None:
         path: The path. `~` is expanded.
 
     Returns:
-        The absolute path, or None if it exists in neither place.
+        The absolute path, or None if the path exists in neither folder.
     """
     path = Path(os.path.expanduser(path))
     for base in (Path.cwd(), root()):
@@ -48,12 +48,13 @@ def absolute(folder: str | Path | None) -> Path | None:
 
 @contextmanager
 def model_setting(key: str) -> Iterator[None]:
-    """Let a CheckpointError in the `with` block name the setting of the model that it reads.
+    """Let a CheckpointError in the `with` block name the setting of the model that the block reads.
 
-    The code for models assumes that a model comes from actor.path. An error that names no setting gets `key`.
+    The code for models raises errors about the setting actor.path. This function replaces that name by `key`, and adds
+    `key` to errors that name no setting.
 
     Args:
-        key: Setting of the model folder or hub id.
+        key: Name of the setting that holds the model folder or hub id.
     """
     try:
         yield
@@ -64,14 +65,14 @@ def model_setting(key: str) -> Iterator[None]:
 
 
 def find_file(path: str | Path, key: str = "") -> Path:
-    """Look a path up in the working directory, then in `root()`.
+    """Look a path up in the working directory, then in `root()`, and raise if it does not exist.
 
     Args:
         path: The path. `~` is expanded.
-        key: Setting that errors name.
+        key: Name of the setting, which errors quote.
 
     Raises:
-        ConfigError: If the path exists in neither place.
+        ConfigError: The path exists in neither folder.
     """
     found = existing_path(path)
     if found is None:
@@ -90,7 +91,7 @@ def read_if_exists(path: Path) -> bytes | None:
         The bytes, or None if the file does not exist.
 
     Raises:
-        ArenoError: If the file cannot be read.
+        ArenoError: The file cannot be read, or is not a regular file.
     """
     return _read(path, -1)
 
@@ -100,19 +101,19 @@ def read_start(path: Path, n_bytes: int = 4096) -> bytes:
 
     Args:
         path: Path of the file.
-        n_bytes: The most bytes to read.
+        n_bytes: Largest number of bytes to read.
 
     Returns:
         The bytes. Empty if the file does not exist.
 
     Raises:
-        ArenoError: If the file cannot be read.
+        ArenoError: The file cannot be read, or is not a regular file.
     """
     return _read(path, n_bytes) or b""
 
 
 def _read(path: Path, n_bytes: int) -> bytes | None:
-    """Read a file or its first bytes. A pipe or a device, which may never end, is refused."""
+    """Read the first `n_bytes` bytes of a regular file (-1: all). Returns None if the file does not exist."""
     try:
         if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
             raise ArenoError("{} cannot be read: it is not a regular file", path)
@@ -125,7 +126,7 @@ def _read(path: Path, n_bytes: int) -> bytes | None:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Return the names in a folder.
+    """Return the names of the files and folders in a folder.
 
     Args:
         folder: Path of the folder.
@@ -134,7 +135,7 @@ def list_folder(folder: Path) -> list[str]:
         The names. Empty if the folder does not exist.
 
     Raises:
-        ArenoError: If the folder cannot be read.
+        ArenoError: The folder cannot be read.
     """
     try:
         return os.listdir(folder)

@@ -1,8 +1,7 @@
-"""Read YAML of users and other machines after a check that it is small.
+"""Read YAML files of users and of other machines, after a check that they are small.
 
-A few lines of YAML can stand for billions of values, since an alias repeats the part of the file that it names. The
-check counts values with their aliases written out before any value is made, so its work is linear in the length of the
-text.
+A few lines of YAML can stand for billions of values, since an alias repeats a part of the file. The check counts the
+values with all aliases expanded, but constructs none of them, so its time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from areno.files.paths import read_start
 MAX_BYTES = 2**20
 MAX_VALUES = 10_000
 MAX_DEPTH = 32
-_MAX_CHARACTERS = 10_000  # of a value that may be a number or hold ${...}, whose readers are slow
+_MAX_CHARACTERS = 10_000  # limit for a value that may be a number or contain ${...}, which are slow to parse
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader in C, if PyYAML has it
 
 
 class YamlFault(ValueError):
-    """YAML that cannot be read or is too large. The message is one line without the name of the file."""
+    """Raised for YAML that cannot be read or is too large. The message is one line without the name of the file."""
 
 
 def plain_yaml(path: Path) -> Any:
     """Read a YAML file as dictionaries, lists and scalars.
 
-    Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations (`${...}`) stay text.
+    Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations (`${...}`) are not resolved and stay text.
 
     Args:
         path: Path of the file.
@@ -41,8 +40,8 @@ def plain_yaml(path: Path) -> Any:
         The values, or None if the file does not exist or is empty.
 
     Raises:
-        YamlFault: If the file is not YAML or is too large.
-        ArenoError: If the file cannot be opened.
+        YamlFault: The file is not YAML or is too large.
+        ArenoError: The file cannot be opened.
     """
     text = checked_text(read_start(path, MAX_BYTES + 1))
     try:
@@ -54,16 +53,16 @@ def plain_yaml(path: Path) -> Any:
 
 
 def checked_text(content: bytes) -> str:
-    """Decode YAML after the check that its values take bounded time and memory.
+    """Decode the text of a YAML file, and check that constructing its values takes bounded time and memory.
 
     Args:
-        content: Bytes of the file.
+        content: All bytes of the file.
 
     Returns:
         The text.
 
     Raises:
-        YamlFault: If the text is not YAML or is too large.
+        YamlFault: The text is not YAML or is too large.
     """
     if len(content) > MAX_BYTES:
         raise YamlFault(f"it has more than {MAX_BYTES} bytes")
@@ -81,10 +80,13 @@ def checked_text(content: bytes) -> str:
 
 
 def fault(error: BaseException) -> str:
-    """Return an error of a YAML reader as one line.
+    """Describe an error of a YAML reader in one line.
 
     Args:
-        error: The error.
+        error: The error that PyYAML, OmegaConf or the file system raised.
+
+    Returns:
+        The description, with the line number if it is known.
     """
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"line {mark.line + 1}: {error.problem or error.context}"
@@ -97,12 +99,12 @@ def fault(error: BaseException) -> str:
 
 @dataclass
 class _Part:
-    """A part of a file.
+    """The size of a part of a YAML file: a scalar, a collection or the whole file.
 
     Attributes:
-        anchor: Its anchor, or None.
-        values: Number of its values, with aliases written out.
-        levels: Its levels of nested collections.
+        anchor: Name of the part's anchor, or None.
+        values: Number of values in the part, with aliases expanded.
+        levels: Number of nested levels of collections in the part.
     """
 
     anchor: str | None
@@ -111,7 +113,7 @@ class _Part:
 
 
 def _check(text: str, loader: Any) -> None:
-    """Raise YamlFault if the values, with aliases written out, are too many, too deeply nested or endless."""
+    """Raise YamlFault if the values, with aliases expanded, are too many, too deeply nested or endless."""
     named: dict[str, _Part] = {}
     outer = [_Part(None)]  # the file, and the collections that are open
     total = 0
@@ -140,7 +142,7 @@ def _check(text: str, loader: Any) -> None:
 
 
 def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) -> _Part:
-    """Return the part that an alias repeats. Raises YamlFault if the part has not ended before the alias."""
+    """Return the part that an alias repeats. Raises YamlFault if the part is not complete before the alias."""
     if event.anchor in named:
         return named[event.anchor]
     within = any(part.anchor == event.anchor for part in outer)

@@ -1,6 +1,7 @@
 """Import functions of the user, such as reward functions and dataset loaders.
 
-They are given as `file.py` or `file.py:function`. Errors name the setting that holds the specification.
+Settings name a function as `file.py` or `file.py:function`, which is called a specification here. Errors quote the
+setting.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ USER_MODULE = "areno_user_"  # names of modules from `load_module` begin with it
 
 
 def split_spec(spec: str, default: str) -> tuple[str, str]:
-    """Split `file.py:function`.
+    """Split a specification `file.py:function` into file and function.
 
     Args:
-        spec: The specification.
-        default: Name of the function if the specification has none.
+        spec: `file.py` or `file.py:function`.
+        default: Name of the function if `spec` names only a file.
 
     Returns:
-        (file, function).
+        (path of the file, name of the function).
     """
     file, colon, name = spec.rpartition(":")
     if colon and name.isidentifier() and file:
@@ -41,14 +42,14 @@ def resolve_spec(spec: str, default: str, key: str) -> str:
 
     Args:
         spec: `file.py` or `file.py:function`.
-        default: Name of the function if the specification has none.
-        key: Setting that errors name.
+        default: Name of the function if `spec` names only a file.
+        key: Name of the setting, which errors quote.
 
     Returns:
-        `absolute file:function`.
+        The specification `file.py:function` with an absolute path.
 
     Raises:
-        ConfigError: If the file does not exist or does not parse.
+        ConfigError: The file is not a .py file, does not exist or is not valid Python.
     """
     file, name = split_spec(spec, default)
     if not file.endswith(".py"):
@@ -61,28 +62,34 @@ def resolve_spec(spec: str, default: str, key: str) -> str:
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
     """Import a file and return one of its functions.
 
-    The file's folder is put on sys.path, so that the file can import its neighbours.
+    The folder of the file is added to sys.path, so that the file can import modules beside it.
 
     Args:
         file: Path of the file.
         name: Name of the function.
-        key: Setting that errors name.
+        key: Name of the setting, which errors quote.
+
+    Returns:
+        The function.
 
     Raises:
-        ConfigError: If the file cannot be imported or has no such function.
+        ConfigError: The file cannot be imported or has no such function.
     """
     return function_of(load_module(file, key), name, file, key)
 
 
 def load_module(file: str, key: str) -> ModuleType:
-    """Import a file. Its folder is put on sys.path.
+    """Import a Python file by its path. The folder of the file is added to sys.path.
 
     Args:
         file: Path of the file.
-        key: Setting that errors name.
+        key: Name of the setting, which errors quote.
+
+    Returns:
+        The module.
 
     Raises:
-        ConfigError: If the file cannot be imported.
+        ConfigError: The file cannot be imported.
     """
     path = Path(os.path.realpath(os.path.expanduser(file)))
     _check_file(path, file, key)
@@ -107,13 +114,16 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
     """Return a function of a module.
 
     Args:
-        module: Module from `load_module`.
+        module: Module returned by `load_module`.
         name: Name of the function.
-        file: Path of the file, for messages.
-        key: Setting that errors name.
+        file: Path of the module's file, which errors quote.
+        key: Name of the setting, which errors quote.
+
+    Returns:
+        The function.
 
     Raises:
-        ConfigError: If the module has no such function.
+        ConfigError: The module has no such function.
     """
     function = getattr(module, name, None)
     if callable(function):
@@ -127,7 +137,7 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
 
 
 def _check_file(path: Path, shown: str, key: str) -> None:
-    """Raise ConfigError unless `path` is a file that parses as Python."""
+    """Raise ConfigError unless `path` is a file with valid Python. `shown` is the path in the message."""
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         raise ConfigError(Problem(key, f"there is no file {shown} (looked for {path})"))
     try:
@@ -146,7 +156,11 @@ def describe_error(error: BaseException, path: Path | None = None) -> str:
 
     Args:
         error: The error.
-        path: File whose last line in the traceback is named. None takes the last line of the traceback.
+        path: File whose line the description names, if the file is in the traceback. None, or a file that is not in the
+            traceback, names the innermost line.
+
+    Returns:
+        The description.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:

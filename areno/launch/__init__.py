@@ -1,4 +1,4 @@
-"""From a command line to a run. `run_recipe` runs a recipe, `run_algorithm` runs an algorithm in your own file."""
+"""Start runs from a command line: `run_recipe` for a recipe, `run_algorithm` for an algorithm in your own file."""
 
 from areno.launch.command import run_algorithm, run_recipe
 

@@ -1,10 +1,10 @@
 """Run the command of an algorithm: read its arguments, start its runs, and print errors.
 
-`compose` makes a configuration of the arguments, `help` prints them, and this module starts the runs.
+compose.py makes a configuration from the arguments, help.py writes the help text, and this module starts the runs.
 
-Exit codes: 0 done, 1 the run failed, 2 the command line or the configuration is wrong, 130 interrupted, 143 terminated
-(SIGTERM, SIGUSR1). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end. The
-first combination of a sweep is checked before anything is written.
+Exit codes: 0 done, 1 a run failed, 2 the command line or the configuration is wrong, 130 interrupted, 143 terminated
+(SIGTERM, SIGUSR1). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end.
+The first combination of a sweep is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -44,16 +44,29 @@ if TYPE_CHECKING:
 
 
 def run_recipe(module: str) -> NoReturn:
-    """Run the ALGORITHM of the recipe `module` with the arguments of this process, and end the process.
+    """Run the algorithm of a recipe with the command-line arguments of this process, and end the process.
 
-    `python -m` has loaded the module as `__main__`. It is imported again under its own name, so that what it defines
-    can be pickled for spawned processes.
+    `python -m` has loaded the module as `__main__`. The module is imported again under its own name, so that its
+    classes and functions can be pickled for spawned processes.
+
+    Args:
+        module: Name of the module, such as "areno.recipes.gspo", which defines ALGORITHM.
+
+    Raises:
+        SystemExit: Always, with the exit code.
     """
     sys.exit(run(import_module(module).ALGORITHM, f"python -m {module}", sys.argv[1:]))
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:
-    """Run the algorithm of a file that is itself the script, with the arguments of this process; ends the process."""
+    """Run an algorithm that the script of this process defines, with its command-line arguments, and end the process.
+
+    Args:
+        algorithm: The algorithm.
+
+    Raises:
+        SystemExit: Always, with the exit code.
+    """
     algorithm = replace(algorithm, file=Path(sys.argv[0]).absolute())
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 
@@ -65,17 +78,20 @@ def run(
     greet: bool = True,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Do what the arguments ask for, and return the exit code.
+    """Print help or a configuration, or start or resume runs, as the command-line arguments say.
 
     Args:
         algorithm: The algorithm to run.
         command: The command that the user has typed, for the help text.
         arguments: The options and settings of the command line.
-        greet: Whether to print a line at once on a terminal, as imports take seconds.
-        names: Setting -> the flag that the user knows it by, for settings that have one. Errors use it.
+        greet: Whether to print a line at once if stderr is a terminal, because imports take seconds.
+        names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
+
+    Returns:
+        The exit code.
 
     Raises:
-        SystemExit: A run has failed, and its error is printed.
+        SystemExit: A run failed, and its error was printed.
     """
     args = _parser(command).parse_intermixed_args(arguments)
     try:
@@ -91,7 +107,7 @@ def run(
         print("terminated" if terminated else "interrupted", file=sys.stderr)
         return 143 if terminated else 130
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
+        # The reader of the output (`| head`) has ended. Python must not raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -102,7 +118,7 @@ def run(
 
 
 def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:
-    """Do what the arguments ask for, and return the exit code."""
+    """Print help or a configuration, or start or resume runs, and return the exit code."""
     named = {"--config-name": args.config_name, "--config-dir": args.config_dir, "--resume": args.resume}
     for option, value in named.items():
         if value is not None and not value.strip():
@@ -124,7 +140,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
         name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
     options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
     session = HydraSession(algorithm.config, name, args.overrides, **options)
-    # Clusters send SIGUSR1 some time before they end a job. On both all is wound down, as on Ctrl-C.
+    # Clusters send SIGUSR1 some time before they end a job. Both signals end a run like Ctrl-C.
     unwinding = signal_handlers(terminate, signal.SIGTERM, signal.SIGUSR1)
     with unwinding, mention_recipes(algorithm.name, name, config_dir), session:
         if args.info:
@@ -142,7 +158,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
 
 
 def _show_life(command: str, args: argparse.Namespace) -> None:
-    """Print a line on a terminal, as the imports before the first output of a run take seconds."""
+    """Print a line if stderr is a terminal, because imports take seconds before a run prints anything."""
     if sys.stderr.isatty() and "stats_logger.console=quiet" not in args.overrides:
         words = [command.removeprefix("python -m "), *(word for word in (args.config_name, args.resume) if word)]
         print(f"areno {__version__}: {' '.join(words)} starts ...", file=sys.stderr, flush=True)
@@ -169,7 +185,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> None:
-    """Print the configuration as YAML, with ??? where a required value is missing; other problems are errors."""
+    """Print the configuration as YAML, with ??? for missing required values. Raises ConfigError for other problems."""
     from areno.launch.compose import to_yaml
 
     composition = session.compose()
@@ -215,7 +231,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
 
     sweep = Sweep(output_dir, *config.objective())
     try:
-        with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
+        with contextlib.suppress(JobFailed):  # Hydra raises the first failure again when all runs have ended
             if session.n_jobs == 1:
                 session.run(lambda job: _run_in_sweep(algorithm, command, job, folder, sweep))
             else:
@@ -230,7 +246,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
 
 
 def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
-    """Resume the run in a folder, whose settings the session has read."""
+    """Resume the run in `folder`, whose config.yaml the session composes."""
     from areno.launch.compose import Job, mention_version
     from areno.run import resume
 
@@ -242,7 +258,7 @@ def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: P
 
 
 def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, sweep: Sweep) -> float:
-    """Run one job of a sweep, in this process."""
+    """Run one job of a sweep in this process, and return its objective. Raises JobFailed if the run fails."""
     from areno.launch.side_by_side import JobFailed
 
     assert job.number is not None
@@ -257,7 +273,7 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
 def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
-    """Run the jobs of a sweep, several at a time, each in a process of its own. `config` is that of the first job."""
+    """Run the jobs of a sweep, several at a time, in processes of their own. `config` is that of the first job."""
     from areno.launch.compose import N_JOBS
 
     if config.scheduler.type == "ray":
@@ -288,9 +304,9 @@ def _run_side_by_side(
 
 
 def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
-    """Run one job of a sweep, and return its objective, or None and the reason of its failure.
+    """Run one job of a sweep, and return (objective, ""), or (None, reason) if the run failed.
 
-    A SystemExit would end the sweep in the launcher.
+    SystemExit is caught, because it would end the whole sweep.
     """
     try:
         return _run(algorithm, command, job, folder), ""
@@ -302,14 +318,16 @@ def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) ->
 
 
 def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
-    """Run one job. A failure is printed and becomes SystemExit, which Hydra raises again without a message.
+    """Run one job and return its objective.
+
+    A failure is printed and raised as SystemExit, which Hydra does not print again.
 
     Args:
         algorithm: The algorithm to run.
         command: The command that starts the algorithm.
         job: The run.
         folder: The folder of the run or of its sweep.
-        explicit: Whether the user has named the folder, to resume its run.
+        explicit: Whether the user named the folder with --resume.
     """
     from areno.run import resume
     from areno.tracking.run_log import RunLog
@@ -351,7 +369,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:
-    """Give a run of a sweep its own subfolder, and its own repository, of those that the settings name for all runs."""
+    """Append the number of a run in a sweep to the paths and the hub repository that its settings name."""
     for section in (config.saver, config.stats_logger.tensorboard):
         if section.path is not None:
             section.path = str(Path(section.path) / str(number))
@@ -360,7 +378,7 @@ def _separate(config: ExperimentConfig, number: int) -> None:
 
 
 def _report(error: ArenoError, names: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Print the message with the flags in `names`, and the traceback if ARENO_DEBUG=1. Returns the exit code."""
+    """Print the error with settings renamed by `names`, and return the exit code. ARENO_DEBUG=1 adds the traceback."""
     _trace(error)
     print(f"error: {error.renamed(names.get)}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
@@ -373,7 +391,16 @@ def _trace(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
-    """Add to the errors of a composition that the task is not for the recipe, if that is so."""
+    """Extend a ConfigError in the `with` block by a note if the task file is meant for other recipes.
+
+    Args:
+        recipe: Name of the algorithm that runs.
+        config_name: Name of the task or experiment file.
+        config_dir: The user's folder of YAML files, or None.
+
+    Raises:
+        ConfigError: The block raised it.
+    """
     try:
         yield
     except ConfigError as error:

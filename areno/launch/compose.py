@@ -1,11 +1,11 @@
 """Compose a configuration from YAML files and overrides with Hydra.
 
-The result is one plain dictionary, together with all problems that were found. Modules outside of this folder do not
-use Hydra.
+The result is a plain dictionary and a list of all problems that were found. Modules outside of areno/launch do not use
+Hydra.
 
-Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without their types, so
-that Hydra does not stop at the first bad key or value. For the same reason values of the command line are forced in
-(`++key=value`). `areno.schema.build` then checks everything at once.
+Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without types, so that
+Hydra does not stop at the first wrong key or value. For the same reason, values of the command line are added by
+force (`++key=value`). `areno.schema.build` then checks all values at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ N_JOBS = "hydra.launcher.n_jobs"
 _SHOWN = 200  # characters of an override that cannot be read
 _MARK = "areno's recipes"
 _HYDRA = {
-    "help": {"header": _MARK},  # whether this is in a composition tells if the recipe is
+    "help": {"header": _MARK},  # a composition with this mark includes the recipe's defaults
     "run": {"dir": _RUN_DIR},
     "sweep": {"dir": _RUN_DIR, "subdir": "${hydra.job.num}"},
     "output_subdir": None,
@@ -69,14 +69,14 @@ _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError
 
 @dataclass
 class Composition:
-    """The values of files and command line.
+    """The configuration composed from files and command line, before the check.
 
     Attributes:
-        data: Plain values with interpolations resolved. Missing keys are left out.
-        raw: The same values with interpolations and ??? as they are written.
-        problems: The problems of files and command line. `build` finds those of the values.
-        variant: The chosen variant and its file.
-        output_dir: The folder of the run or the sweep. None if the settings that name it are wrong.
+        data: Plain values with interpolations resolved. Keys without a value are left out.
+        raw: The same values, with interpolations and ??? not resolved.
+        problems: Problems found in files and in the command line. `build` adds the problems of values.
+        variant: (name, file) of the chosen variant. None if no variant is chosen.
+        output_dir: Folder of the run or the sweep. None if the settings that name the folder are wrong.
     """
 
     data: dict[str, Any]
@@ -86,7 +86,17 @@ class Composition:
     output_dir: Path | None = None
 
     def build(self, cls: type[T]) -> T:
-        """Return the checked configuration. Raises ConfigError that lists all problems."""
+        """Check all values and construct the configuration.
+
+        Args:
+            cls: The dataclass of the configuration.
+
+        Returns:
+            An instance of `cls`.
+
+        Raises:
+            ConfigError: There are problems. The error lists all of them.
+        """
         return build(cls, self.data, self.problems, lambda key: hint(key, self.variant))
 
 
@@ -95,11 +105,11 @@ class Job:
     """One run that Hydra starts.
 
     Attributes:
-        composition: The values of its settings.
+        composition: The values of the run's settings.
         run_dir: The folder of the run.
-        overrides: The settings of the command line.
-        number: Its place in a sweep, counted from 0. None outside of a sweep.
-        names: Setting -> the flag that the user knows it by, for settings that have one.
+        overrides: The overrides `key=value` of the run from the command line.
+        number: Number of the run in its sweep, from 0. None outside of a sweep.
+        names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
     """
 
     composition: Composition
@@ -111,7 +121,7 @@ class Job:
 
 @dataclass
 class _CommandLine:
-    """The user's overrides, rewritten for Hydra. `sample` has the first value of every sweep."""
+    """The user's overrides, rewritten for Hydra. `sample` is the first combination of a sweep."""
 
     lines: list[str] = field(default_factory=list)
     sample: list[str] = field(default_factory=list)
@@ -122,7 +132,7 @@ class _CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: str, sample: str | None = None) -> None:
-        """Add an override, and the one that takes its place in `sample`."""
+        """Add an override to `lines`, and `sample` (None: the same override) to the first combination of a sweep."""
         self.lines.append(line)
         self.sample.append(line if sample is None else sample)
 
@@ -132,12 +142,15 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
 
     Args:
         cls: The dataclass of the configuration.
-        config_name: The name of the task, as for `--config-name`.
-        overrides: Settings of the form `key=value`.
-        config_dir: The user's folder of YAML files.
+        config_name: Name of a task or experiment file, as for `--config-name`.
+        overrides: Settings in the form `key=value`. None sets nothing.
+        config_dir: The user's folder of YAML files, or None.
+
+    Returns:
+        The configuration, an instance of `cls`.
 
     Raises:
-        ConfigError: Something is wrong. The error lists all problems.
+        ConfigError: There are problems in files, overrides or values. The error lists all of them.
     """
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
@@ -146,7 +159,14 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
 
 @contextmanager
 def mention_version(folder: Path) -> Iterator[None]:
-    """Add the version of areno that has written a run to errors about its settings, if it is another version."""
+    """Extend a ConfigError in the `with` block by the version of areno that wrote the run, if it is another version.
+
+    Args:
+        folder: Folder of the run.
+
+    Raises:
+        ConfigError: The block raised it.
+    """
     try:
         yield
     except ConfigError as error:
@@ -159,25 +179,32 @@ def mention_version(folder: Path) -> Iterator[None]:
 
 
 def to_yaml(data: dict[Any, Any]) -> str:
-    """Return YAML text that Hydra reads as the same values."""
-    # OmegaConf.to_yaml does the same with a DictConfig, which takes longer to make than the text.
+    """Convert values to YAML text that Hydra reads as the same values.
+
+    Args:
+        data: Plain values, or with interpolations as text.
+
+    Returns:
+        The text.
+    """
+    # OmegaConf.to_yaml needs a DictConfig, which takes longer to construct than the text.
     dumper = get_omega_conf_dumper()
     return yaml.dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
 
 
 class HydraSession(AbstractContextManager["HydraSession"]):
-    """Hydra, set up for one configuration class and one command line. It composes, and starts runs and sweeps.
+    """Hydra, set up for one configuration class and one command line. Composes configurations, starts runs and sweeps.
 
-    Use as a context manager.
+    Use it as a context manager.
 
     Args:
         cls: The dataclass of the configuration.
-        config_name: The name of the task, as for `--config-name`.
-        overrides: Settings of the form `key=value`, groups and settings of Hydra.
-        config_dir: The user's folder of YAML files.
-        multirun: Whether to start a sweep. A command line with `hydra.mode=MULTIRUN` does so too.
-        job_name: The name of the algorithm, for Hydra.
-        names: Setting -> the flag that the user knows it by, for settings that have one.
+        config_name: Name of a task or experiment file, as for `--config-name`.
+        overrides: The user's overrides: settings `key=value`, choices `group=name` and settings of Hydra.
+        config_dir: The user's folder of YAML files, or None.
+        multirun: Whether to start a sweep. The override `hydra.mode=MULTIRUN` starts a sweep, too.
+        job_name: Name of the algorithm, which Hydra uses as the name of the job.
+        names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
     """
 
     def __init__(
@@ -197,7 +224,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self.n_jobs = 1  # runs of a sweep at the same time
-        self._job_name, self.names = job_name, dict(names)  # a plain one, which can be sent to the process of a run
+        self._job_name, self.names = job_name, dict(names)  # a plain dict, which can be pickled for a run
         self.named_by_time: set[Path] = set()  # folders whose name is the start time, since trial_name is null
         self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
         self._counts = itertools.count(2)
@@ -213,7 +240,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         ConfigStore.instance().store(group="hydra/launcher", name="basic", node=_LAUNCHER, provider="areno")
         ConfigStore.instance().store("recipe", with_defaults(self.cls, {}) | {"hydra": _HYDRA}, provider="areno")
         OmegaConf.register_new_resolver("areno.run_dir", self._run_dir, replace=True)
-        # HydraConfig is global and outlives the session that set it; a later one must not see it.
+        # HydraConfig is global, so it is restored: a later session must not see the value of this session.
         with ExitStack() as opened:
             opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
             opened.enter_context(checked_files(self.cls, self._in_files))
@@ -229,10 +256,13 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._opened.close()
 
     def compose(self) -> Composition:
-        """Return the configuration of files and command line; for a sweep, that of its first run.
+        """Compose the configuration of the run, or of the first run of a sweep, from files and command line.
+
+        Returns:
+            The composition with all problems found so far.
 
         Raises:
-            ConfigError: Hydra cannot compose at all, as for a task that does not exist.
+            ConfigError: Hydra cannot compose a configuration, for example because the task does not exist.
         """
         with reraise_interrupts():
             return self._composition()
@@ -263,11 +293,11 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             raise ConfigError([*self._command_line.problems, Problem("", explain(error))]) from error
 
     def run(self, job: Callable[[Job], Any]) -> None:
-        """Call `job` once, or once for each combination of a sweep, one after another in this process.
+        """Call `job` once, or in a sweep once for each combination, one after another in this process.
 
         Args:
-            job: Does a run. It returns the objective or, for a run in another process, a Future of it. It may raise
-                ArenoError, SystemExit and exceptions of its own classes.
+            job: Function that does a run. It returns the objective or, if the run is in another process, a Future of
+                the objective. It may raise ArenoError, SystemExit and exceptions of its own classes.
 
         Raises:
             ConfigError: Hydra fails.
@@ -277,7 +307,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             if self.multirun:
                 self._hydra.multirun(self.config_name, self._task(job), [*line.lines, "hydra.mode=MULTIRUN"])
             else:
-                if (config := self._composed) is not None:  # to compose again would take as long as the first time
+                if (config := self._composed) is not None:  # composing again would take as long as the first time
                     OmegaConf.set_readonly(config.hydra, False)
                     vars(self._hydra.config_loader)["load_configuration"] = lambda *_, **__: config
                 self._hydra.run(self.config_name, self._task(job), line.lines)
@@ -287,7 +317,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             raise ConfigError(explain(error)) from error
 
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
-        """Read how many runs of a sweep are in progress at the same time, and yield what is wrong with the number."""
+        """Set `n_jobs`, the number of runs at the same time, from Hydra's launcher. Yield a problem if it is wrong."""
         launcher = config.hydra.launcher
         if not isinstance(launcher, DictConfig):
             yield Problem("hydra.launcher", f"is {launcher!r}; a section is expected")
@@ -304,17 +334,27 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     @property
     def sweep(self) -> list[str]:
-        """Return the overrides of a sweep, as Hydra writes them into multirun.yaml."""
+        """The overrides of a sweep, in the form in which Hydra writes them to multirun.yaml."""
         return [line for line in self._command_line.lines if not line.startswith("hydra")]
 
     def show_info(self, topic: str) -> None:
-        """Print what Hydra reports on `topic`: all, config, defaults, defaults-tree, plugins, searchpath."""
+        """Print Hydra's report about a topic.
+
+        Args:
+            topic: "all", "config", "defaults", "defaults-tree", "plugins" or "searchpath".
+        """
         self._look_up_defaults()
         with _logging_kept():
             self._hydra.show_info(topic, self.config_name, self._command_line.sample)
 
     def show_hydra(self, which: str, package: str | None, resolve: bool) -> None:
-        """Print the configuration of Hydra itself (`hydra`), or this and the run's (`all`)."""
+        """Print the configuration of Hydra itself, alone or together with the configuration of the run.
+
+        Args:
+            which: "hydra" prints Hydra's configuration, "all" both.
+            package: Dotted key of the part to print. None prints everything.
+            resolve: Whether to resolve interpolations.
+        """
         self._look_up_defaults()
         with _logging_kept():
             self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
@@ -340,7 +380,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 )
 
     def _run_dir(self, fileroot: str, experiment: str, trial: str | None) -> str:
-        """Return <fileroot>/<experiment>/<trial or start time>, which is the same for every run of a sweep."""
+        """Return the folder <fileroot>/<experiment>/<trial>, with the start time as the name if trial is None.
+
+        All runs of a sweep get the same folder.
+        """
         folder = Path(os.path.expanduser(fileroot)) / str(experiment)
         if trial is not None:
             return str(folder / str(trial))
@@ -348,14 +391,21 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return str(folder / self._time_name)
 
     def rename(self, run_dir: Path) -> Path:
-        """Return another name for a folder that is named by the start time, for a name that is taken."""
+        """Choose another name for a folder that is named by the start time, because the name is taken.
+
+        Args:
+            run_dir: The folder whose name is taken.
+
+        Returns:
+            The folder with a number appended to its name.
+        """
         self._time_name = f"{self._started}-{next(self._counts)}"
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
         return renamed
 
     @cached_property
     def _command_line(self) -> _CommandLine:
-        """Sort the overrides into groups, values and deletions. Unreadable ones and wrong choices become problems."""
+        """The overrides, sorted into groups, values and deletions. Wrong or unreadable overrides become problems."""
         self._check_config_name()
         line = _CommandLine()
         groups = yaml_files.groups(self.config_dir)
@@ -373,14 +423,14 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                     line.problems.append(Problem(override.key_or_group, several))
                 else:
                     self._sort(override, text, line, groups)
-            except (HydraException, ValueError, RecursionError):  # of its parser, for numbers and lists without end
+            except (HydraException, ValueError, RecursionError):  # too long numbers and too deep lists, for example
                 hint = """, or 'key="value"' where the value has one of ,:=()[]{}'""" if "=" in text else ""
                 shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
                 line.problems.append(Problem("", f"cannot read {shown!r}; key=value is expected{hint}"))
         return line
 
     def _look_up_defaults(self) -> None:
-        """Find the groups in the defaults of the files. Raises ConfigError where the defaults are wrong."""
+        """Find the groups in the defaults lists of the files. Raises ConfigError if a defaults list is wrong."""
         self._check_config_name()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
@@ -394,9 +444,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         vars(self).pop("_command_line", None)
 
     def _is_listed(self, group: str) -> bool:
-        """Return whether a group is in the defaults of the files.
+        """Return whether a group is in the defaults lists of the files.
 
-        Most groups are. So the answer is yes until Hydra refuses it, as a look-up takes half as long as to compose.
+        Most groups are, and looking them up takes half as long as composing. So the answer is True until Hydra
+        refuses a group and the groups are looked up.
         """
         return self._listed is None or group in self._listed
 
@@ -440,7 +491,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.add(forced, sample)
 
     def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
-        """Make the composition of Hydra's result."""
+        """Convert the configuration that Hydra composed to a Composition, with `problems` and those found here."""
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
@@ -463,7 +514,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return Composition(data, raw, found, (choices["variant"], file) if file else None)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:
-        """Yield a problem for each override of a section that is null, or of a section that needs this one."""
+        """Yield a problem for each override in a section that is null, or in a section that needs the null section."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]

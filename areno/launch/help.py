@@ -1,4 +1,4 @@
-"""Make the text of `--help`: usage, the YAML files that can be named, and every setting of the recipe."""
+"""The text of `--help` of a recipe: usage, the YAML files that --config-name accepts, and every setting."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ options:
 
 
 def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
-    """Return the whole help text of a recipe.
+    """Compose the help text of a recipe.
 
     Args:
         command: The command line that starts the recipe, such as `python -m areno.recipes.gspo`.
-        cls: The dataclass of its settings.
-        default: The default of --config-name.
-        config_dir: The user's folder of YAML files.
+        cls: The dataclass of the recipe's settings.
+        default: The configuration that runs if --config-name is not given.
+        config_dir: The user's folder of YAML files, or None.
+
+    Returns:
+        The text, with a newline at its end.
     """
     keys = {row.key for row in rows(cls)}
     variants = {name: file for name, file in yaml_files.variants(config_dir).items() if keys.issuperset(_keys(file))}
@@ -66,7 +69,7 @@ def _keys(file: Path) -> Iterator[str]:
 
 
 def _settings(cls: type[Section]) -> Iterator[str]:
-    """Yield a block for the top-level settings and one for each section."""
+    """Yield a block of text for the top-level settings, then a block for each section."""
     found = list(rows(cls))
     top = [row for row in found if "." not in row.key]
     yield "settings\n" + "\n".join(_line(row) for row in top if not row.setting.section)
@@ -84,7 +87,15 @@ def _line(row: Row) -> str:
 
 
 def files(title: str, files: dict[str, Path]) -> str:
-    """Return a line for each file: its name, its recipes and its first comment."""
+    """Return a title and a line for each file with its name, the recipes that it is for and its first comment.
+
+    Args:
+        title: The title line.
+        files: Name -> path of the YAML file.
+
+    Returns:
+        The text. Empty if there are no files.
+    """
     lines = {name: yaml_files.headline(file) for name, file in files.items()}
     for name, file in files.items():
         if recipes := yaml_files.recipes(file):
@@ -93,7 +104,15 @@ def files(title: str, files: dict[str, Path]) -> str:
 
 
 def columns(title: str, lines: dict[str, str]) -> str:
-    """Return a title and a line for each name with its description. Empty if there are no names."""
+    """Return a title and a line for each name with its description.
+
+    Args:
+        title: The title line.
+        lines: Name -> description.
+
+    Returns:
+        The text. Empty if there are no names.
+    """
     if not lines:
         return ""
     width = max(map(len, lines))

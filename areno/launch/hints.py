@@ -1,6 +1,6 @@
-"""Hints about unknown settings, for the end of the message.
+"""Hints that are added to errors about unknown settings.
 
-`hint` knows the settings of other algorithms, and the keys of AReaL that areno does not have (`NOT_HERE`).
+`hint` recognises settings of other algorithms, and settings of AReaL that areno does not have (`NOT_HERE`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT = "see engine.stall_timeout_s"
 
 
 def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
-    """Return texts by dotted keys, given texts by the names that the keys have in each of the sections."""
+    """Return {"section.name": text} for each section and each name in `texts`."""
     return {f"{section}.{name}": text for section in sections for name, text in texts.items()}
 
 
@@ -140,11 +140,14 @@ NOT_HERE = {
 
 
 def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
-    """Return the end of a message about an unknown setting; "" if nothing is known about it.
+    """Return a hint that an error about an unknown setting ends with.
 
     Args:
-        key: The dotted name of the setting. `key=value` asks about a value that the setting does not take.
-        variant: The chosen variant and its file, which may have set the key.
+        key: Dotted key of the setting. `key=value` asks about a value that the setting does not accept.
+        variant: (name, file) of the chosen variant, which may set the key. None if no variant is chosen.
+
+    Returns:
+        The hint, which begins with "; ". "" if there is no hint.
     """
     if key in NOT_HERE:
         return f"; {NOT_HERE[key]}"
@@ -158,7 +161,7 @@ def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
 
 
 def _recipes_with(key: str) -> list[str]:
-    """Return the algorithms that have a setting. An algorithm that does not import is left out."""
+    """Return the names of the algorithms that have a setting. Algorithms that cannot be imported are left out."""
     found = []
     for name in algorithm_names():
         with suppress(Exception):  # the message is about the user's key, and not about a package that is broken
@@ -178,5 +181,12 @@ def _sets(file: Path, key: str) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Return `a, b and c`."""
+    """Join names as in `a, b and c`.
+
+    Args:
+        names: The names, at least one.
+
+    Returns:
+        The joined names.
+    """
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

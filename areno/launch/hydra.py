@@ -1,8 +1,9 @@
-"""Adapt Hydra: its search path, its grammar, its errors and its results.
+"""Adapters for Hydra: its search path, its override grammar, its errors and its results.
 
-`quoted` writes overrides for the grammar of Hydra, and `explain` makes one line of its errors. `SearchPath` names the
-folders of YAML files, and `checked_files` checks each file before Hydra reads it. `resolved` makes plain values of a
-composed configuration, after `check_references` has made sure that its interpolations are finite.
+`quoted` adapts overrides to Hydra's grammar, and `explain` describes errors of Hydra in one line. `SearchPath` adds
+the folders of YAML files, and `checked_files` checks each file before Hydra reads it. `resolved` converts a composed
+configuration to plain values, after `check_references` has checked that its interpolations expand to a bounded
+number of values.
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ from areno.schema.build import Consequence, with_current_names
 from areno.schema.fields import Section
 from areno.schema.values import show
 
-_WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
+_WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # text between the special characters of Hydra's grammar
 _REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
 _HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
 
 
 def quoted(override: str) -> str:
-    """Put quotes around the words of an override that the grammar of Hydra cannot read, such as words with an ä.
+    """Put quotes around the words of an override that Hydra's grammar cannot read, such as words with an ä.
+
+    Args:
+        override: An override `key=value`.
+
+    Returns:
+        The override. If its value contains quotes, it is returned unchanged.
 
     Raises:
         ConfigError: The override is not UTF-8.
@@ -59,12 +66,19 @@ def quoted(override: str) -> str:
 
 
 def references(text: str) -> list[str]:
-    """Return the keys that a text refers to as ${key}, without keys that contain references themselves."""
+    """Return the keys in the references ${key} of a text. Of nested references, only the innermost are returned."""
     return _REFERENCE.findall(text)
 
 
 def explain(error: BaseException) -> str:
-    """Return an error of Hydra, OmegaConf or the YAML reader as one line."""
+    """Describe an error of Hydra, OmegaConf or the YAML reader in one line.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The description, with possible choices if a file does not exist.
+    """
     if isinstance(error, RecursionError):
         in_defaults = any(frame.name == "_create_defaults_tree" for frame in traceback.extract_tb(error.__traceback__))
         return "its defaults lead back to the file itself" if in_defaults else "a value is nested too deeply"
@@ -84,12 +98,20 @@ def explain(error: BaseException) -> str:
 
 
 class SearchPath(SearchPathPlugin):
-    """The search path of YAML files: the user's --config-dir, conf/ (Hydra's main folder), recipes/."""
+    """A Hydra plugin that sets the search path of YAML files: the user's --config-dir, then conf/, then recipes/.
+
+    Attributes:
+        config_dir: The user's folder of YAML files, or None.
+    """
 
     config_dir: Path | None = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folders. Hydra calls this method."""
+        """Add the folders to Hydra's search path. Hydra calls this method.
+
+        Args:
+            search_path: The search path, which is changed.
+        """
         if self.config_dir:
             search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
         search_path.append("recipes", f"file://{root() / 'recipes'}")
@@ -97,16 +119,16 @@ class SearchPath(SearchPathPlugin):
 
 @contextmanager
 def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]:
-    """Check each YAML file before Hydra reads it, and give settings of earlier names their names of today.
+    """Check each YAML file before Hydra reads it, and rename settings that have an earlier name.
 
-    Hydra has no setting for this, and its registry keeps the first class of a scheme. So the class is replaced there.
+    Hydra has no hook for this, so the class that reads files is replaced in Hydra's registry during the `with` block.
 
     Args:
-        cls: The dataclass of the configuration, which knows the names.
-        problems: Gets a problem for each setting that a file has under both names.
+        cls: The dataclass of the configuration, which declares earlier names.
+        problems: List to which a problem is added for each setting that a file sets under both names.
 
     Raises:
-        ConfigError: Within the block, for a file that is too large or whose section `hydra` is none.
+        ConfigError: Within the block, if a file is too large or its key `hydra` is not a section.
     """
     types = SourcesRegistry.instance().types
     hydras: Any = types["file"]
@@ -118,11 +140,11 @@ def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]
                 checked_text(read_start(path, MAX_BYTES + 1))
             except YamlFault as error:
                 raise ConfigError("{}: {}", path, error) from error
-            # OmegaConf turns any exception in its midst into one of its own, and a signal would be lost.
+            # OmegaConf replaces any exception by one of its own, so the interrupt of a signal would be lost.
             with delay_interrupts():
                 found = super().load_config(config_path)
             section = found.config.get("hydra", {}) if isinstance(found.config, DictConfig) else {}
-            if not isinstance(section, (dict, DictConfig)):  # Hydra takes for granted that it is one
+            if not isinstance(section, (dict, DictConfig)):  # Hydra assumes that it is a section
                 raise ConfigError("{}: hydra: is {}; a section is expected", path, show(section))
             if isinstance(found.config, DictConfig):
                 package = found.header.get("package") or os.path.dirname(config_path).replace("/", ".")
@@ -137,7 +159,17 @@ def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]
 
 
 def renamed_keys(cls: type[Section], config: DictConfig, section: str, problems: list[Problem]) -> DictConfig:
-    """Give the settings of a file their names of today; see `with_current_names` for the arguments."""
+    """Rename the settings of a file that have an earlier name to their current name.
+
+    Args:
+        cls: The dataclass of the configuration, which declares earlier names.
+        config: The content of the file.
+        section: Dotted key of the section that the file fills. "" for the whole configuration.
+        problems: List to which a problem is added for each setting that has both names.
+
+    Returns:
+        The content with current names. The same object if nothing was renamed.
+    """
     values = OmegaConf.to_container(config)
     assert isinstance(values, dict)
     renamed = with_current_names(cls, values, problems, section)
@@ -148,12 +180,17 @@ _MAX_VALUES = 30_000
 
 
 def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys and plain values of a node, without missing values and without interpolations that fail.
+    """Yield (key, plain value) of a node, with interpolations resolved.
+
+    Missing values, interpolations that fail, and Hydra's own section are left out.
 
     Args:
         node: A composed configuration, or a section of it.
-        prefix: The dotted key of the node with a dot at its end; "" for the whole configuration.
-        problems: Gets a problem for each interpolation that fails.
+        prefix: Dotted key of the node with a dot at its end. "" for the whole configuration.
+        problems: List to which a problem is added for each interpolation that fails.
+
+    Yields:
+        (key, value), where sections are dictionaries.
     """
     for key in node:
         full = f"{prefix}{key}"
@@ -173,18 +210,18 @@ def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
 
 
 def check_references(raw: Mapping[Any, Any]) -> None:
-    """Check that interpolations which refer to each other expand to a number of values that memory can hold.
+    """Check that the interpolations of a configuration expand to a bounded number of values.
 
     Args:
-        raw: The composition with interpolations as they are written.
+        raw: The composed configuration with unresolved interpolations.
 
     Raises:
-        ConfigError: There would be too many values.
+        ConfigError: The interpolations expand to too many values.
     """
     known: dict[tuple[str, ...], int] = {}
 
     def size(path: tuple[str, ...]) -> int:
-        """Return how many values are read for the value at `path`."""
+        """Return the number of values that the value at `path` expands to."""
         if path not in known:
             known[path] = 1  # for a circle, which OmegaConf finds itself
             value = functools.reduce(_inner, path, raw)
@@ -204,7 +241,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
 
 
 def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
-    """Return the path of a key. A key that begins with dots is relative to the section around `path`."""
+    """Return the names of a dotted key. A key that begins with dots is relative to the section around `path`."""
     names = key.lstrip(".")
     n_dots = len(key) - len(names)
     start = path[: max(0, len(path) - n_dots)] if n_dots else ()
@@ -212,14 +249,22 @@ def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
 
 
 def _inner(value: Any, name: str) -> Any:
-    """Return the value at a key of a section or at an index of a list; None if there is none."""
+    """Return the value at a key of a section or an index of a list, or None if there is no such value."""
     if isinstance(value, dict):
         return next((inner for key, inner in value.items() if str(key) == name), None)
     return value[int(name)] if isinstance(value, list) and name.isdecimal() and int(name) < len(value) else None
 
 
 def delete(data: dict[Any, Any], key: str) -> bool:
-    """Remove a dotted key from nested dictionaries. Returns False if the key does not exist."""
+    """Remove a dotted key from nested dictionaries.
+
+    Args:
+        data: The dictionaries, which are changed.
+        key: The dotted key, such as "actor.optimizer.lr".
+
+    Returns:
+        Whether the key existed.
+    """
     section, _, inner = key.partition(".")
     if inner:
         return isinstance(data.get(section), dict) and delete(data[section], inner)

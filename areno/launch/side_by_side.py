@@ -1,7 +1,7 @@
-"""Start several runs of a sweep at the same time, and show their output.
+"""Processes for runs of a sweep at the same time, and the display of their output.
 
-`SideBySide` gives each run a process of its own, with a share of the devices and threads. `JobLines` shows one line for
-each run on a terminal, which it keeps up to date. Without a terminal it prints all lines of the runs.
+`SideBySide` gives each run a process of its own, with a share of the devices and threads. On a terminal, `JobLines`
+shows one line for each run and updates it. Without a terminal, `JobLines` prints all lines of the runs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _STEP = "step="
 
 
 class JobLines:
-    """The display of runs that are in progress at the same time. Use as a context manager.
+    """The display of runs that are in progress at the same time. Use it as a context manager.
 
     Args:
-        live: Whether stderr is a terminal that shows one line for each run. False: all lines of the runs are printed.
-        objective: The name of the number that the runs are compared by.
+        live: Whether to show one line for each run, on a terminal. If False, all lines of the runs are printed.
+        objective: Name of the objective, the metric that runs are compared by.
     """
 
     def __init__(self, live: bool, objective: str):
         self._objective = objective
         self._told: dict[int, str] = {}  # the last line of each run
-        self._latest: dict[int, str] = {}  # of the runs that go on
+        self._latest: dict[int, str] = {}  # the latest line of each run in progress
         self._names: dict[int, str] = {}
         self._n_ended = 0
         self._screen = Screen(sys.stderr, self._lines, self._failed) if live else None
@@ -60,14 +60,19 @@ class JobLines:
         """Show that a run has started.
 
         Args:
-            number: The number of the run in its sweep.
-            overrides: The settings in which the run differs from the others.
+            number: Number of the run in its sweep, from 0.
+            overrides: The overrides in which the run differs from the other runs.
         """
         self._names[number], self._latest[number] = f"[{number}] {' '.join(overrides)}", "starts"
         self._print(self._names[number])
 
     def tell(self, number: int, line: str) -> None:
-        """Show a line that the run `number` has written."""
+        """Show a line that a run wrote.
+
+        Args:
+            number: Number of the run in its sweep, from 0.
+            line: The line, without a newline.
+        """
         is_of_log = line[:_TIME:3].isdigit() and line[2:_TIME:3] == ":: "
         if self._screen is None or not is_of_log or line.startswith(("warning", "error"), _TIME):
             self._print(f"[{number}] {line}" if line else "")
@@ -79,9 +84,9 @@ class JobLines:
         """Show that a run has ended.
 
         Args:
-            number: The number of the run in its sweep.
-            objective: The result of the run. None: the run failed.
-            reason: Why the run failed.
+            number: Number of the run in its sweep, from 0.
+            objective: The objective of the run. None if the run failed.
+            reason: Reason of the failure. "" if the run succeeded.
         """
         self._n_ended += 1
         self._latest.pop(number, None)
@@ -104,7 +109,7 @@ class JobLines:
         return lines
 
     def _failed(self, error: Exception) -> None:
-        """Print lines from here on, as the live display failed."""
+        """Print all lines from now on, because the live display failed."""
         self._screen = None
         print(f"the live display failed, and lines follow: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -117,18 +122,19 @@ Work = Callable[[], tuple[float | None, str]]
 
 
 class JobFailed(Exception):
-    """One run of a sweep failed. Hydra's launcher goes on with the next run, and a sweeper sees no objective."""
+    """Raised if one run of a sweep fails. Hydra's launcher then continues with the next run."""
 
 
 def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
     """Divide devices and threads among runs.
 
     Args:
-        n_jobs: How many runs are in progress at the same time.
-        engine: The section `engine` of the runs. Its device and world_size say how many GPUs a run needs.
+        n_jobs: Number of runs at the same time.
+        engine: The configuration section `engine` of the runs. Its device and world_size determine how many GPUs a run
+            needs.
 
     Returns:
-        The environment variables of each run.
+        For each of the `n_jobs` runs, the environment variables OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES.
 
     Raises:
         ConfigError: There are too few GPUs.
@@ -160,11 +166,14 @@ class _Running:
 
 
 class SideBySide:
-    """Starts runs, as many at a time as there are shares. Use as a context manager, which waits for all runs.
+    """Starts runs in processes of their own, as many at a time as there are shares.
+
+    Use it as a context manager, which waits for all runs at its end.
 
     Args:
-        shares: Environment variables of each run that may be in progress.
-        told: Gets the number of a run and each line that the run writes to stdout or stderr. Any thread may call it.
+        shares: Environment variables of each of the runs at the same time, from the function `shares`.
+        told: Called with (number of the run, line) for each line that a run writes to stdout or stderr, from any
+            thread.
     """
 
     def __init__(self, shares: list[dict[str, str]], told: Callable[[int, str], None]):
@@ -178,19 +187,20 @@ class SideBySide:
         self._is_stopping = False
 
     def start(self, number: int, work: Work, began: Callable[[], None], ended: Callable[..., None]) -> Future[float]:
-        """Wait for a share, and start a run with it.
+        """Wait until a share is free, and start a run with the share.
 
         Args:
-            number: The number of the run in its sweep.
-            work: Does the run, in its process.
-            began: Called when there is a share.
-            ended: Called with objective and reason. Any thread may call it, one at a time.
+            number: Number of the run in its sweep, from 0.
+            work: Function that does the run in the new process. It must be picklable.
+            began: Called when a share is free, before the process starts.
+            ended: Called with (objective or None, reason of a failure) when the run ends, from any thread, but never
+                twice at once.
 
         Returns:
-            The future objective. The future raises JobFailed with the reason if the run fails.
+            A Future of the objective, which raises JobFailed with the reason if the run fails.
 
         Raises:
-            ConfigError: `work` cannot be sent to another process.
+            ConfigError: `work` cannot be pickled.
         """
         share = self._free.get()
         began()
@@ -207,7 +217,7 @@ class SideBySide:
             try:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                self._free.put(share)  # the runs after it shall say so, too, and not wait
+                self._free.put(share)  # so that the next runs fail with the same error and do not wait
                 text = "is more than 1, but the run cannot be given to another process: {}"
                 raise ConfigError(Problem(N_JOBS, text, error)) from error
             self._running.append(running)
@@ -217,7 +227,7 @@ class SideBySide:
         return running.future
 
     def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
-        """Read the output of a run until it ends. Errors are raised by its future, as no other code waits for them."""
+        """Read the output of a run until the run ends, and set the result or the error of its Future."""
         try:
             found: float | Exception = self._followed(running.process, number, output, result, ended)
         except Exception as error:
@@ -233,13 +243,13 @@ class SideBySide:
         running.done.set()
 
     def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
-        """Report the lines of a run until it ends, and return its objective. Raises JobFailed with the reason."""
+        """Report the lines of a run until it ends, and return its objective. Raises JobFailed if the run failed."""
         error: Exception | None = None
         for line in _lines(output, process.sentinel):
             try:
                 if error is None:
                     self._told(number, line)
-            except Exception as first:  # the run goes on, for which somebody has to read what it says
+            except Exception as first:  # the run continues, and would block if nobody read its output
                 error = first
         process.join()
         objective, reason = None, _how_it_ended(process.exitcode)
@@ -261,14 +271,14 @@ class SideBySide:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the runs in progress. After Ctrl-C or a signal, send the signal to them first."""
+        """Wait for the runs in progress. After Ctrl-C or SIGTERM, pass the signal on to the runs first."""
         if isinstance(error, KeyboardInterrupt):
             self._stop(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
         for running in list(self._running):
             running.done.wait()
 
     def _stop(self, first: int) -> None:
-        """Send a signal to all runs, and again each signal that arrives while they end. The third one is SIGKILL."""
+        """Send a signal to all runs and wait for their end. If interrupted, send it again, and then SIGKILL."""
         self._is_stopping = True
         for number in (first, first, signal.SIGKILL):
             for running in list(self._running):
@@ -301,7 +311,7 @@ def _run(output: Any, result: Any, work: Work) -> None:
 
 
 def _end_with(parent: Any) -> None:
-    """End the run, with its state, when the driver is gone."""
+    """Send SIGTERM to this process, so that it saves its state, when the parent process has ended."""
     connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -328,7 +338,7 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 @contextlib.contextmanager
 def _environment(share: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the block. A process that is started there inherits them."""
+    """Set environment variables within a `with` block, for a process that the block starts."""
     before = {name: os.environ.get(name) for name in share}
     os.environ.update(share)
     try:
@@ -343,8 +353,8 @@ def _environment(share: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals within the block. A process that is started there unblocks them when it can handle them."""
-    resource_tracker.ensure_running()  # it would be started together with the first process, and unblocks some
+    """Block signals within a `with` block. A process that the block starts unblocks them when it can handle them."""
+    resource_tracker.ensure_running()  # otherwise it starts with the first process, and unblocks some signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

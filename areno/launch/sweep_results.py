@@ -24,11 +24,11 @@ class Outcome:
     """The result of one run.
 
     Attributes:
-        number: The number of the run in its sweep.
-        overrides: Setting -> value, as the command line gives them.
-        objective: The number that runs are compared by. None: the run failed.
+        number: Number of the run in its sweep, from 0.
+        overrides: Setting -> value, as text, from the overrides of the run.
+        objective: Value of the objective, the metric that runs are compared by. None if the run failed.
         folder: The folder of the run.
-        reason: Why the run failed.
+        reason: Reason of the failure. "" if the run succeeded.
     """
 
     number: int
@@ -40,12 +40,12 @@ class Outcome:
 
 @dataclass
 class Average:
-    """The average over runs whose overrides differ in the seed only.
+    """The average over runs whose overrides differ only in the seed.
 
     Attributes:
         overrides: Setting -> value, without the seed.
         mean: The mean of the objectives.
-        std: Their sample standard deviation. None for a single run.
+        std: The sample standard deviation of the objectives. None for a single run.
         runs: The numbers of the runs.
     """
 
@@ -57,12 +57,12 @@ class Average:
 
 @dataclass
 class Sweep:
-    """The results of a sweep that may still be in progress.
+    """The results of a sweep, which may still be in progress.
 
     Attributes:
         folder: The folder of the sweep.
-        objective: The name of the number that runs are compared by.
-        mode: Whether more or less of it is better.
+        objective: Name of the objective, the metric that runs are compared by.
+        mode: Whether a larger ("max") or a smaller ("min") objective is better.
         outcomes: The results of the runs that have ended.
     """
 
@@ -74,14 +74,14 @@ class Sweep:
     def add(
         self, number: int, overrides: Sequence[str], objective: float | None, folder: Path, reason: str = ""
     ) -> None:
-        """Add the result of a run that has ended, and write the files again.
+        """Add the result of a run that has ended, and rewrite sweep.json and sweep.csv.
 
         Args:
-            number: The number of the run in its sweep.
-            overrides: The lines `key=value` of the run.
-            objective: The result. None: the run failed.
+            number: Number of the run in its sweep, from 0.
+            overrides: The overrides `key=value` of the run.
+            objective: The objective of the run. None if the run failed.
             folder: The folder of the run.
-            reason: Why the run failed.
+            reason: Reason of the failure. "" if the run succeeded.
         """
         pairs = (line.lstrip("+").partition("=") for line in overrides)
         self.outcomes.append(Outcome(number, {key: value for key, _, value in pairs}, objective, folder, reason))
@@ -92,24 +92,24 @@ class Sweep:
 
     @property
     def ranked(self) -> list[Outcome]:
-        """The results, the best first. Runs without a number come last."""
+        """The results, the best first. Runs without an objective, or with NaN, come last."""
         return sorted(self.outcomes, key=lambda one: (self._rank(one.objective), one.number))
 
     @property
     def best(self) -> Outcome | None:
-        """The run with the best number."""
+        """The result of the best run. None if no run has an objective."""
         return next((one for one in self.ranked if self._rank(one.objective) < math.inf), None)
 
     @property
     def keys(self) -> list[str]:
-        """The overrides that are not the same in all runs."""
+        """The settings whose overrides are not the same in all runs."""
         keys = dict.fromkeys(key for one in self.outcomes for key in one.overrides)
         return [key for key in keys if len({one.overrides.get(key) for one in self.outcomes}) > 1]
 
     def averages(self) -> list[Average]:
-        """Return the averages over seeds, the best first. Empty where no two runs differ in the seed only.
+        """Return the averages over seeds, the best first. Empty if no two runs differ only in the seed.
 
-        Of runs with equal settings, only the first counts: a seed that is given twice is one observation.
+        If runs have equal overrides, seed included, only the first counts.
         """
         groups: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
         repeated = self.repeated()
@@ -127,7 +127,7 @@ class Sweep:
         return sorted(found, key=lambda one: self._rank(one.mean))
 
     def repeated(self) -> dict[int, int]:
-        """Return the number of each run whose settings an earlier run has, and the number of that earlier run."""
+        """Return {number of a run: number of an earlier run with the same overrides}, for runs that repeat another."""
         first: dict[frozenset[tuple[str, str]], int] = {}
         found: dict[int, int] = {}
         for one in self.outcomes:
@@ -137,7 +137,7 @@ class Sweep:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of sweep.json: objective, mode, best, runs and averages, the best first."""
+        """Return the content of sweep.json: objective, mode, best run, runs and averages, both sorted, best first."""
         return {
             "objective": self.objective,
             "mode": self.mode,
@@ -155,8 +155,8 @@ class Sweep:
         }
 
     def text(self) -> str:
-        """Return the tables for a terminal, in which a star marks the best run."""
-        from areno.run.resume import shown  # what it imports takes a while, and --help does without
+        """Return the results as tables for a terminal, in which a star marks the best run."""
+        from areno.run.resume import shown  # its imports take long, and --help does not need them
 
         good = "more" if self.mode == "max" else "less"
         parts = [f"{len(self.outcomes)} runs in {shown(self.folder)}, by {self.objective} ({good} is better)"]
@@ -192,7 +192,7 @@ class Sweep:
         return "\n\n".join(parts)
 
     def _rank(self, value: float | None) -> float:
-        """Return the sort key of an objective: less is better, and infinite means no number."""
+        """Return the sort key of an objective: a smaller key is better, and infinity stands for no objective."""
         if value is None or math.isnan(value):
             return math.inf
         return -value if self.mode == "max" else value
@@ -207,14 +207,17 @@ class Sweep:
         return text.getvalue()
 
     def _link_events(self) -> None:
-        """Link `tensorboard/<number overrides>` to the event files of each run. TensorBoard names runs by folders."""
+        """Link `tensorboard/<number overrides>` to the event files of each run.
+
+        TensorBoard shows the name of the link as the name of the run.
+        """
         folder = self.folder / "tensorboard"
         links = {self._link_name(one): one.folder / "tensorboard" for one in self.outcomes}
         links = {name: events for name, events in links.items() if events.is_dir()}
         if links:
             folder.mkdir(exist_ok=True)
         for link in folder.glob("*"):
-            if link.is_symlink() and link.name not in links:  # another run has shown what differs
+            if link.is_symlink() and link.name not in links:  # a new run may change the names of earlier links
                 link.unlink()
         for name, events in links.items():
             if not os.path.lexists(folder / name):

@@ -1,4 +1,4 @@
-"""Find the YAML files that a run can use: tasks, experiments and group choices, in each folder of the search path."""
+"""Find the YAML files that a run can use: tasks, experiments and choices of config groups."""
 
 from __future__ import annotations
 
@@ -11,17 +11,31 @@ _RECIPES = "# Recipes: "
 
 
 def tasks(config_dir: Path | None = None) -> dict[str, Path]:
-    """Return the tasks, which are files of conf/ and of the user's folder, by their name for --config-name."""
+    """Return the task files, which are the YAML files of conf/ and of the user's folder.
+
+    Args:
+        config_dir: The user's folder of YAML files, or None.
+
+    Returns:
+        Name for --config-name -> path of the file. The user's files have priority.
+    """
     return _files([root() / "conf", *([config_dir] if config_dir else [])])
 
 
 def experiments() -> dict[str, Path]:
-    """Return the tested runs, which are files of recipes/, by their name for --config-name."""
+    """Return the configurations of tested runs, the files of recipes/, as {name for --config-name: path}."""
     return _files([root() / "recipes"])
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Return the choices of each config group: {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
+    """Return the choices of each config group.
+
+    Args:
+        config_dir: The user's folder of YAML files, or None.
+
+    Returns:
+        Group -> names of its choices, such as {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}.
+    """
     found: dict[str, set[str]] = {}
     for base in (root() / "conf", root() / "recipes", *([config_dir] if config_dir else [])):
         # Sections have at most three levels. A full search of the user's folder could take long.
@@ -31,12 +45,19 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def variants(config_dir: Path | None = None) -> dict[str, Path]:
-    """Return the choices of the group `variant` and their files: named methods of the literature."""
+    """Return the choices of the config group `variant`, which are named methods of the literature.
+
+    Args:
+        config_dir: The user's folder of YAML files, or None.
+
+    Returns:
+        Name for variant= -> path of the file.
+    """
     return _files([base / "variant" for base in (root() / "conf", *([config_dir] if config_dir else []))])
 
 
 def headline(file: Path) -> str:
-    """Return the first comment line of a YAML file, which says what the file is for."""
+    """Return the first comment line of a YAML file, which says what the file is for. "" without a comment."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return next(
         (line.lstrip("# ").rstrip() for line in lines if line.startswith("#") and not line.startswith("# @")), ""

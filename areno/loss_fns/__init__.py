@@ -1,8 +1,9 @@
-"""Losses over a DataPack (torch), and the advantages, rewards and weights that they use (numpy).
+"""Losses over a DataPack (torch), and the numpy functions that compute advantages, rewards and weights for the losses.
 
-A loss is `loss_fn(pack, logprobs_N, **settings) -> (0-dim share of the step's loss, statistics)`. Statistics are 0-dim
-shares that are summed over the step, or 1-dim observations. The public names are imported when they are first used,
-because settings are declared beside formulas and are read without torch.
+A loss is `loss_fn(pack, logprobs_N, **settings) -> (0-dim share of the step's loss, statistics)`. A statistic is a
+0-dim tensor, which is summed over the micro-batches of the step, or a 1-dim tensor of observations, which are
+collected. The public names are imported when they are first used, because the settings of a surrogate are declared
+beside its formula and are read without torch.
 """
 
 from __future__ import annotations

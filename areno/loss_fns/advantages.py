@@ -1,7 +1,7 @@
 """Rewards and advantages, in numpy float64.
 
-Rewards are shaped first (penalty of long completions, bias, scale, clip). Then they become advantages: normalised
-within groups or the batch, or estimated with a critic.
+Rewards are shaped first: penalty for long completions, bias, scale and clip. Advantages are then the rewards
+normalised within groups or over the batch, or GAE estimates from the values of a critic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def group_advantages(
     eps: float = 1e-6,
     mean_leave1out: bool = False,
 ) -> np.ndarray:
-    """Compute (R - mean) / (std + eps) of each sample. Mean and std are over its group, over the batch, or left out.
+    """Normalise each reward R to (R - mean) / (std + eps), over the sample's group or over the batch.
 
     The defaults are GRPO (arXiv 2402.03300 sec. 4.1.2). std_level None is Dr.GRPO (arXiv 2503.20783). If the known
     rewards of a group or batch are all equal, they carry no signal and the advantage is exactly 0, not a rounding error
@@ -34,21 +34,21 @@ def group_advantages(
     Args:
         rewards: (B,) rewards. NaN marks a sample whose reward is unknown (timeout, error). It does not count in any
             mean and gets advantage 0.
-        group_ids: (B,) numbers, equal for the samples of one prompt.
-        mean_level: "group" or "batch": the samples of the mean. None subtracts no mean.
-        std_level: "group" or "batch": the samples of the deviation, which is about their own mean. None does not
-            divide.
-        std_unbiased: Whether the variance divides by n - 1 instead of n.
-        eps: Added to the deviation.
+        group_ids: (B,) group ids. The samples of one prompt have the same id.
+        mean_level: Samples over which the mean is taken: "group" or "batch". None subtracts no mean.
+        std_level: Samples over which the standard deviation is taken: "group" or "batch". The deviation is about the
+            mean of these samples, whatever mean_level is. None does not divide.
+        std_unbiased: Whether the variance is the sum of squares divided by n - 1 instead of n.
+        eps: Added to the standard deviation.
         mean_leave1out: Whether the sample itself is left out of its mean (RLOO, arXiv 2402.14740, with std_level None).
-            This multiplies the ordinary advantage by n / (n - 1). The deviation does not change.
+            This multiplies the ordinary advantage by n / (n - 1). The standard deviation does not change.
 
     Returns:
         (B,) float64 advantages.
 
     Raises:
         DataError: The lengths differ, or a reward is infinite.
-        ValueError: A level is unknown, or mean_leave1out is set without mean_level.
+        ValueError: mean_level or std_level is unknown, or mean_leave1out is set while mean_level is None.
     """
     rewards_B, groups_B = _checked(rewards, group_ids)
     if mean_leave1out and mean_level is None:
@@ -75,7 +75,7 @@ def group_advantages(
 def _checked(
     rewards: Sequence[float] | np.ndarray, group_ids: Sequence[int] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards and group numbers as arrays. Raises DataError if lengths differ or a reward is infinite."""
+    """Return rewards and group ids as arrays. Raises DataError if lengths differ or a reward is infinite."""
     rewards_B = np.asarray(rewards, dtype=np.float64)
     groups_B = np.asarray(group_ids)
     if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape:
@@ -96,25 +96,25 @@ def normalize_tokens(
     eps: float = 1e-6,
     mean_leave1out: bool = False,
 ) -> list[np.ndarray]:
-    """Compute (x - mean) / (std + eps) of each token, over all tokens of the batch or of the rows of a group.
+    """Normalise token values x to (x - mean) / (std + eps), over the tokens of the batch or of a group of rows.
 
-    This whitens the advantages of PPO, and is the global normalisation of REINFORCE++ (arXiv 2501.03262). If all values
-    of a group or batch are equal, the results are exactly 0.
+    PPO whitens its advantages with this function. With the defaults it is also the global normalisation of REINFORCE++
+    (arXiv 2501.03262). If all values of a group or batch are equal, the results are exactly 0.
 
     Args:
-        values: A (T_i,) array for each row, of its trained tokens.
-        group_ids: A number for each row, equal for the rows of one prompt.
-        mean_level: "group" or "batch": the tokens of the mean. None subtracts no mean.
-        std_level: "group" or "batch": the tokens of the deviation. None does not divide.
-        std_unbiased: Whether the variance divides by n - 1 instead of n.
-        eps: Added to the deviation.
+        values: For each row, the (T_i,) values of its trained tokens.
+        group_ids: Group id of each row. The rows of one prompt have the same id.
+        mean_level: Tokens over which the mean is taken: "group" or "batch". None subtracts no mean.
+        std_level: Tokens over which the standard deviation is taken: "group" or "batch". None does not divide.
+        std_unbiased: Whether the variance is the sum of squares divided by n - 1 instead of n.
+        eps: Added to the standard deviation.
         mean_leave1out: Whether the token itself is left out of its mean.
 
     Returns:
-        A (T_i,) float64 array for each row.
+        For each row, the (T_i,) float64 normalised values.
 
     Raises:
-        DataError: The numbers of rows differ, or a value is not finite.
+        DataError: `values` and `group_ids` have different lengths, or a value is not finite.
     """
     lengths = [len(row) for row in values]
     if len(lengths) != len(group_ids):
@@ -133,13 +133,14 @@ def gae(
     """Compute generalised advantage estimates (arXiv 1506.02438 eq. 16) over the trained tokens of one row.
 
     delta_t = r_t + discount V_t+1 - V_t, and A_t = delta_t + discount gae_lambda A_t+1. The value after the last token
-    is 0. Tokens that are not trained, such as a tool's answer, are not in the arrays, so the recursion skips them.
+    is 0. Tokens that are not trained, such as a tool's answer, are not in the arrays: the next entry after a trained
+    token is the next trained token.
 
     Args:
         rewards_T: (T,) rewards, one for each token.
         values_T: (T,) values of the critic before each token.
-        discount: Factor on later rewards, for each token.
-        gae_lambda: 0 relies on the critic, 1 on the rewards.
+        discount: Discount factor per token (gamma).
+        gae_lambda: Lambda of GAE. 0 uses one-step errors of the critic, 1 uses the discounted rewards minus the value.
 
     Returns:
         (advantages, returns), (T,) float64 each. The returns A + V are the critic's targets.
@@ -160,15 +161,15 @@ def gae(
 
 
 def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[float] | np.ndarray) -> float:
-    """Compute 1 - Var(returns - values) / Var(returns) over tokens.
+    """Compute the share of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
 
     Args:
-        values: (T,) values of the critic.
-        returns: (T,) targets of the critic.
+        values: (T,) values predicted by the critic.
+        returns: (T,) returns, which are the critic's targets.
 
     Returns:
-        1 for a perfect critic, 0 for a critic that knows nothing, and less for a critic that is worse than a constant.
-        0 if the returns do not vary.
+        1 for a perfect critic, 0 for a critic that predicts a constant, and a negative number for a critic that
+        predicts worse than a constant. Also 0 if all returns are equal or there are none.
     """
     returns_T, values_T = np.asarray(returns, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if returns_T.size == 0 or np.all(returns_T == returns_T[0]):
@@ -177,7 +178,10 @@ def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[f
 
 
 def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
-    """Return the indices of the entries that are normalised together: (S, N) for S sets of N known entries."""
+    """Return the indices of the known entries that are normalised together.
+
+    Sets of the same size share an array of shape (n_sets, size). The list is empty if `level` is None.
+    """
     known = np.flatnonzero(known_B)
     if level is None or not known.size:
         return []
@@ -193,13 +197,15 @@ def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np
 def overlong_penalty(
     lengths: Sequence[int] | np.ndarray, max_new_tokens: int, overlong_tokens: int, factor: float = 1.0
 ) -> np.ndarray:
-    """Compute DAPO's soft penalty of completions near the length limit (arXiv 2503.14476 eq. 13), to add to rewards.
+    """Compute DAPO's soft penalty for completions near the length limit (arXiv 2503.14476 eq. 13).
+
+    Add the result to the rewards.
 
     Args:
         lengths: (B,) lengths of the completions in tokens.
         max_new_tokens: The length limit in tokens.
         overlong_tokens: The number of tokens before the limit over which the penalty grows.
-        factor: The penalty at the limit.
+        factor: Size of the penalty at the limit, a positive number.
 
     Returns:
         (B,) float64: 0 up to max_new_tokens - overlong_tokens, then falling linearly to -factor at max_new_tokens.
@@ -222,7 +228,7 @@ def shape_rewards(
         rewards: (B,) rewards. An unknown reward is NaN and stays NaN.
         bias: Added to each reward.
         scaling: Factor on each reward.
-        clip: Largest absolute value. None: no limit.
+        clip: Largest absolute value of a result. None does not clip.
 
     Returns:
         (B,) float64 rewards.

@@ -1,8 +1,9 @@
-"""Weights and masks for rows that were not sampled by the policy before this update. numpy float64.
+"""Weights and masks for rows that the policy of this update did not sample, in numpy float64.
 
-The behaviour policy has sampled the rows: a stale policy, or the same weights with other kernels. The proximal policy
-is the policy before this update. Its log-probabilities come from a forward pass of training. r is the ratio of a
-token's probabilities, proximal / behaviour.
+The behaviour policy is the policy that sampled the rows: a stale policy, or the current weights run by the kernels of
+the rollout. The proximal policy is the policy before this update, whose log-probabilities come from a forward pass of
+the train backend. r is the importance ratio of a token: its probability under the proximal policy divided by its
+probability under the behaviour policy.
 """
 
 from __future__ import annotations
@@ -31,30 +32,33 @@ def behave_weights(
     upper: float = math.inf,
     lower: float | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Compute the importance weight of each token and choose the tokens to train on.
+    """Compute the importance weight of each token, and choose the tokens to train on.
 
-    The weight is r of the token; at level "sequence" with metric "ratio", all tokens of a row have its geometric mean.
-    The defaults bound nothing.
+    The weight of a token is its ratio r. At level "sequence" with metric "ratio", the weight of every token of a row is
+    the geometric mean of r over the row. With the default settings no weight is bounded and every token is kept.
 
     Args:
-        prox: Log-probabilities of the proximal policy at the trained tokens, a (T_i,) array for each row.
-        behave: The same of the policy that sampled the rows.
-        level: "token" compares each token with the bounds, "sequence" each row.
-        action: "mask" keeps tokens or rows with lower <= metric <= upper and gives the others weight 0; leave these out
-            of the training mask as well, so that means do not count them. "clamp" keeps everything and cuts weights
-            outside of the bounds to [lower, upper]: truncated importance sampling.
-        metric: Number to compare. ratio: r; kl_k1: log r; kl_k2: (log r)^2 / 2; kl_k3: r - log r - 1; binary_kl: the
-            larger of KL(p, q) and KL(q, p), where the only outcomes are this token and any other token.
-        agg: Row value at level "sequence". Ratios are combined in log space, so mean is the geometric mean and sum the
-            ratio of the whole row; the other metrics are combined plainly.
-        upper: Largest metric that is accepted.
-        lower: Smallest metric that is accepted; None is no bound.
+        prox: Log-probabilities under the proximal policy, a (T_i,) array for the trained tokens of each row.
+        behave: Log-probabilities under the policy that sampled the rows, in the same form as `prox`.
+        level: Whether `metric` is compared with the bounds for each "token" or for each row ("sequence").
+        action: Treatment of tokens or rows whose metric is outside of [lower, upper]. "mask" gives them weight 0 and
+            keep False. The caller must also remove them from the training mask, so that means do not count them.
+            "clamp" keeps every token and clips the weight to [lower, upper] (truncated importance sampling).
+        metric: The number that is compared with the bounds. "ratio": r. "kl_k1": log r. "kl_k2": (log r)^2 / 2.
+            "kl_k3": r - log r - 1. "binary_kl": the larger of KL(prox, behave) and KL(behave, prox) for two outcomes,
+            this token and any other token.
+        agg: How the metric of a row is computed from its tokens at level "sequence". Ratios are combined in log space:
+            "mean" is the geometric mean, "sum" the product and "max" the largest ratio. The other metrics are summed,
+            averaged or maximised directly.
+        upper: Largest accepted metric.
+        lower: Smallest accepted metric. None sets no lower bound.
 
     Returns:
-        (weights, keep): a (T_i,) float64 and a (T_i,) bool array for each row.
+        (weights, keep): two lists with an array for each row, (T_i,) float64 weights and (T_i,) bool, True for tokens
+        to train on.
 
     Raises:
-        ValueError: A choice is unknown, or action "clamp", which bounds a weight, has another metric than "ratio".
+        ValueError: A choice is unknown, or action is "clamp" while metric is not "ratio".
         DataError: The log-probabilities differ in shape or are not finite.
     """
     for name, value, choices in (
@@ -85,20 +89,20 @@ def behave_weights(
 def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> list[np.ndarray]:
     """Choose the tokens that M2PO trains on (arXiv 2510.01161, Algorithm 1).
 
-    Candidates for masking are the tokens whose update moves the ratio further away from 1: A > 0 with r > 1, or A < 0
-    with r < 1. The candidates with the largest (log r)^2 are masked until the mean of (log r)^2 over the other
-    candidates is at most `threshold`. All other tokens are kept. The mean is over the whole batch, so give all rows of
-    an optimizer step at once. The paper's loss still divides by all tokens: give masked tokens weight 0, and leave them
-    in the training mask.
+    A token is a candidate for masking if its update would move the ratio further away from 1: its advantage A > 0 with
+    r > 1, or A < 0 with r < 1. The candidates with the largest (log r)^2 are masked until the mean of (log r)^2 over
+    the remaining candidates is at most `threshold`. All other tokens are kept. The mean is over the whole batch, so
+    give all rows of an optimizer step at once. The paper's loss still divides by all tokens: give masked tokens weight
+    0, and leave them in the training mask.
 
     Args:
-        prox: Log-probabilities of the proximal policy at the trained tokens, a (T_i,) array for each row.
-        behave: The same of the policy that sampled the rows.
-        advantages: Advantages, a (T_i,) array for each row.
-        threshold: Largest mean of (log r)^2. The paper has 0.04.
+        prox: Log-probabilities under the proximal policy, a (T_i,) array for the trained tokens of each row.
+        behave: Log-probabilities under the policy that sampled the rows, in the same form as `prox`.
+        advantages: Advantages of the trained tokens, a (T_i,) array for each row.
+        threshold: Largest mean of (log r)^2. The paper uses 0.04.
 
     Returns:
-        A (T_i,) bool array for each row, True for tokens to train on.
+        For each row, a (T_i,) bool array that is True for tokens to train on.
 
     Raises:
         ValueError: The threshold is not positive.
@@ -114,14 +118,14 @@ def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> lis
     candidates = np.flatnonzero(np.sign(np.concatenate([np.zeros(0), *advantages])) * log_r > 0)
     second = np.square(log_r[candidates])
     order = np.argsort(second, kind="stable")
-    means = np.cumsum(second[order]) / np.arange(1, second.size + 1)  # of the so many smallest; it never falls
+    means = np.cumsum(second[order]) / np.arange(1, second.size + 1)  # of the n smallest; ascending in n
     keep = np.ones(log_r.shape, dtype=bool)
     keep[candidates[order[np.searchsorted(means, threshold, side="right") :]]] = False
     return np.split(keep, np.cumsum(lengths)[:-1]) if lengths else []
 
 
 def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
-    """Return log r of each row, float64. Raises DataError if shapes differ or a ratio is not finite."""
+    """Return log r of each row, float64. Raises DataError if shapes differ or a log-probability is not finite."""
     if len(prox) != len(behave):
         raise DataError(f"there are {len(prox)} rows of proximal and {len(behave)} of behaviour log-probabilities")
     out = []
@@ -139,13 +143,13 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
 
 
 def _weights(log_r_T: np.ndarray, by_row: bool) -> np.ndarray:
-    """Return r of each token. With `by_row`, each token has the geometric mean of its row."""
+    """Return the ratio r of each token, or with `by_row` the geometric mean of r over the row."""
     log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if by_row and log_r_T.size else log_r_T
     return np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.ndarray:
-    """Return the metric of each token."""
+    """Return the chosen metric of each token, (T,) float64."""
     if metric == "kl_k1":
         return log_r_T
     if metric == "kl_k2":
@@ -158,14 +162,14 @@ def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.nda
 
 
 def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
-    """Return KL(p, q) of the two events "this token" and "another token"."""
-    nearly_one = -1e-8  # a probability of 1 leaves nothing for the other event
+    """Return KL(p, q) of each token, for the two outcomes "this token" and "any other token"."""
+    nearly_one = -1e-8  # with a probability of 1, the other event would have log-probability -inf
     log_p_T, log_q_T = np.minimum(log_p_T, nearly_one), np.minimum(log_q_T, nearly_one)
     p_T, other_p_T, other_q_T = np.exp(log_p_T), -np.expm1(log_p_T), -np.expm1(log_q_T)
     return p_T * (log_p_T - log_q_T) + other_p_T * (np.log(other_p_T) - np.log(other_q_T))
 
 
 def _of_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
-    """Combine the tokens of a row. `values_T` are log ratios for metric "ratio", else the metric of each token."""
+    """Combine the tokens of a row by `agg`. `values_T` are log ratios for metric "ratio", otherwise metric values."""
     value = float({"sum": np.sum, "mean": np.mean, "max": np.max}[agg](values_T))
     return math.exp(min(value, MAX_LOG_RATIO)) if metric == "ratio" else value

@@ -1,14 +1,15 @@
-"""DPO and IPO: losses on pairs of answers, where one answer is preferred. Shape letters: P pairs, and those of pack.py.
+"""Losses of DPO and IPO on pairs of answers, of which one is preferred.
 
 Rows 2i and 2i + 1 of the pack are the chosen and the rejected answer of a pair. h of a row is the sum over its trained
-tokens of (log p - log p_ref). L is the number of these tokens.
+tokens of (log p - log p_ref). L is the number of trained tokens of the row. Shape letters are those of pack.py, and P
+is the number of pairs.
 
 Statistics are means over the step's pairs:
 
-    rewards_chosen, rewards_rejected    the implicit rewards beta * h (for ipo beta * h / L, which its loss compares)
-    margin                              the difference of these two
+    rewards_chosen, rewards_rejected    the implicit rewards beta * h (for ipo beta * h / L)
+    margin                              rewards_chosen - rewards_rejected
     accuracy                            the share of pairs with a positive margin; a margin of exactly 0 counts half
-    logps_chosen, logps_rejected        summed log-probabilities
+    logps_chosen, logps_rejected        log-probabilities summed over the trained tokens of a row
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ def dpo_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the mean of `preference_loss` over the step's pairs.
 
-    Train with rows_per_unit=2, which keeps pairs together.
+    Call `Trainer.train` with rows_per_unit=2, so that both rows of a pair are in the same micro-batch.
 
     Args:
-        pack: The micro-batch, with ref_logprobs.
+        pack: The micro-batch, with ref_logprobs. Its rows are chosen and rejected answers in turn.
         logprobs: (N,) log-probabilities under the trained policy, differentiable.
-        beta: Strength of the pull towards the reference, the factor on the margin.
-        label_smoothing: Probability that the labels of a pair are swapped. For "sigmoid" only.
+        beta: Strength of the pull towards the reference model: the factor on the margin, or the tau of ipo.
+        label_smoothing: Assumed probability that the chosen and the rejected answer of a pair are swapped. Only for
+            "sigmoid".
         loss_type: "sigmoid" (DPO) or "ipo".
 
     Returns:
-        The micro-batch's share of the step's loss (0-dim), and statistics by name.
+        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
+        tensors by name.
 
     Raises:
-        DataError: Pairs may be split over packs (rows_per_unit is not 2), or a row has no trained token.
+        DataError: rows_per_unit is not 2, a row has no trained token, or the pack has no ref_logprobs.
         ValueError: loss_type is unknown or does not use label_smoothing.
     """
     if pack.rows_per_unit != 2:
@@ -87,27 +90,25 @@ def dpo_loss_fn(
 def preference_loss(margins_P: Tensor, beta: float, label_smoothing: float, loss_type: LossType) -> Tensor:
     """Compute the loss of each pair, differentiable.
 
-    sigmoid: -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m) with m = h_chosen - h_rejected. With s = 0 this is
-        arXiv
-    2305.18290 eq. 7. s is the probability that a label is wrong (conservative DPO: E. Mitchell, A note on DPO with
-    noisy preferences, 2023).
+    With loss_type "sigmoid" the loss is -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m), where m = h_chosen -
+    h_rejected and s is label_smoothing. With s = 0 this is arXiv 2305.18290 eq. 7. A positive s is conservative DPO (E.
+    Mitchell, A note on DPO with noisy preferences, 2023).
 
-    ipo: (d - 1 / (2 beta))^2 with d = h_chosen / L_chosen - h_rejected / L_rejected. This is arXiv 2310.12036 eq. 17
-        with
-    beta for tau. The paper has h in place of h / L. TRL takes the mean over tokens too, because the square of a sum
-    would grow with the length of the answers.
+    With loss_type "ipo" the loss is (d - 1 / (2 beta))^2, where d = h_chosen / L_chosen - h_rejected / L_rejected. This
+    is arXiv 2310.12036 eq. 17 with beta for tau. The paper has h in place of h / L. The mean over tokens, as in TRL,
+    keeps the square from growing with the length of the answers.
 
     Args:
-        margins_P: (P,) margins m or d.
+        margins_P: (P,) margins, m for "sigmoid" and d for "ipo".
         beta: Factor on the margin, or the tau of ipo.
-        label_smoothing: s.
+        label_smoothing: Probability s that the label of a pair is wrong. Must be 0 for "ipo".
         loss_type: "sigmoid" or "ipo".
 
     Returns:
         (P,) losses.
 
     Raises:
-        ValueError: loss_type is unknown or does not use label_smoothing.
+        ValueError: loss_type is unknown, or label_smoothing is not 0 for "ipo".
     """
     if loss_type == "sigmoid":
         agree_P = logsigmoid(beta * margins_P)

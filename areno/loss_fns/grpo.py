@@ -2,8 +2,9 @@
 
     loss = reduce_t( w_t surrogate(r_t, A_t) ) + kl_coef reduce_t( kl_t )
 
-r_t is the importance ratio of the token, or of its row. A_t is its advantage. w_t is `pack.weights`, a factor on the
-policy term and never on the KL. docs/algorithms.md says which paper chose which surrogate, ratio and reduction.
+r_t is the importance ratio of the token or of its row, and A_t is the token's advantage. w_t is `pack.weights`: it
+multiplies the policy term and never the KL. docs/algorithms.md says which paper chose which surrogate, ratio and
+reduction.
 """
 
 from __future__ import annotations
@@ -39,30 +40,33 @@ def grpo_loss_fn(
     surrogate: str = "clip",
     **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of GRPO, or with other settings that of one of its successors. The defaults are GRPO.
+    """Compute the loss of GRPO, or of a related algorithm that differs in its settings. The defaults are GRPO.
 
     Args:
-        pack: The micro-batch, with advantages and old_logprobs. kl_coef needs ref_logprobs. prox_logp_method
+        pack: The micro-batch, with advantages and old_logprobs. A kl_coef above 0 needs ref_logprobs. prox_logp_method
             "loglinear" needs rollout_logprobs and staleness.
         logprobs: (N,) log-probabilities under the trained policy, differentiable.
-        reduction: See `policy.reduce_tokens`. Policy term and KL are reduced alike.
-        norm_length: The constant of reduction "seq_mean_token_sum_norm", in tokens.
-        kl_coef: Coefficient of the KL to the reference. 0: no KL.
-        kl_estimator: See `kl.kl_per_token`.
-        importance_sampling_level: "token", or "sequence" for tokens that have the ratio of their row (GSPO-token,
-            `surrogates.sequence_log_ratio`).
-        prox_logp_method: See `surrogates.token_log_ratio`.
-        surrogate: The name of a class of `surrogates`, such as "clip", "cispo" or "sapo".
-        settings: Settings of the surrogate, as its class declares them: clip_eps, clip_eps_higher and c_clip of "clip",
-            for example, where clip_eps stands for eps_clip.
+        reduction: How the policy term and the KL are averaged over tokens and rows, see `policy.reduce_tokens`.
+        norm_length: The constant, in tokens, that reduction "seq_mean_token_sum_norm" divides by. Other reductions
+            ignore it.
+        kl_coef: Coefficient of the KL to the reference model. 0 computes no KL.
+        kl_estimator: Estimator of the KL: "k1", "k2" or "k3" (formulas in areno/loss_fns/kl.py).
+        importance_sampling_level: "token" uses the ratio of each token. "sequence" gives every token the ratio of its
+            row (GSPO-token, `surrogates.sequence_log_ratio`).
+        prox_logp_method: Source of the denominator of the ratios: "recompute" takes old_logprobs, "loglinear"
+            interpolates (`surrogates.token_log_ratio`).
+        surrogate: Name of the surrogate in `surrogates.SURROGATES`: "clip", "cispo" or "sapo".
+        settings: Settings of the surrogate by the names of its class, except that eps_clip is called clip_eps and
+            eps_clip_higher is called clip_eps_higher. "clip" has clip_eps, clip_eps_higher and c_clip.
 
     Returns:
-        The micro-batch's share of the step's loss (0-dim), and statistics by name.
+        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
+        tensors by name.
 
     Raises:
-        ValueError: A choice is unknown.
-        TypeError: No surrogate has such a setting.
-        DataError: The pack lacks a tensor.
+        ValueError: A choice is unknown, or norm_length is missing.
+        TypeError: A keyword in `settings` is not a setting of any surrogate.
+        DataError: The pack lacks a tensor that the settings need.
     """
     chosen = make_surrogate(surrogate, **settings)
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))

@@ -1,4 +1,4 @@
-"""GSPO: Group Sequence Policy Optimization (arXiv 2507.18071): ratio, clip and reward all belong to the sequence."""
+"""GSPO: Group Sequence Policy Optimization (arXiv 2507.18071), with one clipped importance ratio per sequence."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ def gspo_loss_fn(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the clipped surrogate of s = exp(mean_t(logprobs - old_logprobs)) of each row, mean over rows (eq. 5-7).
+    """Average over rows the clipped surrogate with the row's ratio exp(mean_t(logprobs - old_logprobs)) (eq. 5-7).
 
-    A row's advantage is the mean of its tokens' advantages, which are all equal if they come from the row's reward. The
-    factor on a row's policy loss is the mean of its tokens' `pack.weights`: the row is the unit, and a token of weight
-    0 takes its part of the row away. The KL is the mean over the row's tokens, then over rows. For advantages that
-    differ within a row use GSPO-token, `grpo_loss_fn` with importance_sampling_level "sequence".
+    A row's advantage is the mean of its tokens' advantages, which are all equal if they come from the row's reward. A
+    row's policy loss is multiplied by the mean of `pack.weights` over its tokens, so a token with weight 0 reduces the
+    factor of its whole row. The KL is the mean over the row's tokens, then over rows. For advantages that differ within
+    a row use GSPO-token, `grpo_loss_fn` with importance_sampling_level "sequence".
 
     Args:
-        pack: The micro-batch, with old_logprobs and advantages. kl_coef needs ref_logprobs.
+        pack: The micro-batch, with old_logprobs and advantages. A kl_coef above 0 needs ref_logprobs.
         logprobs: (N,) log-probabilities under the trained policy, differentiable.
         clip_eps: The ratio is clipped to at least 1 - clip_eps.
-        clip_eps_higher: The ratio is clipped to at most 1 + clip_eps_higher. None takes clip_eps.
-        c_clip: Bound of the dual clip, see `surrogates.Clip`. None: no dual clip.
-        kl_coef: Coefficient of the KL to the reference. 0: no KL.
-        kl_estimator: See `kl.kl_per_token`.
+        clip_eps_higher: The ratio is clipped to at most 1 + clip_eps_higher. None uses clip_eps.
+        c_clip: Bound of the dual clip: the loss of a row with advantage A < 0 is at most -c_clip A. None uses no dual
+            clip.
+        kl_coef: Coefficient of the KL to the reference model. 0 computes no KL.
+        kl_estimator: Estimator of the KL: "k1", "k2" or "k3" (formulas in areno/loss_fns/kl.py).
 
     Returns:
-        The micro-batch's share of the step's loss (0-dim), and statistics by name.
+        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
+        tensors by name.
 
     Raises:
-        DataError: The pack lacks a tensor.
+        DataError: The pack lacks a tensor that the settings need.
     """
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, "recompute")

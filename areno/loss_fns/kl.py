@@ -6,7 +6,8 @@ With r = reference / policy and tokens drawn from the policy (Schulman, "Approxi
     k2 = (log r)^2 / 2       biased, low variance
     k3 = r - log r - 1       unbiased, low variance, never negative (also arXiv 2402.03300 eq. 4)
 
-An unbiased estimate need not have an unbiased gradient. As a term of the loss, on samples of the policy:
+An unbiased estimate need not have an unbiased gradient. If the estimate is a term of the loss, on tokens sampled from
+the policy:
 
     k1's gradient is that of log pi. Its mean is 0, so it adds noise and no pull towards the reference.
     k2's gradient is unbiased: its mean is the gradient of KL(policy || reference).
@@ -38,8 +39,8 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        Estimates of the same shape, differentiable in `logprobs`. log r is bounded to +-20, beyond which the gradient
-        is 0.
+        Estimates of the same shape, differentiable with respect to `logprobs`. log r is clamped to [-20, 20], and the
+        gradient is 0 outside of that range.
 
     Raises:
         ValueError: The estimator is unknown.
@@ -50,10 +51,10 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
 def kl_array(
     logprobs: Sequence[float] | np.ndarray, ref_logprobs: Sequence[float] | np.ndarray, estimator: KLEstimator
 ) -> np.ndarray:
-    """Estimate KL(policy || reference) at each token in numpy float64, to subtract it from the rewards of the tokens.
+    """Estimate KL(policy || reference) at each token in numpy float64, for a KL penalty in the rewards.
 
-    With k1, the sum over a row is its log ratio, policy / reference. The mean of that is the KL of whole sequences
-    (arXiv 1909.08593 eq. 2).
+    With k1, the sum over the tokens of a row is log(policy / reference) of the whole row. Its mean over rows estimates
+    the KL between the distributions of sequences (arXiv 1909.08593 eq. 2).
 
     Args:
         logprobs: (T,) log-probabilities under the policy.
@@ -61,7 +62,7 @@ def kl_array(
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        (T,) float64 estimates.
+        (T,) float64 estimates, with log r clamped to [-20, 20].
 
     Raises:
         ValueError: The estimator is unknown.
@@ -71,7 +72,7 @@ def kl_array(
 
 
 def _estimate(log_r: Any, exp: Callable[[Any], Any], estimator: str) -> Any:
-    """Compute the estimator of a bounded log ratio. `log_r` is a tensor or an array, `exp` its exponential."""
+    """Apply an estimator to clamped log ratios. `exp` is the exponential for the type of `log_r`, tensor or array."""
     if estimator == "k1":
         return -log_r
     if estimator == "k2":

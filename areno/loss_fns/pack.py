@@ -1,8 +1,8 @@
-"""The input of every loss: a micro-batch of rows packed end to end, without padding.
+"""The input of every loss: a micro-batch whose rows are packed end to end, without padding.
 
-Shape letters: N tokens in the micro-batch, T of them trained, R rows. Every per-token tensor is aligned with `tokens`:
-entry t is about token t, given the tokens before it in its row. The first token of a row has no such value and is never
-in `loss_mask`.
+Shape letters: N tokens in the micro-batch, T trained tokens (those in `loss_mask`), R rows. Every per-token tensor
+is aligned with `tokens`: entry t belongs to token t, given the earlier tokens of its row. The first token of a row
+has no earlier token, so `loss_mask` is False there.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ from areno.errors import DataError
 
 @dataclass(kw_only=True)
 class DataPack:
-    """One micro-batch, with the totals of the optimizer step that it belongs to.
+    """One micro-batch, with the total numbers of tokens and rows of its optimizer step.
 
     A loss returns the micro-batch's share of the step's loss: a sum divided by `step_tokens` or `step_rows`, which
-    count over all micro-batches and data-parallel ranks. So the shares add up to the same loss for any micro-batches.
+    count over all micro-batches and data-parallel ranks. So the sum of the shares does not depend on how rows are
+    divided into micro-batches.
 
     Attributes:
         tokens: (N,) int64 token ids.
-        row_of_token: (N,) int64, the row of each token, from 0 to R - 1.
-        loss_mask: (N,) bool, True on trained response tokens.
-        n_rows: R.
-        step_tokens: Trained tokens of the whole optimizer step.
-        step_rows: Rows of the whole optimizer step that have at least one trained token.
-        old_logprobs: (N,) float32, under the policy before the update: the denominator of ratios.
-        rollout_logprobs: (N,) float32, under the policy that sampled the rows, as the rollout computed them.
-        advantages: (N,) float32.
-        ref_logprobs: (N,) float32, under the reference.
+        row_of_token: (N,) int64, index of the row of each token, from 0 to R - 1.
+        loss_mask: (N,) bool, True at trained tokens.
+        n_rows: Number R of rows in the micro-batch.
+        step_tokens: Number of trained tokens in the whole optimizer step.
+        step_rows: Number of rows in the whole optimizer step that have at least one trained token.
+        old_logprobs: (N,) float32, log-probabilities under the policy before the update, the denominator of importance
+            ratios.
+        rollout_logprobs: (N,) float32, log-probabilities under the policy that sampled the rows, as the rollout
+            computed them.
+        advantages: (N,) float32, advantages.
+        ref_logprobs: (N,) float32, log-probabilities under the reference model.
         returns: (N,) float32, targets of the critic.
         values: (N,) float32, values of the critic before the update.
-        weights: (N,) float32, factor on each token's policy loss. None is 1 for all tokens.
-        rewards: (R,) float32.
-        staleness: (R,) float32, optimizer steps since the row was sampled.
-        rows_per_unit: The number of adjacent rows that belong together. The pack has whole units.
-        entropy: (N,) float32, entropy of the current policy in nats, detached. 0 outside of loss_mask.
-        trained_T: (T,) int64, the indices where loss_mask is True. None computes it. The backend knows it already, and
-            indexing with it does not make the host wait for the device, unlike indexing with the mask.
+        weights: (N,) float32, factor on each token's policy loss. None means 1 for all tokens.
+        rewards: (R,) float32, reward of each row.
+        staleness: (R,) float32, number of optimizer steps since the row was sampled.
+        rows_per_unit: Number of adjacent rows that are never split over micro-batches, such as 2 for DPO.
+        entropy: (N,) float32, entropy of the current policy in nats, detached. 0 where loss_mask is False.
+        trained_T: (T,) int64, the indices where loss_mask is True. None computes them from loss_mask. The train
+            backend passes them in, because indexing with a mask would make the host wait for the device.
     """
 
     tokens: Tensor
@@ -68,16 +71,16 @@ class DataPack:
             self.trained_T = self.loss_mask.nonzero().squeeze(-1)
 
     def need(self, name: str) -> Tensor:
-        """Return a tensor that the loss needs.
+        """Return an optional tensor of the pack, or raise if it is None.
 
         Args:
-            name: The name of an attribute.
+            name: Name of the attribute, such as "advantages".
 
         Returns:
-            The tensor.
+            The tensor, which is not None.
 
         Raises:
-            DataError: The rows have no such values.
+            DataError: The attribute is None, because the training rows lack these values.
         """
         value = vars(self)[name]
         if value is None:
@@ -86,13 +89,13 @@ class DataPack:
         return value
 
     def trained(self, per_token_N: Tensor) -> Tensor:
-        """Return the values at trained tokens, in order.
+        """Select the values at trained tokens, in the order of the tokens.
 
         Args:
-            per_token_N: (N,) values.
+            per_token_N: (N,) values of all tokens.
 
         Returns:
-            (T,) values.
+            (T,) values of the trained tokens.
         """
         return per_token_N.index_select(0, self.trained_T)
 
@@ -103,7 +106,7 @@ class DataPack:
             values_T: (T,) values of trained tokens.
 
         Returns:
-            A 0-dim tensor.
+            A 0-dim tensor: the sum of `values_T` divided by step_tokens.
         """
         return values_T.sum() / max(self.step_tokens, 1)
 
@@ -111,15 +114,15 @@ class DataPack:
         """Return the micro-batch's share of the step's mean over rows.
 
         Args:
-            values_R: (R,) values of rows. Rows without trained tokens must have 0.
+            values_R: (R,) values of rows, which must be 0 for rows without trained tokens.
 
         Returns:
-            A 0-dim tensor.
+            A 0-dim tensor: the sum of `values_R` divided by step_rows.
         """
         return values_R.sum() / max(self.step_rows, 1)
 
     def sum_rows(self, values_T: Tensor) -> Tensor:
-        """Sum over the trained tokens of each row.
+        """Sum values over the trained tokens of each row.
 
         Args:
             values_T: (T,) values of trained tokens.
@@ -127,13 +130,13 @@ class DataPack:
         Returns:
             (R,) sums, 0 for rows without trained tokens.
         """
-        # Devices add in any order; in float64 that order does not show in the float32 result.
+        # A GPU adds in any order. In float64, the order does not change the result after rounding to float32.
         out = torch.zeros(self.n_rows, dtype=torch.float64, device=values_T.device)
         rows_T = self.row_of_token.index_select(0, self.trained_T)
         return out.index_add(0, rows_T, values_T.double()).to(values_T.dtype)
 
     def mean_rows(self, values_T: Tensor) -> Tensor:
-        """Average over the trained tokens of each row.
+        """Average values over the trained tokens of each row.
 
         Args:
             values_T: (T,) values of trained tokens.
@@ -144,13 +147,13 @@ class DataPack:
         return self.sum_rows(values_T) / self.row_lengths().clamp(min=1)
 
     def of_rows(self, values_R: Tensor) -> Tensor:
-        """Give each trained token the value of its row.
+        """Expand row values to trained tokens: each token gets the value of its row.
 
         Args:
             values_R: (R,) values of rows.
 
         Returns:
-            (T,) values.
+            (T,) values of the trained tokens.
         """
         return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))
 

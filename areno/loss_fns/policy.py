@@ -1,6 +1,6 @@
-"""Parts that the policy losses share: the reduction over tokens, statistics and the KL term.
+"""Functions that the policy losses share: the reduction over tokens, statistics and the KL term.
 
-The reduction changes what is optimised, so it has a name. With rows i and their T_i trained tokens t:
+The reduction changes the objective, so each reduction has a name. With rows i and their T_i trained tokens t:
 
     seq_mean_token_mean      mean_i 1/T_i sum_t    GRPO (arXiv 2402.03300 eq. 3): every row weighs the same
     token_mean               sum_it / sum_i T_i    DAPO (arXiv 2503.14476 eq. 8): every token weighs the same
@@ -22,19 +22,22 @@ Reduction = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_nor
 
 
 def reduce_tokens(pack: DataPack, values_T: Tensor, reduction: Reduction, norm_length: float | None = None) -> Tensor:
-    """Reduce the values of tokens to the micro-batch's share of the step's value.
+    """Reduce token values to a scalar: the micro-batch's share of the average over the optimizer step.
 
     Args:
         pack: The micro-batch.
         values_T: (T,) values of trained tokens.
-        reduction: The name of the reduction, see the top of the file.
-        norm_length: The constant L of seq_mean_token_sum_norm in tokens, usually the longest completion allowed.
+        reduction: "seq_mean_token_mean" averages over the tokens of each row and then over rows. "token_mean" averages
+            over all tokens. "seq_mean_token_sum_norm" sums over the tokens of each row, divides by norm_length and
+            averages over rows.
+        norm_length: The divisor of seq_mean_token_sum_norm in tokens, usually the longest completion allowed. The other
+            reductions ignore it.
 
     Returns:
         A 0-dim tensor.
 
     Raises:
-        ValueError: The reduction is unknown, or lacks a positive norm_length.
+        ValueError: The reduction is unknown, or is seq_mean_token_sum_norm without a positive norm_length.
     """
     if reduction == "seq_mean_token_mean":
         return pack.row_mean(pack.mean_rows(values_T))
@@ -55,12 +58,13 @@ def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[
 
     Args:
         pack: The micro-batch.
-        advantages: (T,).
-        log_ratio: (T,), logarithm of the importance ratio.
+        advantages: (T,) advantages of the trained tokens.
+        log_ratio: (T,) logarithms of the importance ratios.
 
     Returns:
-        0-dim tensors by name: advantage_mean; approx_kl, KL(old policy || trained policy) by the estimator
-        r - log r - 1, the distance that the updates of this batch have moved the policy; entropy where the pack has it.
+        0-dim tensors by name. advantage_mean is the mean advantage. approx_kl estimates KL(old policy || trained
+        policy) as the mean of r - log r - 1. entropy is the mean entropy in nats, and is absent if the pack has no
+        entropy.
     """
     log_ratio = log_ratio.detach()
     stats = {
@@ -77,22 +81,23 @@ def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
         pack: The micro-batch.
 
     Returns:
-        {"entropy": a 0-dim share in nats}, or nothing if the pack has no entropy.
+        {"entropy": the micro-batch's share of the mean, 0-dim, in nats}. An empty dictionary if the pack has no
+        entropy.
     """
     return {} if pack.entropy is None else {"entropy": pack.token_mean(pack.trained(pack.entropy))}
 
 
 def surrogate_stats(how: dict[str, Tensor], policy_loss: Tensor, ratio: Tensor) -> dict[str, Tensor]:
-    """Collect the statistics of a surrogate.
+    """Collect the statistics that a policy loss reports about its surrogate.
 
     Args:
-        how: The surrogate's own statistics, averaged over the step.
-        policy_loss: The reduced loss of the surrogate.
-        ratio: Importance ratios of tokens or rows, logged as observations.
+        how: The surrogate's own statistics by name, each the micro-batch's share of a mean over the step.
+        policy_loss: The reduced loss of the surrogate, 0-dim.
+        ratio: 1-dim importance ratios of tokens or rows, logged as observations.
 
     Returns:
-        `how`, policy_loss and ratio. Surrogates that clip also have clip_frac, the sum of clip_frac_low and
-        clip_frac_high.
+        The entries of `how`, and detached policy_loss and ratio. Surrogates that clip also have clip_frac, the sum
+        of clip_frac_low and clip_frac_high.
     """
     stats = {**how, "policy_loss": policy_loss.detach(), "ratio": ratio.detach()}
     if "clip_frac_low" in how:
@@ -110,23 +115,24 @@ def add_kl(
     reduction: Reduction,
     norm_length: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add kl_coef * KL to the reference to a policy loss.
+    """Add kl_coef times the KL to the reference model to a policy loss.
 
     Args:
         pack: The micro-batch. It needs ref_logprobs if kl_coef is not 0.
         policy_loss: The reduced policy loss, 0-dim.
         logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
-        stats: Statistics by name.
-        kl_coef: Coefficient of the KL. 0: no KL.
-        kl_estimator: See `kl.kl_per_token`.
-        reduction: See `reduce_tokens`.
-        norm_length: See `reduce_tokens`.
+        stats: Statistics by name, to which kl_loss is added.
+        kl_coef: Coefficient of the KL. 0 returns the loss and the statistics unchanged.
+        kl_estimator: Estimator of the KL: "k1", "k2" or "k3" (formulas in areno/loss_fns/kl.py).
+        reduction: How the KL is averaged over tokens and rows, see `reduce_tokens`.
+        norm_length: Divisor, in tokens, of reduction "seq_mean_token_sum_norm".
 
     Returns:
-        The loss, and the statistics with kl_loss.
+        (loss, statistics): the 0-dim sum, and a dictionary with the statistics and kl_loss, the reduced KL without the
+        coefficient.
 
     Raises:
-        DataError: The pack has no ref_logprobs.
+        DataError: kl_coef is not 0 and the pack has no ref_logprobs.
     """
     if not kl_coef:
         return policy_loss, stats

@@ -1,4 +1,4 @@
-"""PPO: the losses of the policy (arXiv 1707.06347 eq. 7, dual clip arXiv 1912.09729 eq. 5) and of the critic."""
+"""The losses of PPO: of the policy (arXiv 1707.06347 eq. 7, dual clip arXiv 1912.09729 eq. 5) and of the critic."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ def value_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of the critic: the squared error to the returns, with a value clip.
 
-    value_loss_coef * mean over tokens of max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2), c = cliprange_value.
-    The squared error is that of arXiv 1707.06347 eq. 9, without a further factor 1/2. The clip comes from PPO's
-    reference implementation: a value does not gain from moving by more than c away from the old value.
+    The loss is value_loss_coef times the mean over tokens of max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2),
+    with c = cliprange_value. The squared error is that of arXiv 1707.06347 eq. 9, without a further factor 1/2. The
+    clip comes from PPO's reference implementation: the loss does not decrease when a value moves further than c away
+    from the old value.
 
-    Statistics: value_loss (without value_loss_coef), value_clip_frac (the share of tokens whose clipped error is
-        larger)
-    and value_mean. returns and value_error = R - v are observations: 1 - (value_error_std / returns_std)^2 is the
-    explained variance of the step.
+    The statistics are value_loss (without value_loss_coef), value_clip_frac (the share of tokens whose clipped error is
+    larger), value_mean, and the observations returns and value_error = R - v. The explained variance of the step is 1 -
+    (value_error_std / returns_std)^2.
 
     Args:
-        pack: The micro-batch, with the old values and the returns.
-        values: (N,) values of the trained critic, differentiable. Entry t is the value before token t.
-        cliprange_value: c.
+        pack: The micro-batch, with `values` (from before the update) and `returns`.
+        values: (N,) values predicted by the critic in training, differentiable. Entry t is the value before token t.
+        cliprange_value: Distance c from the old value beyond which a value is clipped.
         value_loss_coef: Factor on the loss.
 
     Returns:
-        The micro-batch's share of the step's loss (0-dim), and statistics by name.
+        (loss, statistics): the micro-batch's share of the loss of the optimizer step, a 0-dim tensor, and detached
+        tensors by name.
 
     Raises:
         DataError: The pack has no values or returns.
     """
     values_T = pack.trained(values)
     old_T, returns_T = pack.trained(pack.need("values")), pack.trained(pack.need("returns"))
-    # Not old + clamp(v - old): rounding would move values that are not clipped, and count them.
+    # Not old + clamp(v - old): rounding would change values that are not clipped, and they would count as clipped.
     clipped_T = values_T.clamp(old_T - cliprange_value, old_T + cliprange_value)
     error_T, clipped_error_T = (values_T - returns_T).square(), (clipped_T - returns_T).square()
     value_loss = pack.token_mean(torch.maximum(error_T, clipped_error_T))

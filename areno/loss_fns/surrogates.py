@@ -1,10 +1,11 @@
-"""Importance ratios, and the surrogates: what a policy loss makes of the ratio.
+"""Importance ratios, and the surrogates: objectives that a policy loss computes from the ratio.
 
-A surrogate is a class that declares its settings and its formula, such as PPO's clip. The classes are listed at the
-end of the file, where one of them is chosen by its name (`actor.surrogate`). To add one, write its class and list it.
+A surrogate is a class that declares its settings and its formula, such as PPO's clip. The setting `actor.surrogate`
+chooses a class by its name in SURROGATES. To add a surrogate, write its class and add it to SURROGATES and
+SurrogateName.
 
-All functions are elementwise, so they serve the ratios of tokens and of sequences. The module imports no torch, because
-the configuration of a run is read before torch is needed.
+The surrogates are elementwise, so they accept ratios of tokens and of sequences. The module imports no torch,
+because the configuration of a run is read before torch is needed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 
     from areno.loss_fns.pack import DataPack
 
-MAX_LOG_RATIO = 20.0  # no ratio is taken beyond exp(20) = 5e8: far from all that matters, and finite in float32
+MAX_LOG_RATIO = 20.0  # ratios are clamped at exp(20) = 5e8: far beyond every clip range, and finite in float32
 
 ImportanceLevel = Literal["token", "sequence"]
 ProxMethod = Literal["recompute", "loglinear"]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Clamp a log ratio to [-20, 20]. Its gradient is 0 outside of that range.
+    """Clamp a log ratio to [-20, 20]. The gradient is 0 outside of that range.
 
     exp(20) = 5e8 is far beyond every clip range, so no ratio that can matter changes. Without the clamp, exp overflows
     to inf in float32 at 88. Then inf times a zero advantage, or times the zero gradient of a clipped branch, is NaN.
@@ -45,21 +46,22 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMethod) -> tuple[Tensor, Tensor | None]:
-    """Compute the log ratio of each trained token, and the factor on its policy loss.
+    """Compute the log importance ratio of each trained token, and the factor on its policy loss.
 
     Args:
         pack: The micro-batch.
         logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
-        prox_logp_method: "recompute" divides by `pack.old_logprobs`, and the factor is `pack.weights`. "loglinear" is
-            the decoupled objective (arXiv 2505.24298) without a forward pass for the proximal policy. In the first
-            update of a batch the proximal policy is `pack.old_logprobs`. Later, `pack.old_logprobs` is None and the
-            proximal log-probability is interpolated between the policy that sampled and the one in training (A-3PO,
-            arXiv 2512.06547): prox = rollout + alpha (logprobs - rollout), alpha = staleness / (staleness + 1), without
-            gradient. The ratio is logprobs / prox, and exp(prox - rollout) joins the factor. A row that is not stale
-            has alpha 0, so its ratio compares with the rollout and its factor is 1.
+        prox_logp_method: "recompute": `pack.old_logprobs` is the denominator of the ratio, and the factor is
+            `pack.weights`. "loglinear": the decoupled objective (arXiv 2505.24298) without a forward pass for the
+            proximal policy. In the first update of a batch the proximal policy is `pack.old_logprobs`. Later,
+            `pack.old_logprobs` is None and the proximal log-probability is interpolated between the policy that sampled
+            the token and the policy in training (A-3PO, arXiv 2512.06547): prox = rollout + alpha (logprobs - rollout),
+            alpha = staleness / (staleness + 1), without gradient. The log ratio is logprobs - prox, and the factor is
+            multiplied by exp(prox - rollout). For a row with staleness 0, alpha is 0: prox equals rollout, and this
+            multiplier is 1.
 
     Returns:
-        (log_ratio_T, factor_T): (T,) tensors. The log ratio is differentiable and not bounded. The factor is None if it
+        (log_ratio_T, factor_T): (T,) tensors. The log ratio is differentiable and not clamped. The factor is None if it
         is 1 for all tokens.
 
     Raises:
@@ -80,7 +82,7 @@ def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMe
     staleness_T = pack.of_rows(pack.need("staleness")).to(moved_T.dtype)
     alpha_T = staleness_T / (staleness_T + 1.0)
     factor_T = (alpha_T * bounded(moved_T)).exp()
-    # Written as a sum, so that policies infinitely far apart stay infinitely far apart: inf - alpha * inf is NaN.
+    # Written as a product, because inf - alpha * inf would be NaN for an infinite difference of log-probabilities.
     log_ratio_T = (1.0 - alpha_T) * moved_T + (logprobs_T - logprobs_T.detach())
     return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
 
@@ -88,8 +90,8 @@ def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMe
 def sequence_log_ratio(pack: DataPack, log_ratio_T: Tensor, logprobs_T: Tensor) -> Tensor:
     """Give every token its row's mean log ratio, with the gradient of its own log-probability (GSPO-token).
 
-    s_it = sg(s_i) pi_t / sg(pi_t), where sg stops the gradient (arXiv 2507.18071 eq. 14). If the advantages of a row
-    are equal, value and gradient are those of GSPO.
+    s_it = sg(s_i) pi_t / sg(pi_t), where sg stops the gradient (arXiv 2507.18071 eq. 14). If the advantages within each
+    row are equal, the loss and its gradient are those of GSPO.
 
     Args:
         pack: The micro-batch.
@@ -97,21 +99,21 @@ def sequence_log_ratio(pack: DataPack, log_ratio_T: Tensor, logprobs_T: Tensor) 
         logprobs_T: (T,) log-probabilities under the trained policy, differentiable.
 
     Returns:
-        (T,) log ratios, differentiable.
+        (T,) log ratios, differentiable with respect to `logprobs_T`.
     """
     return pack.of_rows(pack.mean_rows(log_ratio_T.detach())) + (logprobs_T - logprobs_T.detach())
 
 
 @dataclass(kw_only=True)
 class Surrogate(Section):
-    """A policy objective as a function of the importance ratio: the settings of a variant and its formula.
+    """Base class of surrogates: a policy objective as a function of the importance ratio, with its settings.
 
-    The fields of a subclass are keys of the section `actor`. Give them names that no other surrogate has, unless they
-    mean the same.
+    The fields of a subclass are keys of the configuration section `actor`. Two surrogates may use the same field
+    name only for the same setting.
     """
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each token or sequence, which is to be minimised.
+        """Compute the loss of each token or sequence. Training minimises it.
 
         Args:
             ratio: Importance ratios r, trained policy / old policy, differentiable.
@@ -119,12 +121,13 @@ class Surrogate(Section):
             logprobs: Log-probabilities under the trained policy, of the same shape, differentiable.
 
         Returns:
-            The losses, and statistics by name, all of the same shape. The caller logs the mean of each statistic.
+            (losses, statistics by name), all tensors of the shape of `ratio`. The caller logs the mean of each
+            statistic.
         """
         raise NotImplementedError
 
     def clip_range(self) -> float | None:
-        """Return the lower clip range of the ratio, None for a surrogate that does not clip."""
+        """Return the distance below 1 at which the ratio is clipped, or None for a surrogate without a clip."""
         return None
 
 
@@ -134,7 +137,7 @@ class ClipRange(Surrogate):
 
     Attributes:
         eps_clip: The ratio is clipped to at least 1 - eps_clip.
-        eps_clip_higher: The ratio is clipped to at most 1 + eps_clip_higher. None takes eps_clip.
+        eps_clip_higher: The ratio is clipped to at most 1 + eps_clip_higher. None uses eps_clip.
     """
 
     eps_clip: float = setting(
@@ -148,12 +151,12 @@ class ClipRange(Surrogate):
     )
 
     def bounds(self) -> tuple[float, float]:
-        """Return the least and the greatest ratio that are not clipped."""
+        """Return (smallest, largest) ratio that is not clipped."""
         higher = self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
         return 1.0 - self.eps_clip, 1.0 + higher
 
     def clip_range(self) -> float | None:
-        """Return the lower clip range of the ratio."""
+        """Return eps_clip: the ratio is clipped below 1 - eps_clip."""
         return self.eps_clip
 
 
@@ -161,14 +164,14 @@ class ClipRange(Surrogate):
 class Clip(ClipRange):
     """PPO's clip (arXiv 1707.06347 eq. 7): -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_higher) A).
 
-    With c_clip, the loss of A < 0 is at most -c_clip A (dual clip, arXiv 1912.09729 eq. 5). That bounds the push
-    against tokens whose ratio is far above 1.
+    With c_clip, the loss of a token with A < 0 is at most -c_clip A (dual clip, arXiv 1912.09729 eq. 5). So a token
+    whose ratio is far above 1 has no unbounded loss.
 
-    Statistics: clip_frac_low, clip_frac_high and, with c_clip, clip_frac_dual. Each is 1 where the bound has removed
-    the gradient.
+    Statistics: clip_frac_low, clip_frac_high and, with c_clip, clip_frac_dual. Each is 1 where the clip makes the
+    gradient 0, and 0 elsewhere.
 
     Attributes:
-        c_clip: Bound of the dual clip. None: no dual clip.
+        c_clip: Bound of the dual clip. None uses no dual clip.
     """
 
     c_clip: float | None = setting(
@@ -182,7 +185,7 @@ class Clip(ClipRange):
     def surrogate_loss(
         self, ratio: Tensor, advantages: Tensor, logprobs: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the clipped loss. `logprobs` is not used."""
+        """Compute the clipped loss and the clip statistics, both of the shape of `ratio`. `logprobs` is not used."""
         low, high = self.bounds()
         loss = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
         cut = {
@@ -200,14 +203,14 @@ class Clip(ClipRange):
 class CISPO(ClipRange):
     """CISPO (arXiv 2506.13585 eq. 4-5): -sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log pi.
 
-    sg stops the gradient. The clip bounds the weight of a token's gradient, and no token loses its gradient. The paper
-    has no lower bound, which is eps_clip = 1.
+    sg stops the gradient. The clip bounds the weight of a token's gradient, so no token loses its gradient. The paper
+    uses no lower bound, which eps_clip = 1 reproduces.
 
-    Statistics: clip_frac_low and clip_frac_high, 1 where the weight was cut, for A of any sign.
+    Statistics: clip_frac_low and clip_frac_high, 1 where the weight was clipped, whatever the sign of A.
     """
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the log-likelihood loss with clipped weights."""
+        """Compute -(clipped ratio) A log pi and the clip statistics, both of the shape of `ratio`."""
         low, high = self.bounds()
         ratio = ratio.detach()
         cut = {"clip_frac_low": (ratio < low).to(ratio.dtype), "clip_frac_high": (ratio > high).to(ratio.dtype)}
@@ -218,8 +221,8 @@ class CISPO(ClipRange):
 class SAPO(Surrogate):
     """SAPO (arXiv 2511.20347): -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
 
-    tau is sapo_tau_pos where A > 0 and sapo_tau_neg elsewhere. f'(1) = 1: at the old policy the gradient is the plain
-    one, and it fades as r leaves 1 in either direction.
+    tau is sapo_tau_pos where A > 0 and sapo_tau_neg elsewhere. Since f'(1) = 1, the gradient at the old policy is that
+    of -r A. The gradient decreases to 0 as r moves away from 1 in either direction.
 
     Statistic: sapo_gate = f'(r) in (0, 1], the share of the gradient that passes.
 
@@ -232,7 +235,7 @@ class SAPO(Surrogate):
     sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for tokens with negative advantages", gt=0)
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the gated loss. `logprobs` is not used."""
+        """Compute the gated loss and the gate f'(r), both of the shape of `ratio`. `logprobs` is not used."""
         tau = ratio.new_full(ratio.shape, self.sapo_tau_neg).masked_fill(advantages > 0, self.sapo_tau_pos)
         soft = (tau * (ratio - 1.0)).sigmoid()
         gate = (4.0 * soft * (1.0 - soft)).detach()
@@ -249,8 +252,8 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     Attributes:
         surrogate: The name of the chosen surrogate.
-        use_cispo_loss: True is another name of surrogate="cispo". None once the section is made.
-        use_sapo_loss: True is another name of surrogate="sapo". None once the section is made.
+        use_cispo_loss: True is another name of surrogate="cispo". Always None after the section is constructed.
+        use_sapo_loss: True is another name of surrogate="sapo". Always None after the section is constructed.
     """
 
     surrogate: SurrogateName = setting(
@@ -264,7 +267,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace the switches use_cispo_loss and use_sapo_loss by the choice, unless they contradict it."""
+        """Replace the switches use_cispo_loss and use_sapo_loss by `surrogate`, unless they contradict `surrogate`."""
         found = dict(values)
         for name in ("cispo", "sapo"):
             switch, chosen = found[f"use_{name}_loss"], found["surrogate"]
@@ -275,11 +278,11 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         return found
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of the chosen surrogate."""
+        """Compute the loss of the chosen surrogate, see `Surrogate.surrogate_loss`."""
         return SURROGATES[self.surrogate].surrogate_loss(self, ratio, advantages, logprobs)
 
     def clip_range(self) -> float | None:
-        """Return the lower clip range of the chosen surrogate, None if it does not clip."""
+        """Return eps_clip if the chosen surrogate clips the ratio, otherwise None."""
         return SURROGATES[self.surrogate].clip_range(self)
 
     def surrogate_settings(self) -> dict[str, Any]:
@@ -289,14 +292,14 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
-        """Refuse a switch that contradicts the choice."""
+        """Yield a problem for each switch that contradicts `surrogate`."""
         for name, switch in {"use_cispo_loss": self.use_cispo_loss, "use_sapo_loss": self.use_sapo_loss}.items():
             if switch is not None:
                 yield Problem(name, f"is {show(switch)}, but surrogate is {self.surrogate}; leave one of them out")
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
-        """Refuse settings that belong only to surrogates that are not chosen."""
+        """Yield a problem for each changed setting that belongs only to surrogates that are not chosen."""
         for name in _all_settings():
             owners = [key for key, cls in SURROGATES.items() if name in settings(cls)]
             if self.surrogate not in owners and not self.is_default(name) and vars(self)[name] is not None:
@@ -313,15 +316,15 @@ def make_surrogate(name: str, **given: Any) -> Surrogate:
 
     Args:
         name: "clip", "cispo" or "sapo".
-        given: Settings of surrogates. Those of other surrogates than the named one are ignored, so that a loss may have
-            defaults for them, such as the dual clip of PPO.
+        given: Settings of surrogates by the keyword names of `grpo_loss_fn`. Settings of surrogates other than `name`
+            are ignored, so that a loss may give them defaults, such as PPO's dual clip.
 
     Returns:
         The surrogate. The same arguments return the same object, which must not be changed.
 
     Raises:
-        ValueError: There is no such surrogate.
-        TypeError: No surrogate has such a setting.
+        ValueError: `name` is unknown.
+        TypeError: A keyword is not a setting of any surrogate.
     """
     if name not in SURROGATES:
         *names, last = SURROGATES
@@ -334,5 +337,5 @@ def make_surrogate(name: str, **given: Any) -> Surrogate:
 
 
 def _all_settings() -> list[str]:
-    """Return the settings of all surrogates, each once."""
+    """Return the names of the settings of all surrogates, without duplicates."""
     return list(dict.fromkeys(name for cls in SURROGATES.values() for name in settings(cls)))

@@ -43,14 +43,17 @@ from areno.types import (
 
 
 def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
-    """Return the record that a reward function gets for each trajectory.
+    """Return the record that a reward function receives for each trajectory.
 
     Args:
-        trainer: The trainer whose session the agents used.
+        trainer: The Trainer whose rollout session the agents used.
         trajectories: Trajectories that agents have returned.
 
+    Returns:
+        The records, in the order of the trajectories.
+
     Raises:
-        DataError: A trajectory is malformed, or does not come from a session of the trainer.
+        DataError: A trajectory is malformed, or was not sampled in a session of `trainer`.
     """
     read = _read(trainer, trajectories, None)
     return [reward_record(item, trajectory, trainer.get_tokenizer()) for item, trajectory in read]
@@ -66,18 +69,22 @@ def trajectory_rows(
 ) -> list[TrainSequence]:
     """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
 
-    A trajectory has several rows if a turn does not continue the tokens of the previous turn. Trained tokens that the
-    policy did not sample at the temperature of training are scored again for their log-probabilities.
+    A trajectory has several rows if a turn does not continue the tokens of the previous turn. Log-probabilities are
+    computed by a forward pass for rows with trained tokens that the policy did not sample, or sampled at another
+    temperature than that of training.
 
     Args:
-        trainer: The trainer whose session the agents used.
+        trainer: The Trainer whose rollout session the agents used.
         trajectories: Trajectories that agents have returned.
         advantages: Advantage of each trajectory.
-        rewards: Reward of each trajectory. None sets 0.
-        loss_mask_policy: Which tokens are trained. None takes the policy of the last session.
+        rewards: Reward of each trajectory. None uses 0 for all.
+        loss_mask_policy: Setting that selects which tokens are trained. None uses the setting of the last session.
+
+    Returns:
+        The rows of all trajectories, in the order of the trajectories, with advantages set.
 
     Raises:
-        DataError: A trajectory is malformed, or does not come from a session of the trainer; or the numbers of
+        DataError: A trajectory is malformed, or was not sampled in a session of `trainer`, or the numbers of
             trajectories, advantages and rewards differ.
     """
     read = _read(trainer, trajectories, loss_mask_policy)
@@ -100,16 +107,17 @@ def trajectory_rows(
 def score_missing(
     trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> list[TokenRow]:
-    """Compute the log-probabilities of trained tokens that the policy did not sample, or not with these settings.
+    """Compute log-probabilities of rows with trained tokens that the policy did not sample with these settings.
 
     Args:
-        trainer: Scores the rows.
-        sampled: Rows of agents.
-        rows: The same rows for training. Sets their `logprobs`.
-        sampling: Settings of training.
+        trainer: The Trainer whose actor computes the log-probabilities.
+        sampled: Rows of agents' trajectories.
+        rows: The training rows made from `sampled`, in the same order. The function sets the `logprobs` of the rows
+            that it scores.
+        sampling: Sampling settings that training assumes.
 
     Returns:
-        The rows of `sampled` that were scored.
+        The rows of `sampled` that were scored. Empty if no row lacks log-probabilities.
     """
     places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
     if not places:
@@ -147,18 +155,23 @@ def sample_with_agents(
     take: Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object],
     at_once: int | None = None,
 ) -> None:
-    """Run the agents of all prompts. Raises ArenoError if all agents fail.
+    """Run the agents of all prompts, and pass on each sample when its agent ends.
 
     Args:
-        setup: The run.
+        setup: Models, data, settings and outputs of the run.
         agents: The agent processes.
         items: The prompts.
-        gconfig: Sampling settings. Each prompt gets gconfig.n_samples agents.
-        seed: Seed of the draws.
-        on_progress: Called while agents run.
-        first_group: Number of the first prompt's group.
-        take: Called when an agent ends, with place in the rollout -> its sample and record, None for a failed one.
-        at_once: Prompts whose agents run at the same time. None runs all.
+        gconfig: Sampling settings. gconfig.n_samples agents run for each prompt.
+        seed: Seed of the agents' requests.
+        on_progress: Called with (finished outputs, rollout statistics) while agents run. The list of outputs is always
+            empty.
+        first_group: Group number of the first prompt. The following prompts get consecutive numbers.
+        take: Called when an agent ends, with {index of the sample in the rollout: (sample, record for reward
+            functions)}. The record is None if the agent failed.
+        at_once: Number of prompts whose agents run at the same time. None runs all.
+
+    Raises:
+        ArenoError: No agent returned a trajectory that can be trained on.
     """
     trainer, config, polled = setup.trainer, setup.config, 0.0
     batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
@@ -170,7 +183,7 @@ def sample_with_agents(
     def watch(n_done: int) -> None:
         nonlocal polled
         if time.monotonic() - polled > _POLL_S:  # not for each outcome, since a poll waits for the workers
-            trainer.engine.poll(0.0)  # raises where a worker is lost; agents would only see requests that fail
+            trainer.engine.poll(0.0)  # raises if a worker is lost; agents would only see failing requests
             polled = time.monotonic()
         on_progress([], trainer.engine.rollout_stats())
 
@@ -206,7 +219,7 @@ def _sample(
     rows: RowBuilder,
     group: int,
 ) -> tuple[ScoredSample, RewardRecord | None]:
-    """Return the sample of an agent, and the record for its reward; None as the record if the agent failed."""
+    """Return (sample, record for reward functions) of an agent. The record is None if the agent failed."""
 
     def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])

@@ -1,4 +1,4 @@
-"""From prompts to scored samples: the rollout of a step with dynamic sampling, its metrics, and evaluation."""
+"""The rollout of a step: sampling and scoring of prompts, dynamic sampling, metrics and evaluation."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     """Log the rollout/* metrics of a step.
 
     Args:
-        setup: The run.
+        setup: Models, data, settings and outputs of the run.
         rollout: The samples of the step.
         rows: The training rows of `rollout.kept`, with advantages.
     """
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
     by_sample = joined(rows, rollout.sizes)
-    # The advantages of tokens that are not trained are 0. To add them up takes less time than trained() and mean().
+    # Tokens that are not trained have advantage 0. So all tokens are summed, which is faster than trained() and mean().
     advantages_B[rollout.keep] = [
         np.add.reduce(np.asarray(row.advantages)) / max(1, n_trained(row)) for row in by_sample
     ]
@@ -55,7 +55,14 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
 def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     """Return rollout/frac_groups_zero_std, the share of groups whose rewards are all equal.
 
-    Such a group has no advantages. Groups of one reward do not count; without other groups the result is empty.
+    The advantages of such a group are 0, so it does not train the policy. Groups with fewer than two rewards are not
+    counted.
+
+    Args:
+        samples: All samples of the step.
+
+    Returns:
+        The metric by its name. Empty if no group has two rewards.
     """
     equal = [min(group) == max(group) for group in rewards_by_group(samples).values() if len(group) > 1]
     return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
@@ -65,10 +72,10 @@ def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
 def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> Iterator[None]:
     """Log the samples when the block ends, even if the update inside it fails.
 
-    The update stores the log-probabilities of the policy before the update in the rows, and they are logged too.
+    The log also has the log-probabilities from before the update, which the update stores in the rows.
 
     Args:
-        setup: The run.
+        setup: Models, data, settings and outputs of the run.
         rollout: The samples of the step.
         rows: The training rows of `rollout.kept`.
     """
@@ -95,14 +102,16 @@ logger = logging.getLogger("areno")
 
 @dataclass
 class Rollout:
-    """The samples of one step. A group has the samples of one prompt; groups are numbered within the step.
+    """The samples of one step, and the choice of samples to train on.
+
+    A group is the samples of one prompt. Groups are numbered within the step.
 
     Attributes:
-        samples: All samples, (B,).
-        keep: (B,) bool, whether to train on the sample. Kept samples have a reward.
-        skipped_long: Rows of the step that were too long, see Batch.
-        total_skipped_long: Rows of the run that were too long so far.
-        scalars: rollout/* scalars of dynamic sampling.
+        samples: All B samples of the step.
+        keep: (B,) bool, True for samples to train on. A sample without a reward is never kept.
+        skipped_long: Number of dataset rows that this step skipped because they were too long.
+        total_skipped_long: The same number since the start of the run.
+        scalars: rollout/* metrics of dynamic sampling. Empty without dynamic sampling.
     """
 
     samples: list[ScoredSample]
@@ -123,19 +132,22 @@ class Rollout:
 
     @property
     def groups(self) -> list[int]:
-        """The group of each kept sample."""
+        """The group number of each kept sample."""
         return [sample.group for sample in self.kept]
 
 
 def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
-    """Sample and score the prompts of a step. With rollout.dynamic_sampling, further prompts replace dropped groups.
+    """Sample and score the prompts of a step.
+
+    With rollout.dynamic_sampling, groups whose rewards are all equal are dropped, and further prompts of the dataset
+    replace them. If all groups have equal rewards, they are kept.
 
     Args:
-        setup: The run.
+        setup: Models, data, settings and outputs of the run.
         batch: The prompts of the step.
 
     Returns:
-        The samples, and which of them to train on.
+        The samples, and a mask of the samples to train on.
     """
     config, run = setup.config, setup.run
     samples = sample_and_score(setup, batch.items, config.gconfig, run.progress.seed)
@@ -160,19 +172,19 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
 
 
 def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
-    """Return the number of groups, or of those with a sample in `among`, (B,) bool."""
+    """Return the number of groups, or only of groups that have a sample in the (B,) bool mask `among`."""
     groups = np.array([sample.group for sample in samples])
     return len(np.unique(groups if among is None else groups[among]))
 
 
 def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
-    """Return whether the rewards of each sample's group differ, (B,) bool (DAPO, arXiv 2503.14476 eq. 11)."""
+    """Return a (B,) bool mask, True for samples whose group has different rewards (DAPO, arXiv 2503.14476 eq. 11)."""
     rewards = rewards_by_group(samples)
     return np.array([len(set(rewards.get(sample.group, ()))) > 1 for sample in samples])
 
 
 def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
-    """Return `among` restricted to its first `n` groups, (B,) bool."""
+    """Return the (B,) bool mask `among`, restricted to the samples of its first `n` groups."""
     groups = np.array([sample.group for sample in samples])
     return among & np.isin(groups, np.unique(groups[among])[:n])
 
@@ -189,13 +201,13 @@ def sample_and_score(
     """Sample `gconfig.n_samples` completions of every prompt, and score them.
 
     Args:
-        setup: The run.
+        setup: Models, data, settings and outputs of the run.
         items: The prompts.
         gconfig: Sampling settings.
-        seed: Seed of the draws.
-        title: Name of the progress bar, "rollout" or "eval".
-        first_group: Number of the first prompt's group.
-        at_once: Prompts that are sampled at the same time. None samples all.
+        seed: Seed of the sampling.
+        title: Name for the progress bar and the log, "rollout" or "eval".
+        first_group: Group number of the first prompt. The following prompts get consecutive numbers.
+        at_once: Number of prompts that are sampled at the same time. None samples all.
 
     Returns:
         The samples with their rewards, in the order of the prompts.
@@ -229,15 +241,16 @@ def sample_and_score(
 
 
 def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptItem]) -> dict[str, float]:
-    """Sample and score a whole validation set, and log its answers.
+    """Sample and score a whole validation set, and log its samples.
 
     Args:
-        setup: The run.
-        name: Name of the set.
-        loader: Its prompts. batch_size of them are sampled at the same time; the next starts when one is complete.
+        setup: Models, data, settings and outputs of the run.
+        name: Name of the validation set.
+        loader: Loader of the prompts of the set. Its batch_size is the number of prompts that are sampled at the same
+            time; when a prompt is complete, the next prompt starts.
 
     Returns:
-        Its metrics by name.
+        The metrics of the set by name, without the prefix eval/.
     """
     gconfig = setup.config.eval_gconfig or setup.config.gconfig
     items = [item for batch in loader.batches() for item in batch.items]

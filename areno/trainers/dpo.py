@@ -1,4 +1,4 @@
-"""The training loop of DPO: score every pair under the reference model once, then train on the pairs."""
+"""The training loop of DPO: compute reference log-probabilities of every pair once, then train on the pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
-    """Trains a model on pairs of a chosen and a rejected answer. Use it as a context manager, or call close()."""
+    """Trains a model with DPO on chosen and rejected answers. Use it as a context manager, or call close()."""
 
     needs, kind = PreferenceExperimentConfig, "dpo"
     headline = ("train/loss", "train/accuracy", "train/margin")
@@ -34,7 +34,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
 
     @fault_tolerant
     def fit(self) -> float:
-        """Train until the end of the run.
+        """Train for all steps of the run.
 
         Returns:
             The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
@@ -53,8 +53,8 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
     def score_reference(self) -> None:
         """Compute the reference log-probabilities of every pair that the run uses. A second call does nothing.
 
-        Call this before the first update: without ref.path, the reference is the actor as it is now, so that no second
-        model is loaded.
+        Call this before the first update: without ref.path, the reference model is the actor in its current state,
+        so that no second model is loaded.
         """
         if self._has_reference:
             return
@@ -77,7 +77,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         self._has_reference = True
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
-        """Yield the pairs that this run trains on, each once, in batches. The position of the loader is restored."""
+        """Yield the pairs that this run trains on, each once, in batches, and restore the position of the loader."""
         config, loader = self.setup.config, self.setup.loader
         limits = [config.total_train_steps]
         if config.total_train_n_seqs is not None:
@@ -103,21 +103,21 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
                 progress.update(len(out), n_tokens)
 
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
-        """Return each pair with the log-probabilities of all tokens of its chosen and its rejected row."""
+        """Yield each pair with the log-probabilities of all tokens of its chosen and of its rejected row."""
         rows = [row for item in items for row in (item.chosen, item.rejected)]
         scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
     def measure(self, name: str, loader: BatchLoader[PairItem]) -> dict[str, float]:
-        """Measure all pairs of a validation set.
+        """Compute the metrics of a validation set of pairs.
 
         Args:
-            name: Name of the set.
-            loader: Its pairs.
+            name: Name of the validation set.
+            loader: Loader of the pairs of the set.
 
         Returns:
-            loss, accuracy and margin as in training, see dpo_loss_fn. ranking_accuracy: the share of pairs whose
-            chosen answer is more likely under the actor alone, without the reference.
+            loss, accuracy and margin, as in training (see dpo_loss_fn), and ranking_accuracy, the share of pairs
+            whose chosen answer is more likely than the rejected answer under the actor alone. A tie counts half.
         """
         rows: list[TrainSequence] = []
         logprobs: list[list[float]] = []
@@ -133,7 +133,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         return kept | {"ranking_accuracy": float(ranked.mean())}
 
     def evaluate(self) -> dict[str, float]:
-        """Measure valid_dataset and log the metrics as eval/*.
+        """Evaluate the actor on valid_dataset and log the metrics as eval/*.
 
         Returns:
             The metrics by name. Empty without valid_dataset.
@@ -149,6 +149,6 @@ def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:
-    """Return the two training rows of a pair, chosen and rejected, with the scores of the reference."""
+    """Return the two training rows of a pair, chosen and rejected, with their ref_logprobs set."""
     pair = zip((item.chosen, item.rejected), scores, strict=True)
     return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

@@ -1,4 +1,4 @@
-"""The base classes of the training loops: how a loop is opened from a configuration, measured and closed."""
+"""The base classes of the training loops. They open a loop from a configuration, evaluate it and close it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)
 
 
 class Loop(Generic[Config]):
-    """A training loop with its models, data and run. Use it as a context manager, or call close().
+    """Base class of a training loop with its models, data and outputs.
+
+    Use a loop as a context manager, or call close().
 
     Attributes:
-        needs: The configuration class that it reads.
-        kind: The kind of its rows.
-        headline: Scalars of the line that each step prints.
-        also_saved: Roles that a checkpoint has a folder of, beside the files of the actor.
-        trains: False for an evaluation, which has no training rows and no optimizer.
+        needs: The configuration class that the loop reads.
+        kind: The kind of dataset rows that the loop reads: "prompt", "sft" or "dpo".
+        headline: Names of the metrics in the line that each step prints.
+        also_saved: Roles, such as "critic", that a checkpoint saves in a folder of their own, in addition to the actor.
+        trains: Whether the loop trains. False for an evaluation, which has no training rows and no optimizer.
         setup: Models, data and rewards.
-        run: Steps, logs, checkpoints and states.
+        run: Steps, logs, checkpoints and the states to resume from.
     """
 
     needs: ClassVar[type[ExperimentConfig]]
@@ -42,11 +44,19 @@ class Loop(Generic[Config]):
         self.run = self.setup.run
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Return the metrics of the validation set `name`."""
+        """Compute the metrics of a validation set.
+
+        Args:
+            name: Name of the validation set.
+            loader: Loader of the rows of the set.
+
+        Returns:
+            The metrics by name, without the prefix eval/.
+        """
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """Measure valid_dataset and log the metrics as eval/*.
+        """Evaluate the model on valid_dataset and log the metrics as eval/*.
 
         Returns:
             The metrics by name. Empty without valid_dataset.
@@ -65,14 +75,16 @@ class Loop(Generic[Config]):
 
 
 class RowLoop(Loop[Config]):
-    """A loop that trains on the rows of a dataset.
+    """Base class of loops that train on the rows of a dataset, without sampling.
 
     Args:
         config: Settings of the run.
         run_dir: Folder of logs and checkpoints. None makes a new one under cluster.fileroot.
-        train_dataset: Training rows of a script (a list of dictionaries, or any object with a length and indexing), in
-            place of the configured path.
-        valid_dataset: Validation rows, likewise.
+        train_dataset: Training rows that replace the configured dataset: a list of dictionaries, or any object with a
+            length and indexing. None reads the configured dataset.
+        valid_dataset: Validation rows that replace the configured ones, in the same form, or a mapping of set names to
+            rows.
+        trackers: Further trackers that receive the metrics.
     """
 
     def __init__(
@@ -89,16 +101,20 @@ class RowLoop(Loop[Config]):
 
 
 class RewardLoop(Loop[PolicyConfig]):
-    """A loop that samples completions and trains on their rewards.
+    """Base class of loops that sample completions and train on their rewards.
 
     Args:
         config: Settings of the run.
-        loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns. None takes config.loss_fn().
+        loss_fn: Loss function (pack, logprobs) -> (loss, statistics), as in areno.loss_fns. None uses config.loss_fn().
         run_dir: Folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
-        advantage_fn: Computes advantages, see AdvantageFn. None takes config.advantages().
-        train_dataset: Training rows of a script, in place of the configured path.
-        valid_dataset: Validation rows, likewise.
-        reward_fn: A reward function or a list of them, in place of reward.fn.
+        advantage_fn: Function (rows, group id of each row, actor settings) that computes advantages, see AdvantageFn.
+            None uses config.advantages().
+        train_dataset: Rows of prompts that replace the configured dataset: a list of dictionaries, or any object with a
+            length and indexing. None reads the configured dataset.
+        valid_dataset: Validation rows that replace the configured ones, in the same form, or a mapping of set names to
+            rows.
+        reward_fn: A reward function or a list of reward functions that replace reward.fn.
+        trackers: Further trackers that receive the metrics.
     """
 
     kind = "prompt"
@@ -129,12 +145,20 @@ class RewardLoop(Loop[PolicyConfig]):
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Sample and score the validation set `name`, and return its metrics."""
+        """Sample and score a validation set.
+
+        Args:
+            name: Name of the validation set.
+            loader: Loader of the prompts of the set.
+
+        Returns:
+            The metrics by name, without the prefix eval/.
+        """
         return evaluate_policy(self.setup, name, loader)
 
 
 class PolicyEvaluation(RewardLoop[PolicyExperimentConfig]):
-    """Evaluates a policy without training: `areno evaluate`. Call `evaluate`."""
+    """Evaluates a policy without training, for the command `areno evaluate`. Call `evaluate` to run it."""
 
     needs = PolicyExperimentConfig
     trains = False
@@ -144,5 +168,5 @@ class PolicyEvaluation(RewardLoop[PolicyExperimentConfig]):
 
 
 def _no_loss(*_: Any) -> Any:
-    """Stand for the loss of an evaluation, whose algorithm may define its loss outside of the configuration."""
+    """Stand in for the loss function in an evaluation, which never computes a loss."""
     raise AssertionError("an evaluation does not train")

@@ -1,4 +1,4 @@
-"""The training loop of GSPO, GRPO and related algorithms: sample, score, compute advantages, train, log."""
+"""The training loop of GSPO, GRPO and related algorithms: sample, score, compute advantages, log, train."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
 
     @fault_tolerant
     def fit(self) -> float:
-        """Train until the end of the run.
+        """Train for all steps of the run.
 
         Returns:
             The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.

@@ -1,4 +1,4 @@
-"""The training loop of PPO. It is the loop of policy_only.py with a critic that estimates a value for every token."""
+"""The training loop of PPO: the loop of policy_only.py with a critic that estimates a value before every token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("areno")
 
 
 class PPOTrainer(RewardLoop[CriticExperimentConfig]):
-    """Trains a policy and its critic. Use it as a context manager, or call close()."""
+    """Trains a policy and a critic with PPO. Use it as a context manager, or call close()."""
 
     needs = CriticExperimentConfig
     headline = PolicyOnlyTrainer.headline
@@ -29,7 +29,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
 
     @fault_tolerant
     def fit(self) -> float:
-        """Train until the end of the run.
+        """Train for all steps of the run.
 
         Returns:
             The accuracy of the last evaluation. Without evaluation, the mean reward of the last 5 steps.
@@ -65,11 +65,11 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
         """Take the optimizer steps of the critic.
 
         Args:
-            rows: Training rows with values and returns.
+            rows: Training rows with `values` and `returns` set.
 
         Returns:
-            Its statistics as critic_*, and explained_variance: the share of the variance of the returns that the
-            values explained before the update.
+            The critic's training statistics as critic_*, and explained_variance, the share of the returns' variance
+            that the values from before the update explain.
         """
         critic, run = self.setup.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))

@@ -1,7 +1,7 @@
-"""Rows to train on, from scored samples: rewards, advantages and corrections, as functions that all policy loops share.
+"""Functions that all policy loops share to make training rows from scored samples: rewards, advantages, corrections.
 
-Arrays are float64. A *trained* array has only the trained tokens of a row, (T_i,). An agent's sample may have several
-rows; advantages are computed for samples.
+Arrays are float64. A *trained* array has one entry for each trained token of a row, (T_i,). The sample of an agent may
+have several rows. Advantages are computed for whole samples, whose rows `joined` concatenates.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new
 
     Args:
         samples: The scored samples of the step.
-        actor: The settings.
+        actor: Settings of the actor, such as reward_scaling and reward_norm.
         max_new_tokens: Length limit of completions in tokens.
 
     Returns:
-        (B,) float64, a reward for each sample. NaN where the reward is unknown.
+        (B,) float64, a reward for each sample. A sample without a reward gets NaN, or 0 if actor.reward_norm is set.
 
     Raises:
-        ConfigError: A reward becomes larger than float32 holds.
+        ConfigError: A shaped reward is too large for float32.
     """
     rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
     if actor.overlong_reward_penalty:
@@ -74,15 +74,17 @@ def policy_rows(
     drop_truncated: bool = False,
     weights_version: int = 0,
 ) -> list[TrainSequence]:
-    """Make the rows to train on: one for each sample, or those of an agent's trajectory. The response is trained.
+    """Make the rows to train on: one row for each completion, or the rows of an agent's trajectory.
+
+    The trained tokens are those of the response.
 
     Args:
         samples: The scored samples of the step.
         rewards_B: The shaped reward of each sample.
-        eos_token_id: The token that ends a completion.
-        drop_truncated: Whether samples that were cut off at the length limit have no trained tokens.
-        weights_version: The version of the policy's weights. A row's staleness is counted from the oldest version that
-            has sampled one of its tokens.
+        eos_token_id: Id of the end-of-sequence token, stored in the rows.
+        drop_truncated: Whether to leave samples that were cut off at the length limit without trained tokens.
+        weights_version: The current version of the policy's weights. The staleness of a row is this number minus the
+            oldest version that sampled one of its tokens.
 
     Returns:
         The rows, in the order of the samples.
@@ -119,15 +121,16 @@ def policy_rows(
 
 
 def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) -> TokenArrays:
-    """Make arrays of a prompt and its completion.
+    """Concatenate a prompt and its completion into arrays.
 
     Args:
         prompt: Token ids of the prompt.
         sequence: The completion.
 
     Returns:
-        Tokens and log-probabilities, (T,) each, prompt included; and the oldest version of weights in the completion.
-        The log-probabilities of the prompt are 0.
+        Token ids (int64) and log-probabilities (float64), (T,) each for prompt and completion, with 0 for the
+        log-probabilities of the prompt. `oldest_version` is the version of the weights at the first completion
+        token, None for a completion without versions.
     """
     n_prompt, n_tokens = len(prompt), len(prompt) + sequence.n_tokens
     tokens, logprobs = np.empty(n_tokens, np.int64), np.zeros(n_tokens)
@@ -141,7 +144,7 @@ def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
     """Return the token ids of each row.
 
     Args:
-        rows: The rows.
+        rows: Training rows. A row whose `tokens` is None counts as empty.
 
     Returns:
         A list or array of token ids for each row.
@@ -153,7 +156,7 @@ def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
     """Return a per-token field at the trained tokens of each row.
 
     Args:
-        rows: The rows.
+        rows: Training rows with this field set.
         name: The name of the field, such as "logprobs".
 
     Returns:
@@ -163,15 +166,16 @@ def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
 
 
 def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
-    """Set a per-token field from its values at trained tokens. Other tokens get 0.
+    """Set a per-token field of rows from values at the trained tokens. All other tokens get 0.
 
     Args:
         rows: The rows, which are changed.
         name: The name of the field, such as "advantages".
-        arrays: For each row, an array over its trained tokens.
+        arrays: For each row, a (T_i,) array of the values at its trained tokens.
 
     Raises:
-        DataError: The arrays do not fit the rows. The message is for the author of an advantage function.
+        DataError: The number of arrays or the length of an array does not fit the rows. The message is for the
+            author of an advantage function.
     """
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
@@ -185,7 +189,7 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
             )
     if not rows:
         return
-    together = np.concatenate(places)  # one assignment for all rows, since each takes longer than its numbers
+    together = np.concatenate(places)  # one assignment for all rows, which is faster than one per row
     values = np.zeros(len(together))
     values[together] = np.concatenate(arrays)
     start = 0
@@ -195,10 +199,10 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
 
 
 def places_of(row: TrainSequence) -> np.ndarray:
-    """Find the trained tokens of a row.
+    """Return a mask of the trained tokens of a row.
 
     Args:
-        row: The row.
+        row: A training row.
 
     Returns:
         (T,) bool, True at trained tokens.
@@ -210,10 +214,10 @@ def n_trained(row: TrainSequence) -> int:
     """Count the trained tokens of a row.
 
     Args:
-        row: The row.
+        row: A training row.
 
     Returns:
-        Their number.
+        The number of tokens whose prompt_mask is False.
     """
     mask = np.asarray(row.prompt_mask, dtype=bool)
     return mask.size - int(np.count_nonzero(mask))
@@ -223,12 +227,12 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
     """Compute the reward of each trained token.
 
     Args:
-        rows: The rows, with ref_logprobs if the KL is part of the reward.
-        actor: The settings.
+        rows: The rows, with logprobs and ref_logprobs if actor.kl_in_reward is not 0.
+        actor: Settings of the actor, such as kl_in_reward and kl_estimator.
 
     Returns:
-        A (T_i,) array for each row: the row's reward at its last trained token, 0 elsewhere. If the KL is part of the
-        reward, kl_ctl times the KL of each token is subtracted.
+        For each row, a (T_i,) array with the row's reward at its last trained token and 0 elsewhere. If the KL is
+        part of the reward, the coefficient actor.kl_in_reward times the estimated KL of each token is subtracted.
     """
     if isinstance(actor, KLConfig) and actor.kl_in_reward:
         pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
@@ -244,20 +248,21 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
 def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: PolicyConfig) -> Arrays:
     """Compute advantages without a critic, one for each trained token.
 
-    The tokens of a row have equal advantages: the reward of the row, normalised over samples by adv_norm. If the KL is
-    part of the reward, a group compares the samples by the sum of their token rewards (RLOO). Without a group, each
-    token has the sum of the rewards from itself on, normalised over the tokens of the batch (REINFORCE++).
+    Usually all tokens of a row have the same advantage: the reward of the row, normalised over samples by
+    actor.adv_norm. If a KL penalty is part of the reward, there are two cases. When adv_norm has a level "group", the
+    reward of a row is the sum of its token rewards (RLOO). Otherwise each token has its reward-to-go, normalised over
+    the tokens of the batch (REINFORCE++).
 
-    If all rewards under a deviation are equal, only KL terms differ, and their differences may be rounding. Such
-    advantages are centred and not divided by the deviation.
+    If all rewards are equal in the set over which the standard deviation is taken, only KL terms differ, and their
+    differences may be rounding errors. Such advantages are centred but not divided by the standard deviation.
 
     Args:
         rows: The rows of the step, one for each sample.
-        groups: The number of each row's group.
-        actor: The settings.
+        groups: Group id of each row.
+        actor: Settings of the actor, such as adv_norm and kl_in_reward.
 
     Returns:
-        A (T_i,) array for each row.
+        For each row, the (T_i,) advantages of its trained tokens.
     """
     norm = actor.adv_norm
     if not actor.kl_in_reward:
@@ -295,15 +300,16 @@ def _are_equal(rewards: Sequence[float]) -> bool:
 
 
 def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
-    """Compute advantages by GAE from the rows' values, and normalise them over tokens (whitening).
+    """Compute advantages by GAE from the critic's values, and normalise them over tokens (whitening).
 
     Args:
-        rows: The rows of the step, one for each sample, with values.
-        groups: The number of each row's group.
-        actor: The settings of PPO's actor.
+        rows: The rows of the step, one for each sample, with `values` set.
+        groups: Group id of each row.
+        actor: Settings of PPO's actor: discount, gae_lambda and adv_norm. adv_norm None does not normalise.
 
     Returns:
-        (advantages, returns): for each row, a (T_i,) array each. The returns are not normalised.
+        (advantages, returns): two lists with a (T_i,) array for each row. The returns, which are the critic's
+        targets, are not normalised.
     """
     found = [
         gae(rewards, values, actor.discount, actor.gae_lambda)
@@ -322,7 +328,7 @@ def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
         samples: The scored samples of the step.
 
     Returns:
-        A number for each sample.
+        The number of rows for each sample: 1 for a completion, the number of rows in the trajectory for an agent.
     """
     return [1 if sample.trajectory is None else len(sample.trajectory.rows) for sample in samples]
 
@@ -330,15 +336,15 @@ def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
 def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSequence]:
     """Join the rows of each sample into one row.
 
-    Advantages are computed for samples: a sample with two rows counts once in its group, and its tokens are one
+    Advantages are computed for samples, so a sample with two rows must count once in its group, with its tokens as one
     sequence.
 
     Args:
         rows: The rows of the step.
-        sizes: The number of rows of each sample, from `rows_per_sample`.
+        sizes: The number of rows that belong to each sample, as returned by `rows_per_sample`.
 
     Returns:
-        A row for each sample. A sample with one row keeps this row.
+        A row for each sample. The row of a sample that has only one is the same object as in `rows`.
     """
     found, start = [], 0
     for size in sizes:
@@ -357,16 +363,16 @@ def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSeq
 def set_advantages(
     rows: Sequence[TrainSequence], sizes: Sequence[int], found: Sequence[np.ndarray], name: str = "advantages"
 ) -> None:
-    """Set a per-token field of the rows from its values at the trained tokens of each sample.
+    """Set a per-token field of the rows from values that are given per sample.
 
     Args:
         rows: The rows of the step, which are changed.
-        sizes: The number of rows of each sample, from `rows_per_sample`.
-        found: For each sample, an array over the trained tokens of its rows, one row after another.
-        name: The name of the field.
+        sizes: The number of rows that belong to each sample, as returned by `rows_per_sample`.
+        found: For each sample, the values at its trained tokens, with the rows of the sample concatenated.
+        name: The name of the field, such as "advantages" or "returns".
 
     Raises:
-        DataError: The arrays do not fit the samples.
+        DataError: The number of arrays or the length of an array does not fit the samples.
     """
     samples = joined(rows, sizes)
     set_trained(samples, name, found)  # checks the shapes
@@ -382,15 +388,16 @@ def set_advantages(
 def without_truncated(
     rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
 ) -> list[TrainSequence]:
-    """Make rows in which samples that were cut off at a length limit have no trained tokens.
+    """Return the rows, with no trained tokens for samples that were cut off at the length limit.
 
     Args:
         rows: The rows of the step.
-        samples: The scored samples of the step.
-        sizes: The number of rows of each sample, from `rows_per_sample`.
+        samples: The scored samples that the rows belong to.
+        sizes: The number of rows that belong to each sample, as returned by `rows_per_sample`.
 
     Returns:
-        The rows. Those of samples that were not cut off are the same objects.
+        As many rows as before. The rows of a cut-off sample are copies whose prompt_mask is all True. All other rows
+        are the same objects.
     """
     truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
     return [
@@ -402,13 +409,13 @@ def without_truncated(
 def score_agents(
     trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> None:
-    """Compute the log-probabilities that agents' samples lack, by `score_missing`. Warn of other sampling temperatures.
+    """Compute the log-probabilities that the rows of agents lack, and warn if agents sampled at another temperature.
 
     Args:
-        trainer: Scores the rows.
+        trainer: The trainer whose policy computes the log-probabilities.
         samples: The scored samples of the step.
-        rows: The rows of the step, which are changed.
-        sampling: Sampling settings of training.
+        rows: The training rows made from these samples, whose `logprobs` are changed.
+        sampling: Sampling settings that training assumes.
     """
     sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
     warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling)

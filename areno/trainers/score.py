@@ -1,4 +1,4 @@
-"""Scores the samples of a rollout: by reward functions, by the agents themselves, and by a reward model."""
+"""Scoring of the samples of a rollout, by reward functions, by the agents themselves and by a reward model."""
 
 from __future__ import annotations
 
@@ -23,23 +23,29 @@ _AT_ONCE = 64  # completions that are decoded together; they are scored while th
 
 
 class Scorer(AbstractContextManager["Scorer"]):
-    """Turns the outputs of a rollout into samples, and scores them while other samples are still being drawn.
+    """Converts outputs of a rollout to scored samples, while the rollout still generates other outputs.
+
+    Use it as a context manager: call `take` (completions) or `add` (agents' samples) during the rollout, then `finish`.
 
     Args:
-        setup: The run.
+        setup: Models, data, settings and outputs of the run.
         items: The prompts of the rollout.
-        gconfig: Sampling settings.
-        first_group: Number of the first prompt's group. The other prompts follow.
+        gconfig: Sampling settings of the rollout.
+        first_group: Group number of the first prompt. The following prompts get consecutive numbers.
     """
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
         self._setup, self._items, self._gconfig, self._first_group = setup, items, gconfig, first_group
-        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by place in the rollout
+        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by index in the rollout
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
-        """Add completed outputs and start to score them. The id of a request is the index of its prompt."""
+        """Add finished completions and start to score them.
+
+        Args:
+            outputs: Finished outputs of the engine, whose request_id is the index of the prompt.
+        """
         for start in range(0, len(outputs), _AT_ONCE):
             self._take(outputs[start : start + _AT_ONCE])
 
@@ -67,7 +73,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.add(found)
 
     def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
-        """Return the record and the tokens of a prompt, which its samples share."""
+        """Return (record, (T,) token ids) of a prompt, cached so that all samples of the prompt share them."""
         if number not in self._prompts:
             item = self._items[number]
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
@@ -77,7 +83,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Add samples and start to score them.
 
         Args:
-            found: Place in the rollout -> the sample and its record for the reward. A failed sample has no record.
+            found: Index of the sample in the rollout -> (sample, record that reward functions receive). The record
+                is None for a failed sample, which is not scored.
         """
         self._found.update(found)
         records = {place: record for place, (_, record) in found.items() if record is not None}
@@ -89,8 +96,11 @@ class Scorer(AbstractContextManager["Scorer"]):
     def finish(self) -> list[ScoredSample]:
         """Wait for the rewards, and return the samples in the order of the rollout.
 
-        The reward is the sum of the function's, the agent's own and the reward model's, as far as they are configured.
-        A failed sample keeps its outcome.
+        The reward of a sample is the sum of the rewards of the reward function, of the agent itself and of the reward
+        model, where these are configured. A failed sample keeps the outcome that it was added with.
+
+        Returns:
+            All samples, with `outcome` set.
         """
         setup, found = self._setup, dict(sorted(self._found.items()))
         asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
@@ -104,7 +114,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         if any(own) or (outcomes is None and setup.config.reward.path is None):
             outcomes = add_own(records, outcomes, own)
         if setup.config.reward.path is not None:
-            # Equal rows are scored once. Rounding depends on the place in a batch, and equal answers must not differ.
+            # Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
             rows = [tuple(_whole(sample)) for sample, _ in asked.values()]
             distinct = list(dict.fromkeys(rows))
             scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))
@@ -120,7 +130,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
 
 def _whole(sample: ScoredSample) -> list[int]:
-    """Return the tokens that a reward model scores: prompt and completion, or the last row of an agent."""
+    """Return the tokens that a reward model scores: prompt and completion, or the last row of a trajectory."""
     if sample.trajectory is not None:
         return sample.trajectory.rows[-1].tokens
     return sample.item.tokens + sample.sequence.resp_tokens
@@ -131,15 +141,17 @@ def add_own(
     outcomes: Sequence[RewardOutcome] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
 ) -> list[RewardOutcome]:
-    """Add the rewards that agents gave themselves.
+    """Add the rewards that agents returned for themselves to the outcomes of the reward function.
 
     Args:
-        records: Records of the samples, for warnings.
-        outcomes: Outcomes of the reward function; None without a function.
-        own: (reward, parts) of each agent; None if the agent gave no reward.
+        records: Records of the samples, which warnings about failures quote.
+        outcomes: Outcome of the reward function for each sample. None if there is no reward function.
+        own: For each sample, (reward, named parts of the reward) that the agent returned, or None if it returned no
+            reward.
 
     Returns:
-        The outcomes. Without a function, a sample whose agent gave no reward is a reward error.
+        The outcome of each sample. If there is no reward function, a sample whose agent returned no reward is a
+        reward error. An error of the reward function stays an error.
     """
     if outcomes is None:
         nothing = RewardOutcome(None, "error", _NO_REWARD)
@@ -158,15 +170,16 @@ def add_own(
 def add_scores(
     records: Sequence[Record], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
 ) -> list[RewardOutcome]:
-    """Add the scores of a reward model.
+    """Add the scores of a reward model to outcomes.
 
     Args:
-        records: Records of the samples, for warnings.
-        outcomes: Outcomes of the reward function and the agents; None without them.
-        scores: Score of each sample.
+        records: Records of the samples, which warnings about failures quote.
+        outcomes: Outcome of each sample by the reward function and the agents. None if the reward model is the only
+            source of rewards.
+        scores: Score of the reward model for each sample.
 
     Returns:
-        The outcomes. A sum that is not finite is a reward error of its sample.
+        The outcome of each sample. A sum that is not finite becomes a reward error.
     """
     out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
     scored = [index for index, outcome in enumerate(out) if outcome.value is not None]

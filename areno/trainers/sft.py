@@ -1,4 +1,4 @@
-"""The training loop of supervised fine-tuning: train on the responses of the rows."""
+"""The training loop of supervised fine-tuning, which trains on the responses of dataset rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from areno.types import TrainSequence
 
 
 class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
-    """Trains a model on demonstrations. Use it as a context manager, or call close()."""
+    """Trains a model on demonstrations by supervised fine-tuning. Use it as a context manager, or call close()."""
 
     needs, kind = SupervisedExperimentConfig, "sft"
     headline = ("train/loss", "train/lr")
 
     @fault_tolerant
     def fit(self) -> float:
-        """Train until the end of the run.
+        """Train for all steps of the run.
 
         Returns:
             The loss of the last evaluation. Without evaluation, the training loss of the last step.
@@ -34,7 +34,15 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         return run.progress.result("eval_loss", "loss")
 
     def measure(self, name: str, loader: BatchLoader[TrainSequence]) -> dict[str, float]:
-        """Return the mean negative log-likelihood of the response tokens of a validation set, as "loss"."""
+        """Compute the negative log-likelihood of a validation set.
+
+        Args:
+            name: Name of the validation set. Not used.
+            loader: Loader of the rows of the set.
+
+        Returns:
+            {"loss": mean negative log-likelihood over all trained tokens of the set}.
+        """
         rows, logprobs = [], []
         for batch in loader.batches():
             rows += batch.items

@@ -1,6 +1,6 @@
-"""The training half of a step: rows to train on, corrections of rows from another policy, and optimizer steps.
+"""The training half of a step: make training rows, correct rows that another policy sampled, and take optimizer steps.
 
-Every loop trains by `update`. `measure_loss` evaluates a loss on rows that are not trained on, by the same code.
+Every loop trains by calling `update`. `measure_loss` evaluates a loss on validation rows with the same packing.
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ from areno.types import TrainSequence
 
 
 def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: RatioConfig) -> dict[str, float]:
-    """Weigh and mask tokens by how the policy before the update differs from the policy that sampled them.
+    """Weight and mask tokens by the ratio of the policy before the update to the policy that sampled the rows.
 
     Args:
-        rows: Rows to train on. Sets their `weights` and, where tokens are rejected, their `prompt_mask`.
-        prox_logprobs: Log-probabilities of all tokens of each row, by a forward pass before the update.
+        rows: Rows to train on. The function sets their `weights`, and with the decoupled loss sets `prompt_mask` to
+            True for rejected tokens.
+        prox_logprobs: For each row, the log-probabilities of all tokens under the policy before the update.
         actor: Settings of the decoupled loss and M2PO.
 
     Returns:
-        The shares of masked tokens, and with prox_logp_method "metrics" the error of the interpolation.
+        Statistics by name: rejected_frac (share of tokens rejected by the decoupled loss), m2_masked_frac (share of
+        tokens masked by M2PO) and prox_approx_abs_diff_mean (error of the "loglinear" interpolation, with
+        prox_logp_method "metrics"). Statistics of unused settings are left out.
     """
     behave = trained(rows, "logprobs")
     prox = [np.asarray(all_)[places_of(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
     stats: dict[str, float] = {}
     if actor.prox_logp_method == "metrics":
-        # The error of what prox_logp_method=loglinear would have taken for `prox`.
+        # The error of the interpolation that prox_logp_method=loglinear would use in place of `prox`.
         errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
         stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
     # The weight is p_old / p_roll, so that weight times ratio is p / p_roll.
@@ -87,13 +90,13 @@ def measure_loss(
     """Compute the loss of all rows as one step, without an update.
 
     Args:
-        loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns.
-        rows: The rows.
-        logprobs: Log-probabilities of all tokens of each row, under the model to be measured.
-        rows_per_unit: The number of adjacent rows that belong together.
+        loss_fn: Loss function (pack, logprobs) -> (loss, statistics), as in areno.loss_fns.
+        rows: The rows to measure.
+        logprobs: For each row, the log-probabilities of all tokens under the measured model.
+        rows_per_unit: Number of adjacent rows that belong together, such as 2 for DPO.
 
     Returns:
-        "loss", and the 0-dim statistics of the loss function by name.
+        "loss" and the 0-dim statistics of the loss function, by name.
     """
     loss, stats = loss_fn(
         pack_of(rows, rows_per_unit), torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs])
@@ -102,11 +105,11 @@ def measure_loss(
 
 
 def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
-    """Pack all rows into one micro-batch that is a whole step.
+    """Pack all rows into one micro-batch that stands for a whole optimizer step.
 
     Args:
-        rows: The rows.
-        rows_per_unit: The number of adjacent rows that belong together.
+        rows: The rows to pack.
+        rows_per_unit: Number of adjacent rows that belong together, such as 2 for DPO.
 
     Returns:
         The pack, on the CPU.
@@ -118,10 +121,10 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
 
 
 def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
-    """Make the rows to train on, with shaped rewards and, if there is a reference, its log-probabilities.
+    """Make the rows to train on, with shaped rewards and, if there is a reference model, its log-probabilities.
 
     Args:
-        setup: The parts of the run.
+        setup: Models, data, settings and outputs of the run.
         rollout: The samples of the step.
 
     Returns:
@@ -140,29 +143,32 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
 
 
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-    """Score every token of the rows under the model of a role, at the temperature of the rollout.
+    """Compute the log-probability of every token of the rows under the actor or the reference model.
+
+    The log-probabilities are at the temperature of the rollout. For the actor, rows with `routes` are scored with
+    routing replay.
 
     Args:
-        setup: The parts of the run.
-        role: "actor" or "ref".
-        rows: The rows.
+        setup: Models, data, settings and outputs of the run.
+        role: The model: "actor" or "ref".
+        rows: Training rows.
 
     Returns:
-        The log-probabilities of each row's tokens.
+        For each row, a log-probability per token, 0.0 for the first.
     """
     routes = [row.routes for row in rows] if role == "actor" else None
     return setup.trainer.score_logprobs(role, token_rows(rows), sampling=setup.config.gconfig, routes=routes)
 
 
 def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Score the rows under the policy and weigh them by `correct_rows`, if the settings need that.
+    """Compute log-probabilities before the update and apply `correct_rows`, if the settings ask for a correction.
 
     Args:
-        setup: The parts of the run.
+        setup: Models, data, settings and outputs of the run.
         rows: The rows to train on, which are changed.
 
     Returns:
-        The statistics of `correct_rows`; nothing if no correction is set.
+        The statistics returned by `correct_rows`. Empty if no correction is set.
     """
     actor = setup.config.actor
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
@@ -183,15 +189,17 @@ def update(
     """Take optimizer steps of the actor.
 
     Args:
-        setup: The parts of the run.
+        setup: Models, data, settings and outputs of the run.
         rows: The rows to train on.
-        n_minibatches: Number of optimizer steps that the rows are split into.
-        sampling: Sampling settings of the rollout, whose temperature the log-probabilities have. None: the defaults.
-        rows_per_unit: The number of adjacent rows that stay in one micro-batch.
-        old_logprobs: The source of the denominator of importance ratios, see `areno.Trainer.train`.
+        n_minibatches: Number of parts that the rows are split into. Each part is an optimizer step.
+        sampling: Sampling settings of the rollout, at whose temperature log-probabilities are computed. None uses the
+            defaults.
+        rows_per_unit: Number of adjacent rows that stay in one micro-batch, such as 2 for DPO.
+        old_logprobs: Source of the denominator of importance ratios: "recompute", "loglinear" or "rollout", see
+            `areno.Trainer.train`.
 
     Returns:
-        The train/* statistics by name.
+        The train/* statistics, by their names without the prefix.
     """
     run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
     with run.clock.phase("train"):
@@ -214,14 +222,14 @@ def update(
 
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Call `update` with the minibatches, sampling settings and old log-probabilities of the settings.
+    """Take optimizer steps of the actor by `update`, with the settings of the section `actor`.
 
     Args:
-        setup: The parts of the run.
+        setup: Models, data, settings and outputs of the run.
         rows: The rows to train on.
 
     Returns:
-        The train/* statistics by name.
+        The train/* statistics, by their names without the prefix.
     """
     actor = setup.config.actor
     how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
