@@ -214,7 +214,7 @@ class _Runner:
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        """Make an asyncio task, and record the item that it belongs to."""
+        """Make an asyncio task, and record the position of the item whose agent started the task."""
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task

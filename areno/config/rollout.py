@@ -108,12 +108,12 @@ class SamplingConfig(Section):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether decoding is greedy: `greedy` is set, or the temperature is below LEAST_TEMPERATURE."""
+        """Whether decoding is greedy: `greedy` is set, or the temperature is below MIN_TEMPERATURE."""
         return self.greedy or self.temperature < MIN_TEMPERATURE
 
     @property
     def logprob_temperature(self) -> float:
-        """Temperature at which log-probabilities are computed. 1 if `temperature` is below LEAST_TEMPERATURE."""
+        """Temperature at which log-probabilities are computed. 1 if `temperature` is below MIN_TEMPERATURE."""
         return 1.0 if self.temperature < MIN_TEMPERATURE else self.temperature
 
     @property
@@ -166,7 +166,7 @@ def at_temperature(value: Any) -> SamplingConfig:
         The settings. All other settings have their defaults.
 
     Raises:
-        ConfigError: `value` is not a number from LEAST_TEMPERATURE to MOST_TEMPERATURE.
+        ConfigError: `value` is not a number from MIN_TEMPERATURE to MAX_TEMPERATURE.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not MIN_TEMPERATURE <= float(value) <= MAX_TEMPERATURE:
@@ -213,7 +213,7 @@ class GenerationConfig(SamplingConfig):
 
 @dataclass(kw_only=True)
 class RolloutConfig(DecoderConfig):
-    """Settings of the decoder in a run, and how a step treats the samples."""
+    """Settings of the decoder in a run, and of the samples that a step trains on and records."""
 
     max_concurrent_rollouts: int | None = setting(
         None,

@@ -150,10 +150,10 @@ class Footprint:
 
     @property
     def least(self) -> int:
-        """Bytes on each device below which nothing can run.
+        """Minimum memory of each device in bytes.
 
-        They are the models that stay on the device, plus the larger of two needs. The first is a micro-batch of up
-        to 256 tokens, with its model if that is offloaded. The second is a KV cache of 256 tokens.
+        It holds the models that are never offloaded, plus the larger of two needs: training on a micro-batch of up
+        to 256 tokens, including the trained model if that model is offloaded, and a KV cache of 256 tokens.
         """
         work = [0]
         for model in self.models:

@@ -43,8 +43,10 @@ class Offload:
 
     Args:
         params: Buffers that scoring and training need.
-        state: Buffers that only training needs, and changes (float32 masters, moments).
-        scratch: Buffers that only training needs, and that keep no content between uses (gradients).
+        state: Buffers that only training uses and modifies, such as float32 master weights and moments. They are copied
+            in both directions.
+        scratch: Buffers that only training uses, such as gradients. Their content is not kept, so they are freed
+            instead of copied.
     """
 
     def __init__(self, params: Sequence[Tensor], state: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):

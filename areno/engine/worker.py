@@ -261,9 +261,9 @@ class Worker:
                 self.decoder.abort(request_id)
 
     def return_waiting(self, n_samples: int) -> None:
-        """Drop unstarted requests with about `n_samples` samples, for another copy of the model to serve.
+        """Drop requests that have not started, about `n_samples` samples in total, for another replica to serve.
 
-        The next step reports them, see Decoder.return_waiting.
+        The next step of the decoder lists the dropped requests among its outputs.
         """
         if self.decoder is not None:
             self.decoder.return_waiting(n_samples)

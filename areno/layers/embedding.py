@@ -98,10 +98,10 @@ class ValueHead(nn.Module):
         self.layout: Layout = {"weight": (Part((1, hidden_size)),)}
 
     def forward(self, hidden_KD: Tensor) -> Tensor:
-        """Return the values of hidden states.
+        """Return the critic's value estimates.
 
         Args:
-            hidden_KD: hidden states.
+            hidden_KD: (K, D) hidden states at the K positions.
 
         Returns:
             (K,) float32.

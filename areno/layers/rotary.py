@@ -59,11 +59,12 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
 
 
 def in_order(rows: Tensor, order_D: Tensor) -> Tensor:
-    """Return a copy of rows with the rows of each head in another order.
+    """Return a copy of a weight in which the output rows of every head are permuted.
 
     Args:
         rows: (heads * D, ...), such as the weight of a query projection.
-        order_D: int64, for each row of a head in the result, the index of the row in `rows`.
+        order_D: (D,) int64, the same permutation for every head. Row i of a head in the result is row order_D[i] of
+            the head in `rows`.
     """
     return rows.unflatten(0, (-1, len(order_D)))[:, order_D].flatten(0, 1)
 

@@ -25,7 +25,8 @@ class _Linear(NamedTuple):
         n_in: the input size, over all ranks.
         n_layers: the number of layers of the model that have this linear layer.
         row_parallel: whether ranks divide the inputs, rather than the outputs.
-        least: the smallest output size of a projection on a rank.
+        least: a lower bound on the output size of a projection on one rank. It is more than outputs / ranks if
+            several ranks hold the same key head.
     """
 
     outputs: tuple[int, ...]

@@ -1,6 +1,7 @@
 """One layer of the transformer, its attention, and the choice of its MLP.
 
-Shape letters as in `transformer.py`; Q = H C, P = K C, X outputs of the qkv product of this rank.
+Shapes: N tokens, D hidden size, C head dimension. On one rank: H query heads, K key heads, Q = H * C the width of
+the queries, P = K * C the width of the keys, X the output width of the fused projection of queries, keys and values.
 """
 
 from __future__ import annotations

@@ -139,7 +139,10 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
 
 
 def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read longrope as transformers does. `long_factor` must be present, but is not used."""
+    """Read longrope. Only `short_factor` is used, because areno supports the context up to the original length alone.
+
+    A missing `long_factor` is refused, as transformers refuses it.
+    """
     params.get("long_factor", list)
     factors = params.get("short_factor", list)
     if not all(type(each) in (int, float) and each > 0 for each in factors):

@@ -114,17 +114,18 @@ def replay(
     Args:
         run: The run.
         step: Training step whose recorded samples contain the sample.
-        number: Number of the sample in the step, from 0.
-        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint whose step is nearest to
-            the weights that sampled the sample.
-        row: Index of the row of an agent's sample, from 0.
+        number: Index of the sample within the step, from 0.
+        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint nearest, in steps, to
+            the weights that generated the sample.
+        row: Index of the training row to recompute, from 0. A sample of an agent may consist of several training rows.
         device: "auto", "cpu" or "cuda".
 
     Returns:
-        The tokens of the sample with their values, and the loss.
+        The tokens of the sample with their log-probabilities and other numbers, and the loss.
 
     Raises:
-        ArenoError: If there is no such sample or checkpoint, or the algorithm of the run does not sample.
+        ArenoError: If there is no such sample or checkpoint, or the algorithm of the run generates no samples, as
+            SFT.
     """
     samples = run.samples(step)
     if not 0 <= number < len(samples):

@@ -317,9 +317,9 @@ class Conversations:
         return self._cached(await self._threads.run(work), messages)
 
     def _build(self, draft: _Draft | None, *arguments: Any) -> Prompt:
-        """Encode a draft and hash its tokens. Runs in a thread.
+        """Encode a draft, which is a rendered prompt without token ids, and hash its tokens. Runs in a thread.
 
-        If `draft` is None, `arguments` are those of `_draft`, which makes the draft first.
+        If `draft` is None, the draft is made first, by `_draft(*arguments)`.
         """
         prompt = self._encoded(draft or self._draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop

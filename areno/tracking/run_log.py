@@ -110,7 +110,10 @@ class RunLog:
 
 
 class OwnHandler(logging.Handler):
-    """Base class of areno's logging handlers. `host_listens` ignores handlers of this class."""
+    """Base class of areno's logging handlers, so that `host_listens` can ignore them.
+
+    `host_listens` looks for handlers that the program around areno installed.
+    """
 
 
 class _EarlierHandler(OwnHandler):

@@ -296,11 +296,11 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether enough blocks are available to acquire cached group blocks and to allocate new blocks.
+        """Return whether enough blocks are available to reuse cached group blocks and to allocate new blocks.
 
         Args:
-            shared: First blocks of the group blocks to acquire. Those that no sequence uses are no longer available
-                then.
+            shared: The group blocks to reuse, each given by its first block. A cached group block that no sequence uses
+                counts as available now, and no longer counts once it is acquired.
             n_new: Number of blocks to allocate.
             reserve: Number of blocks that must stay available.
         """

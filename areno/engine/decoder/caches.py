@@ -24,17 +24,21 @@ from areno.models.transformer import Transformer
 class KVCache:
     """Keys and values of all sequences, in the dtype of the model and on its device.
 
+    The layers of the model are divided over T block tables. Each table has its own window. A block of the pool holds
+    the keys and values of Y layers, for `block_size` tokens.
+
     Args:
         model: The model.
-        n_blocks: Number of pool blocks, see KVLayout.
-        layout: Distribution of layers over block tables.
+        n_blocks: Number of blocks in the pool.
+        layout: Which layers share a block, and which block table and window they have.
         n_slots: One slot for each sequence of the batch, and one for padding rows.
 
     Attributes:
-        kv_blocks: (Y layers of a block, 2, n_blocks + 1, block_size, K key heads, C head dim). The last block is
-            scratch: padding rows write to it.
-        tables: (T block tables, n_slots, W) int32, the blocks of each slot's sequence in each table. Entries before
-            the window of a table are outdated or scratch. The memory never moves, so a CUDA graph may read it.
+        kv_blocks: (Y, 2 for keys and values, n_blocks + 1, block_size, K key heads, C head dimension). The last block
+            is scratch: padding rows write to it.
+        tables: (T, n_slots, W) int32, the blocks of each slot's sequence in each table. Entries for tokens that have
+            left the sliding window are outdated or point to the scratch block. The memory never moves, so a CUDA
+            graph may read it.
     """
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):

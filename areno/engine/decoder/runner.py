@@ -55,13 +55,13 @@ class PrefillPlaces:
 
 
 def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillPlaces]:
-    """Return the positions of a prefill for each group of layers.
+    """Return the slots of the KV cache that a prefill writes and reads, for each group of layers.
 
     Args:
-        chunks: The chunks.
+        chunks: The parts of prompts that the prefill processes.
         blocks: The KV blocks.
-        from_the_first: Whether a chunk attends to all earlier tokens even in layers with a window. The positions of
-            tokens before the window then lie in the scratch block.
+        from_the_first: Whether a chunk attends to all earlier tokens even in layers with a sliding window. Tokens
+            before the window have no block any more, so their slots lie in the scratch block.
     """
     return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
 

@@ -158,7 +158,11 @@ class Sequence:
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the next draw must wait for a token in flight, which the grammar needs for its mask."""
+        """Whether the next token cannot be sampled yet.
+
+        The mask of a grammar depends on the previous token. If that token was sampled on the device but not yet
+        copied to the host, the mask cannot be computed.
+        """
         return self.grammar is not None and self.n_sampled > len(self.logprobs)
 
     @property

@@ -161,14 +161,17 @@ _STORED_MODULES = {
 def vector(
     role: str, kind: str, name: str, holder: ParallelGroup, stretch: slice, repeated: bool = False
 ) -> Iterator[TensorShard]:
-    """Yield the shards of the 8-bit codes or scales of one parameter, as one tensor-parallel rank holds them.
+    """Yield the shards of one parameter's 8-bit moment, or of the moment's scales, on one tensor-parallel rank.
+
+    Each tensor-parallel rank stores a one-dimensional tensor of its own, so the name of the tensor contains rank and
+    group size.
 
     Args:
         role: Name of the role.
-        kind: Kind of the buffer, such as "exp_avg" or "exp_avg_scale".
+        kind: Kind of the buffer, such as "exp_avg" (8-bit codes) or "exp_avg_scale".
         name: Name of the parameter in the model.
-        holder: The tensor-parallel rank and group size, which become a part of the stored name.
-        stretch: The elements of the buffer that belong to the parameter.
+        holder: The tensor-parallel rank and the group size.
+        stretch: The range of elements of the flat buffer that belongs to the parameter.
         repeated: Whether a lower rank holds and writes the same elements, so that this rank does not write them.
     """
     size = (stretch.stop - stretch.start,)
