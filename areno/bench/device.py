@@ -194,8 +194,9 @@ def measured_rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def _best_s(body: Callable[[], object], device: str, times: int) -> float:
-    """Return the seconds of one call of `body`, from the best of five rounds of `times` calls after a warm-up
-    round.
+    """Return the seconds of one call of `body`.
+
+    They come from the best of five rounds of `times` calls each, after a warm-up round.
     """
 
     def one_round() -> None:

@@ -12,8 +12,7 @@ from areno.agents.trajectories import AgentTrajectory, AgentTrajectoryTurn
 
 @cache
 def client_of(base_url: str, api_key: str) -> AsyncOpenAI:
-    """Return the HTTP client for a server. The client is cached, because building a client takes longer than a
-    request.
+    """Return the HTTP client for a server, from a cache, since building a client takes longer than a request.
 
     Args:
         base_url: Address of the server.

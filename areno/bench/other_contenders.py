@@ -127,8 +127,16 @@ class TransformersContender:
 
     @torch.no_grad()
     def _generate(self, prompts: list[list[int]], n_new: int, n_samples: int) -> tuple[list[Any], list[Any]]:
-        """Sample with `generate`. Return token ids and log-probabilities, nested lists [prompts * samples, n_new]
-        each.
+        """Sample completions with `generate`.
+
+        Args:
+            prompts: Token ids of each prompt.
+            n_new: Number of tokens in every completion.
+            n_samples: Number of completions for each prompt.
+
+        Returns:
+            Token ids and log-probabilities of the completions, as nested lists of shape [prompts * n_samples, n_new]
+            each.
         """
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
@@ -160,8 +168,9 @@ class TransformersContender:
         return {}
 
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
-        """Compute the gradients of all rows, and return True, so that the result differs from `_try_in_memory`'s
-        None.
+        """Compute the gradients of all rows.
+
+        Returns True, so that `_try_in_memory` can tell success from None.
         """
         self.model.zero_grad(set_to_none=True)
         n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)

@@ -146,8 +146,10 @@ def _serve(pipe: Any) -> None:
 
 
 async def _send_all(load: ClientLoad) -> tuple[list[float], int]:
-    """Send all requests of a load. Return (seconds to the first token of each streamed answer, tokens in all
-    answers).
+    """Send all requests of a load, and wait for the answers.
+
+    Returns:
+        (seconds to the first token of each streamed answer, number of generated tokens in all answers).
     """
     waiting = iter(zip(load.prompts, load.new_lens, strict=True))
     firsts: list[float] = []
