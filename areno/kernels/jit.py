@@ -126,9 +126,7 @@ def has_option(name: str) -> bool:
 
 class _Kernel(triton.JITFunction):
     def run(self, *args: Any, **how: Any) -> Any:
-        """Launch the kernel with FMA, if this Triton has the option. Triton calls this for every launch or
-        compilation.
-        """
+        """Launch the kernel, with FMA if this Triton has the option. Triton calls this method for every launch."""
         if has_option("enable_fp_fusion"):
             how.setdefault("enable_fp_fusion", True)
         return super().run(*args, **how)
