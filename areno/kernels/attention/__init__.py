@@ -317,7 +317,7 @@ def _sdpa_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> list[Tensor]:
-    """Return an empty random state for dropout. torch's backward kernel requires it even without dropout."""
+    """Return a zero random state for dropout, which torch's backward kernel requires without dropout, too."""
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
