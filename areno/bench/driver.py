@@ -334,8 +334,8 @@ class Completions:
 
         Args:
             request: The request, whose id chooses the text.
-            sample: Index of the sample among the samples of its prompt. A few first samples begin with different
-                words.
+            sample: Index of the sample among those of its prompt. It chooses the first word of the text, out of
+                seven.
         """
         of_prompt = self._tokens[request.request_id % len(self._tokens)]
         return of_prompt[sample % _SHIFTS]

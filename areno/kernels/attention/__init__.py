@@ -317,7 +317,7 @@ def _sdpa_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> list[Tensor]:
-    """Return a zero random state for dropout, which torch's backward kernel requires without dropout, too."""
+    """Return a zero random state for torch's backward kernel, which requires it even without dropout."""
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 

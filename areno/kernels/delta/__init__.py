@@ -1,6 +1,6 @@
 """Gated delta rule after a short causal convolution (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
 
-A layer keeps for each row a matrix S for each value head, and the last inputs of the convolution. For one token:
+For each row, a layer keeps a state matrix S for each value head, and the last inputs of the convolution. For one token:
 
     x = silu(convolution of the last W inputs), which is q, k and v
     S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
@@ -8,10 +8,12 @@ A layer keeps for each row a matrix S for each value head, and the last inputs o
 with q and k of length 1, q divided by the root of its size, beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias).
 The result is out / rms(out) * norm * silu(z) for each head.
 
-`delta_rows` computes packed rows in chunks of tokens. `delta_rows_backward` computes them again and returns gradients.
-`delta_step` computes one token of each row and updates the states in place; with Triton, a CUDA graph can capture it.
-All forms give the same numbers up to the order of sums and the precision of products. Arithmetic, decays, beta and
-states are fp32. With bfloat16 inputs, the Triton products of chunks are less precise (`PRECISION` in
+`delta_rows` computes packed rows in chunks of tokens. `delta_rows_backward` computes the forward pass again and returns
+gradients. `delta_step` is a decoding step: it computes one token for each row and updates the states in place. With
+Triton, a CUDA graph can capture it.
+
+All implementations give the same values up to the order of sums and the precision of products. Arithmetic, decays, beta
+and states are fp32. With bfloat16 inputs, the Triton products of chunks are less precise (`PRECISION` in
 `triton_chunks.py`). Three things are rounded to the dtype of the inputs: q, k and v before the rule, the output of the
 rule, and the result.
 

@@ -232,9 +232,7 @@ def _chunks_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients of q and w, and the terms of k and g without A, for a chunk and the heads of a key
-    head.
-    """
+    """Compute gradients for a chunk and the heads of a key head: of q and w, and the terms of k and g without A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head

@@ -277,9 +277,7 @@ def _join(stats_ptr, n_cells, cell, real, rate):
 
 @triton.jit
 def _uniform(key, position):
-    """Return a random float64 in [0, 1): the splitmix64 hash of key and position, equal to that of the torch
-    reference.
-    """
+    """Return a random float64 in [0, 1), the splitmix64 hash of key and position, as the torch reference does."""
     value = key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB

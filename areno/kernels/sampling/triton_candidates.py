@@ -47,7 +47,7 @@ class Candidates:
 def find_candidates(
     logits_BV: Tensor, slots_B: Tensor, settings: SamplingSettings, tops_BS: Tensor, sums_BS: Tensor, span: int
 ) -> Candidates:
-    """Find the candidates in rows with top-k or top-p. Results of other rows are undefined.
+    """Find the candidates for the smallest kept logit in rows with top-k or top-p.
 
     Args:
         logits_BV: float32 logits, shape (rows, vocabulary).
@@ -56,6 +56,9 @@ def find_candidates(
         tops_BS: float32, largest logit in each span of the vocabulary.
         sums_BS: float32, sum of exp((x - largest) / temperature) in each span.
         span: number of logits in a span.
+
+    Returns:
+        The candidates. Those of rows without top-k and top-p are undefined.
     """
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     found = Candidates(

@@ -33,7 +33,8 @@ class SymmetricMemory:
 
     Attributes:
         device: GPU of this rank.
-        max_bytes: size of the largest tensor that a collective accepts. NCCL is as fast for larger tensors.
+        max_bytes: size in bytes of the largest tensor that `all_gather` accepts. `all_reduce` may accept less, see
+            `can_sum`. NCCL is as fast for larger tensors.
 
     Raises:
         RuntimeError: the device has no symmetric memory.
