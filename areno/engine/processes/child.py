@@ -45,7 +45,7 @@ def follow_parent() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a program that this one starts does not inherit it
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, programs started from here do not inherit it
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -190,7 +190,7 @@ class LocalProcesses:
         for process in self.processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         for process in self.processes.values():
-            process.kill()  # of no effect on one that has ended
+            process.kill()  # has no effect on a process that has ended
             process.join()
             process.close()
         for pipe in self._stack_trace_pipes.values():
@@ -207,6 +207,6 @@ def on_this_machine(spec: EngineSpec) -> LocalProcesses:
     Returns:
         The started processes. Their models may still be loading.
     """
-    # The ranks meet at a port that the driver opens, so that nobody else can take it; rank 0 listens there.
+    # The driver opens the rendezvous port, so that no other program can take it, and rank 0 listens at it.
     with socket.create_server((spec.addresses[0].host, 0)) as listener:
         return LocalProcesses(spec, range(spec.world_size), listener.getsockname()[1], listener)

@@ -21,7 +21,11 @@ from areno.engine.spec import RolloutStats
 from areno.errors import ArenoError, EngineError, Key
 from areno.types import GenerationOutput
 
-_NUMBERS = ("tokens", "logprobs", "versions")  # of an output; the rest of it travels as it is
+_NUMBERS = (
+    "tokens",
+    "logprobs",
+    "versions",
+)  # sent as arrays; other fields of an output are pickled
 _REST = tuple(field.name for field in fields(GenerationOutput) if field.name not in _NUMBERS)
 _FIELDS = (*_NUMBERS, *_REST)
 _rest_of = attrgetter(*_REST)
@@ -39,8 +43,8 @@ class Command:
     """
 
     method: str
-    arguments: bytes  # pickled: read where the error of a bad one can be answered
-    id: int | None  # None: nobody waits for an answer, only an error comes back
+    arguments: bytes
+    id: int | None
 
 
 @dataclass
@@ -72,13 +76,13 @@ class Outputs:
     stats: RolloutStats
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To the driver go two arrays: it would take longer to read the numbers of each sample, and needs arrays anyway.
+        # Send two arrays: the driver needs arrays, and would take longer to unpickle lists of each sample.
         lengths = [len(output.tokens) for output in self.outputs]
         tokens, logprobs = ([getattr(output, name) for output in self.outputs] for name in ("tokens", "logprobs"))
         return _outputs_of, (
             np.fromiter(itertools.chain.from_iterable(tokens), np.int32, sum(lengths)),
             np.fromiter(itertools.chain.from_iterable(logprobs), np.float64, sum(lengths)),
-            # Versions only grow within a sample, and hardly ever do.
+            # Versions never decrease within a sample. If the first equals the last, all are equal.
             [each.versions[: 1 if each.versions[:1] == each.versions[-1:] else None] for each in self.outputs],
             lengths,
             [_rest_of(output) for output in self.outputs],

@@ -46,7 +46,7 @@ class CommandBroadcast:
         self._is_leader = rank == 0
         if self._is_leader:
             key = secrets.token_hex(32)
-            # The folder is needed until all have come; nothing is left of it then.
+            # The folder is needed until all ranks have connected, and is then deleted.
             with (
                 TemporaryDirectory(prefix="areno-") as folder,
                 Listener(f"{folder}/s", authkey=key.encode()) as listener,
@@ -78,7 +78,7 @@ class CommandBroadcast:
         return pickle.loads(packed) if packed else []
 
 
-# A rank that fails or hangs is seen by the driver; no collective has a time limit of its own.
+# The driver notices a rank that fails or hangs, so collectives have no time limit of their own.
 _FOREVER = timedelta(days=30)
 
 
@@ -148,7 +148,7 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         wait_for_workers=False,
         master_listen_fd=socket_fd,
     )
-    # NCCL would register the tensors of CUDA graphs with the other GPUs, which fails for those in expandable segments.
+    # NCCL would register the tensors of CUDA graphs with other GPUs, which fails for tensors in expandable segments.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)

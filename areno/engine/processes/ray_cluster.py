@@ -26,11 +26,11 @@ TIMEOUT = Key("scheduler.setup_timeout")
 _CHECK_EVERY_S = 0.5
 _ANSWER_S = 5.0
 _LOCAL_HOST = "127.0.0.1"
-_AUTO, _LOCAL = "auto", "local"  # that RAY_ADDRESS may be in the place of HOST:PORT
+_AUTO, _LOCAL = "auto", "local"  # values of RAY_ADDRESS besides HOST:PORT
 _GPU, _CPU = "GPU", "CPU"
 _GUESSES = ("Some common causes include", "There are some potential root causes")
-# Ray reports who uses it unless it is told not to. On a node without GPUs it talks of a change to come, and when a node
-# is lost it prints the end of its log: all such lines are skipped.
+# These switch off Ray's usage reports, its warning about a future change on nodes without GPUs, and the end of its log,
+# which Ray prints when a node is lost.
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -54,7 +54,7 @@ class Node:
     host: str
     gpus: int
     cpus: int
-    port: int = 0  # that the node's own process of Ray listens on
+    port: int = 0  # of Ray's process on the node
 
     def answers(self) -> bool:
         """Return whether Ray's process on the node accepts connections.
@@ -103,7 +103,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
         ConfigError: No cluster can be joined or started.
         EngineError: A started cluster would be reachable from other machines.
     """
-    for name, value in QUIET.items():  # before it is imported
+    for name, value in QUIET.items():  # before Ray is imported
         os.environ.setdefault(name, value)
     check_installed()
     import ray
@@ -111,7 +111,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     if ray.is_initialized():
         return
     given = _given_address(n_nodes)
-    logging.getLogger("ray").setLevel(logging.CRITICAL)  # what matters in it comes as an exception, too
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # its errors are also raised as exceptions
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     with _own_signals():
         if given == _LOCAL:
@@ -131,7 +131,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
                 return
         except ConfigError:
             raise
-        except Exception as error:  # Ray raises what its transport does
+        except Exception as error:  # Ray raises exceptions of its transport
             where = "the Ray cluster of this machine" if given in (None, _AUTO) else f"the Ray cluster at {given}"
             raise ConfigError(
                 Problem(_KEY, "is ray, but {} cannot be joined: {}", where, one_line(str(error)))
@@ -190,7 +190,7 @@ def error_text(error: BaseException) -> str:
         error: Exception from Ray, whose long message ends with the reason.
     """
     lines = [line for line in str(error).splitlines() if line.strip()]
-    if lines and type(error).__name__ == "OutOfMemoryError":  # the last line is where to read of it
+    if lines and type(error).__name__ == "OutOfMemoryError":  # its last line says where to read more
         return f"killed by Ray for lack of memory: {one_line(lines[0])}"
     last = lines[-1] if lines else type(error).__name__
     _, found, detail = last.partition("Worker exit detail: ")
@@ -222,11 +222,11 @@ def _check_token(address: str) -> None:
     try:
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
         from ray.exceptions import AuthenticationError
-    except ImportError:  # another release of Ray has them elsewhere, and says in its own words what is wrong
+    except ImportError:  # other releases of Ray have another layout, and report the error themselves
         return
     raylet: Any = importlib.import_module("ray._raylet")  # without type hints
     try:
-        ensure_token_if_auth_enabled(create_token_if_missing=False)  # a client without one would abort the process
+        ensure_token_if_auth_enabled(create_token_if_missing=False)  # a client without a token would abort the process
         raylet.GcsClient(address=address)
     except AuthenticationError as error:
         raise ConnectionError(
@@ -253,12 +253,12 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
     """
     from ray._private import ray_constants
 
-    # Ray takes an address that others can reach, also when it is told another one, unless it thinks that it is on a
-    # system where it makes no clusters.
+    # Ray listens at an address that other machines can reach, whatever address it is given. Only if clusters are
+    # disabled, as Ray does on some systems, it does not.
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(address="local", num_cpus=n_cpus, include_dashboard=False, **quiet)
-    except Exception as error:  # Ray raises what its processes and their files do
+    except Exception as error:  # Ray raises exceptions of its processes and their files
         text = "is ray, but Ray cannot be started on this machine: {}"
         if isinstance(error, OSError):  # most often its sockets, whose paths may have 107 bytes
             text += "; set RAY_TMPDIR to a folder with a short path that can be written"

@@ -58,7 +58,7 @@ class NodeHost:
     GROUPS = {"commands": 1, "messages": 1, "watch": 2}  # noqa: RUF012
 
     def __init__(self, environment: Mapping[str, str], folder: str):
-        # Ray sets this one for its own tasks, from the CPUs that the actor has reserved.
+        # Ray sets this variable for its own tasks, from the CPUs that the actor has reserved.
         os.environ.pop("OMP_NUM_THREADS", None)
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -103,7 +103,7 @@ class NodeHost:
         """
         own = spec.addresses[ranks[0]].host
         if spec.n_nodes > 1 and own != LOOPBACK and (interface := interface_of(own)) is not None:
-            # Where several lead out of a node, gloo and NCCL may take one that the other nodes cannot reach.
+            # With several network interfaces, gloo and NCCL may choose an interface that the other nodes cannot reach.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, interface)
         self._processes = LocalProcesses(spec, ranks, port, self._listener)
@@ -188,7 +188,7 @@ def interface_of(host: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             if socket.inet_ntoa(found[20:24]) == host:
                 return name

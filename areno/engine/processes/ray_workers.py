@@ -30,14 +30,14 @@ from areno.errors import CheckpointError, ConfigError, EngineError, Key, Problem
 
 logger = logging.getLogger("areno")
 
-_ASK_S = 1.0  # after which a node answers without messages
-_SILENT_S = 20.0  # without an answer, after which a node counts as lost: its actor only answers
-_SUSPECT_S = 4.0  # the same once a worker has failed, perhaps because another one is lost
+_ASK_S = 1.0  # after which a node answers although it has no messages
+_SILENT_S = 20.0  # without an answer, after which a node counts as lost: its actor does nothing but answer
+_SUSPECT_S = 4.0  # the same after a worker has failed, perhaps because another worker was lost
 _ANSWER_S = 10.0  # for other calls of an actor
 _KILL_S = 2.0
 _CLOSE_S = 6.0  # longer than a worker has to end by itself
 _START_S = 120.0  # for Ray to start an actor, whose node may still load Python from a slow disk
-_RESERVE_S = 30.0  # for Ray to hand out devices that should be free
+_RESERVE_S = 30.0  # for Ray to assign devices that should be free
 _FORGET_S = 60.0  # for Ray to notice a lost node: it asks 5 times, for 10 seconds each
 # Environment variables of the driver that workers inherit, unless their node sets them.
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "HF_HUB_OFFLINE", "TOKENIZERS_")
@@ -77,7 +77,7 @@ class RayProcesses:
 
     def __init__(self, spec: EngineSpec, again: bool = False):
         ray_cluster.connect(spec.n_nodes, spec.world_size)
-        import ray  # not before it has been told to be quiet
+        import ray  # after `connect` has made it quiet
 
         self._ray: Any = ray
         self._nodes: list[_Node] = []
@@ -91,13 +91,13 @@ class RayProcesses:
         try:
             self._place(again)
             self._start()
-        except self._ray.exceptions.RayTaskError as error:  # the node is there, and says what is wrong
+        except self._ray.exceptions.RayTaskError as error:  # the node is alive and reports the cause
             self.close()
             raise EngineError(
                 "the workers cannot be started on their node: {}", ray_cluster.error_text(error)
             ) from error
         except self._ray.exceptions.RayError as error:
-            _lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
+            _lost_nodes.update(node.id for node in self._nodes)  # one of these is lost; the others become free soon
             self.close()
             raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.error_text(error)) from error
         except BaseException:
@@ -194,7 +194,7 @@ class RayProcesses:
         check_versions(reports)
         check_devices(self.spec, reports)
         check_folders(self.spec, reports, signs)
-        for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a node it lost
+        for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a lost node
             node.id, node.host = report.id, report.host
             _lost_nodes.discard(node.id)
         hosts = [node.host for node in self._nodes for _ in node.ranks]
@@ -222,7 +222,7 @@ class RayProcesses:
             if not is_there or isinstance(error, self._ray.exceptions.OutOfMemoryError):
                 raise
             text = "areno {} cannot be started on node {}: {}"
-            if getattr(error, "actor_init_failed", False):  # an error of Python, such as a module that is missing
+            if getattr(error, "actor_init_failed", False):  # a Python error, such as a missing module
                 text += "; install the same version of areno on all nodes"
             raise EngineError(text, versions()["areno"], node.host, ray_cluster.error_text(error)) from error
 
@@ -243,7 +243,7 @@ class RayProcesses:
                 arrived, counters = self._ray.get(asked)
             except self._ray.exceptions.ActorUnavailableError:
                 return self._lose(node, "its connection has ended")
-            except Exception as error:  # what Ray raises where an actor or its node is gone, and at its own end
+            except Exception as error:  # Ray raises various exceptions when an actor, its node or Ray itself has ended
                 return self._lose(node, ray_cluster.error_text(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
             if arrived != ([], []):
@@ -257,7 +257,7 @@ class RayProcesses:
         _lost_nodes.add(node.id)
         workers = f"worker {node.ranks[0]}" if len(node.ranks) == 1 else f"workers {node.ranks[0]} to {node.ranks[-1]}"
         self._lost = self._lost or WorkerLost("node {} with {} was lost: {}", node.host, workers, why)
-        self._inbox.put(([], []))  # wakes who waits
+        self._inbox.put(([], []))  # wakes a thread that waits in `receive`
 
     def _raise_if_lost(self) -> None:
         """Raise WorkerLost if a node was lost."""
@@ -314,7 +314,7 @@ class RayProcesses:
         codes: dict[int, int | None] = dict.fromkeys(range(self.spec.world_size))
         ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=timeout + _SUSPECT_S)
         for one in ready:
-            with suppress(self._ray.exceptions.RayError):  # the node is gone, which its thread sees, too
+            with suppress(self._ray.exceptions.RayError):  # the node is lost, which its thread notices, too
                 codes |= self._ray.get(one)
         self._raise_if_lost()
         return codes
@@ -340,7 +340,7 @@ class RayProcesses:
 
     def kill(self) -> None:
         """Kill all workers and their actors at once."""
-        self._closed.set()  # their end is meant
+        self._closed.set()  # the end of the workers is not a loss
         self._inbox.put(([], list(range(self.spec.world_size))))
         self._answered(
             [_ask(node.actor.kill) for node in self._nodes], _KILL_S

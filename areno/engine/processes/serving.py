@@ -23,7 +23,7 @@ from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
 _STATS_EVERY_S = 0.5
-# What to say where a command has no advice of its own.
+# Advice for an out-of-memory error in a command without advice of its own.
 _LESS_MEMORY = (
     ("lower {}", Key("rollout.mem_fraction")),
     ("lower {}", Key("rollout.max_prefill_tokens")),
@@ -64,7 +64,7 @@ def worker_main(
 
         if spec.engine.deterministic:
             begin_deterministic(spec.devices[rank], spec.world_size)
-        gc.freeze()  # to look through all that was imported would hold a step for a tenth of a second
+        gc.freeze()  # scanning all imported objects would delay a step by a tenth of a second
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)
         own_heartbeat.has_done(decodes=False)
@@ -73,7 +73,7 @@ def worker_main(
         with suppress(BrokenPipeError, ConnectionResetError):
             pipe.send(Reply(0, error=portable(error, rank)))
             _leave(1)
-        _leave(0)  # the driver closed the group meanwhile, such as on Ctrl-C
+        _leave(0)  # the driver has closed the group, for example after Ctrl-C
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     if context.is_leader:
         threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
@@ -82,7 +82,7 @@ def worker_main(
     except (BrokenPipeError, ConnectionResetError):
         pass  # the driver closed the group
     except Exception as error:
-        with suppress(BrokenPipeError, ConnectionResetError):  # a peer failed, and the driver closed the group over it
+        with suppress(BrokenPipeError, ConnectionResetError):  # another rank failed, so the driver has closed the group
             pipe.send(Reply(None, error=_failure(error, context)))
         _leave(1)
     if dist.is_initialized():
@@ -136,7 +136,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             heartbeat.beat()
             now = time.monotonic()
             if context.is_leader and (outputs or now - last_stats > _STATS_EVERY_S):
-                own_heartbeat.decodes(False)  # a driver that does not read may hold up what follows
+                own_heartbeat.decodes(False)  # the send below may wait for the driver to read
                 pipe.send(Outputs(outputs, worker.rollout_stats()))
                 last_stats = now
             own_heartbeat.decodes(worker.has_work)
@@ -155,7 +155,7 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
         return commands
     try:
         return context.broadcast.send(commands)
-    except EOFError:  # the leader has ended, and the driver sees why
+    except EOFError:  # the leader has ended, which the driver notices
         return [None]
 
 

@@ -20,8 +20,8 @@ from areno.engine.spec import EngineSpec, RolloutStats
 from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
 from areno.types import GenerationOutput
 
-_DEATH_WAIT_S = 2.0  # for a process whose connection has ended to be seen as ended
-_FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on one
+_DEATH_WAIT_S = 2.0  # longest wait for the exit code of a process whose connection has ended
+_FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on one rank
 
 
 class SpawnedGroup:
@@ -41,12 +41,12 @@ class SpawnedGroup:
 
     def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = on_this_machine):
         self.command = ""
-        self._lost: WorkerLost | None = None  # all of them, by the watchdog
+        self._lost: WorkerLost | None = None  # set when the watchdog has killed all workers
         self._gone: list[int] = []  # ranks whose connection has ended
         self._ready: list[GenerationOutput] = []
-        self._last_id = 0  # of the command waited for; 0 is the start
-        self._replies: dict[int, Reply] = {}  # to that command, by rank
-        self._error: ArenoError | None = None  # of a command that nobody waits for, or of decoding
+        self._last_id = 0  # id of the command whose replies are awaited; 0 is the start
+        self._replies: dict[int, Reply] = {}  # replies to that command, by rank
+        self._error: ArenoError | None = None  # from a command without a reply, or from decoding
         self.processes: Processes | None = start(spec)
         self.spec = self.processes.spec
         self._layout = self.spec.layout
@@ -98,7 +98,7 @@ class SpawnedGroup:
             WorkerLost: A worker has ended.
             ArenoError: The method failed in a worker. The error is the worker's.
         """
-        packed = [pack(method, each) for each in args]  # nothing is sent where one of them cannot be
+        packed = [pack(method, each) for each in args]  # before sending: if one cannot be pickled, nothing is sent
         self._last_id += 1
         self._replies = {}
         self.heartbeats.together = True
@@ -218,7 +218,7 @@ class SpawnedGroup:
             self._stats[self._layout.place_of(rank)[0]] = message.stats
         elif message.id is None:
             self._error = self._error or message.error
-        elif message.id == self._last_id:  # the rest answers an earlier command that failed on another rank
+        elif message.id == self._last_id:  # other replies are to an earlier command that failed on another rank
             self._replies[rank] = message
 
     def _of_its_node(self, rank: int, error: ArenoError) -> ArenoError:
@@ -247,7 +247,7 @@ class SpawnedGroup:
             error = error or reply.error
         if error is not None:
             self._replies = {}
-            # A rank that lost the connection to a killed one may say so before the end of that one is seen.
+            # A rank that lost its connection to a killed rank may report it before that exit is noticed.
             if isinstance(error, WorkerFailure) and self.spec.world_size > 1 and self.processes is not None:
                 deadline = time.monotonic() + self.processes.death_grace_s
                 while time.monotonic() < deadline:
@@ -259,8 +259,8 @@ class SpawnedGroup:
         """Raise the most specific error that explains why the worker `rank` has ended."""
         self._raise_if_lost()
         code = self._open_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
-        self._raise_if_killed()  # others may end because one was killed
-        self._raise_error()  # what a worker sent says more than its end
+        self._raise_if_killed()  # other workers may end because one was killed
+        self._raise_error()  # an error sent by the worker says more than its exit code
         self._raise_end(rank, "stopped answering" if code is None else f"ended with exit code {code}")
 
     def _raise_if_killed(self) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 _SIGNAL = signal.SIGUSR2
-_ANSWER_S = 2.0  # for all workers to begin
-_QUIET_S = 0.3  # after which a process that has begun to answer has ended
-_FRAMES = 30  # innermost ones that are shown of a thread of the driver
+_ANSWER_S = 2.0  # for all workers to begin their answer
+_QUIET_S = 0.3  # silence after which an answer is complete
+_FRAMES = 30  # number of innermost frames shown for a thread of the driver
 _STATES = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
@@ -27,7 +27,7 @@ _STATES = {
 }
 # Functions in which side threads of a worker wait for the driver.
 _WAITING = ("serving.py", " in _fill"), ("stack_traces.py", " in _send_collectives"), ("child.py", " in watch")
-# Where a worker waits for other ranks: torch's collectives, their ends, and commands of its leader.
+# Code in which a worker waits for other ranks: collectives in torch, their completion, and commands from its leader.
 _WAITS_FOR_OTHER_RANKS = ("distributed_c10d", " in wait_for", "process_groups.py")
 # A process in one of these states does not run the handler of a signal.
 _CANNOT_ANSWER = {"T", "t"}
@@ -48,7 +48,7 @@ class StackTraceServer:
         self._pipe = pipe
         faulthandler.register(_SIGNAL, file=pipe.fileno(), all_threads=True)
         if with_collectives:
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # torch keeps so many collectives
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # number of collectives that torch records
             threading.Thread(target=self._send_collectives, daemon=True, name="areno-collectives").start()
 
     def _send_collectives(self) -> None:

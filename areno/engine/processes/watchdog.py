@@ -34,7 +34,7 @@ _RAISE_S = 5.0  # for the main thread to react to an exception
 _LOG_TIMEOUT_S = 10.0  # for writing the log, whose disk or pipe may hang, too
 _LOCKED_S = 2.0  # after which faulthandler shows the stacks if this thread cannot
 _INTERRUPT = signal.SIGUSR2
-_DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # they wait for a person
+_DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # debuggers wait for a person
 _KEY = Key("engine.stall_timeout_s")
 # Counters of a rank: heartbeats, finished commands, and whether there are requests to decode.
 _BEATS, _DONE, _DECODES = range(3)
@@ -55,8 +55,8 @@ class WorkerHeartbeats:
     def __init__(self, counters: Any, layout: Layout):
         self.counters = counters
         self.world_size, self._layout = layout.world_size, layout
-        self._sent = [1] * layout.world_size  # to the leader of each rank; the start is a command, too
-        self._commands = ["start"] * layout.world_size  # the last one
+        self._sent = [1] * layout.world_size  # number of commands sent to each rank, including the start
+        self._commands = ["start"] * layout.world_size  # name of the last command sent to each rank
         self.together = True
 
     def sent(self, leader: int, command: str) -> None:
@@ -72,7 +72,7 @@ class WorkerHeartbeats:
 
     def is_due(self, rank: int) -> bool:
         """Return whether a rank should make progress now, because of an unfinished command or requests to decode."""
-        leader = self._layout.copy_of(rank).start  # it alone knows: others wait for it between two steps
+        leader = self._layout.copy_of(rank).start  # other ranks have no requests: they wait for the leader
         return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
     def _is_asked(self, rank: int) -> bool:
@@ -182,13 +182,13 @@ class Watchdog:
         assert self.limit_s is not None
         due, work = self._due(elapsed), heartbeat.work()
         if work:
-            # Where C code keeps the interpreter's lock, this thread hangs as well. Then at least the stacks are shown.
+            # If C code keeps the interpreter's lock, this thread hangs as well. faulthandler still shows stacks.
             faulthandler.dump_traceback_later(self.limit_s + _LOCKED_S, file=2)
         if due:
             self._driver_quiet = 0.0
             quiet = [self._quiet[rank] for rank in due]
             assert self._group.heartbeats is not None
-            # Ranks that answer one command may wait for each other: then one that gets on is enough.
+            # Ranks that execute one command may wait for each other. Then progress of a single rank is enough.
             if (min if self._group.heartbeats.together else max)(quiet) >= self.limit_s:
                 self._kill_workers(due)
             return
@@ -231,7 +231,7 @@ class Watchdog:
         """
         assert self._group.heartbeats is not None
         traces, name = self._group.stack_traces(), self._group.name
-        # One that waits in a collective is not to blame, unless all do.
+        # A rank that waits in a collective is not to blame, unless all ranks do.
         guilty = [rank for rank in due if not stack_traces.waits_for_other_ranks(traces[rank][1])] or due
         stopped = [rank for rank in guilty if traces[rank][0]]
         first = (stopped or guilty)[0]
@@ -264,9 +264,9 @@ class Watchdog:
         self._log_stack_traces(f"{what} made no progress for {self.limit_s:g} s{_phase(work)}", traces, {})
         is_main = work[-1][1] == threading.main_thread().ident
         if heartbeat.count() != beats:
-            return  # it went on meanwhile
+            return  # the driver has made progress since
         if is_main and beats != self._interrupted_at and _raise_in_main(error):
-            self._interrupted_at = beats  # if it was caught and nothing follows, it hangs again
+            self._interrupted_at = beats  # if the exception is caught without progress, the driver hangs again
             return
         group.mark_lost(WorkerLost("the driver hangs, and ends"))
         _in_time(_LOG_TIMEOUT_S, lambda: print(f"error: {error}; the process ends", file=sys.stderr, flush=True))
@@ -282,7 +282,7 @@ class Watchdog:
             notes: Remarks to show beside a worker, by rank.
         """
         faulthandler.cancel_dump_traceback_later()
-        alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at one place
+        alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at the same line
         for rank, (state, shown) in traces.items():
             title = "; ".join(word for word in (notes.get(rank), state and f"it {state}") if word)
             alike.setdefault((title, shown), []).append(self._group.name(rank))
@@ -302,7 +302,7 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
             return
         now = time.monotonic()
         if (watchdog := ref()) is not None:
-            # A process that was stopped itself (Ctrl-Z) has not waited in that time.
+            # If this process was stopped (Ctrl-Z), that time does not count.
             watchdog.check(min(now - before, 2 * pause))
             del watchdog
         before = now
@@ -331,7 +331,7 @@ def _in_time(limit_s: float, act: Callable[[], Any]) -> None:
     thread.join(limit_s)
 
 
-# An exception for the main thread, and whether it has come there. A signal also ends the system call that it waits in.
+# An exception for the main thread, and whether it was raised there. A signal also interrupts a pending system call.
 _exception: Exception | None = None
 _taken = threading.Event()
 
@@ -346,7 +346,7 @@ def _on_signal(number: int, frame: object) -> None:
     """Raise the exception of `_raise_in_main`. Runs in the main thread, as a signal handler."""
     global _exception
     error, _exception = _exception, None
-    if error is None:  # sent by somebody else: what it does without us
+    if error is None:  # the signal comes from another program: apply its default action
         signal.signal(_INTERRUPT, signal.SIG_DFL)
         os.kill(os.getpid(), _INTERRUPT)
         return

@@ -41,8 +41,8 @@ class InlineGroup:
     def __init__(self, spec: EngineSpec):
         self.spec, self.command = spec, "start"
         self._worker: Worker | None = None
-        self._end: Callable[[], None] | None = None  # of what was set in this process
-        # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
+        self._end: Callable[[], None] | None = None  # undoes the settings made in this process
+        # Another thread may call `cast` while this thread decodes, so the command waits for the next `poll` or `call`.
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:

@@ -285,9 +285,7 @@ def _has_flash_backward(q_NHD: Tensor) -> bool:
 
 
 def _left(window: int | None) -> int:
-    """Return a sliding window as flash-attn counts it: the number of keys before the query's own, or -1 for all
-    keys.
-    """
+    """Return a sliding window as flash-attn counts it: the number of keys before the query's own, -1 for all keys."""
     return -1 if window is None else window - 1
 
 
