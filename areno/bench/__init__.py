@@ -1,1 +1,1 @@
-"""Timed checks: `python -m areno.bench`. Times are never asserted in tests."""
+"""Benchmarks of areno's speed: `python -m areno.bench`. No test asserts a time."""

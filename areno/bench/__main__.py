@@ -1,8 +1,9 @@
-"""Measure areno's speed: `python -m areno.bench WORK`, where `--help` lists the kinds of work.
+"""Measure areno's speed: `python -m areno.bench WORK`. `--help` lists the kinds of work.
 
-One engine does the work of a GSPO step on random prompts: sample, run one optimizer step on the samples, or either
-alone. Results are medians of several repeats after a warm-up, compared with the least time that the device needs.
-`--json` prints one line of JSON, and progress goes to stderr. On a CPU, only ratios within one call mean anything.
+One engine does the work of a GSPO step on random prompts: it samples, runs an optimizer step on the samples, or only
+one of the two. Results are medians of several repeats after a warm-up, compared with the least time that the device
+needs. `--json` prints one line of JSON. Progress goes to stderr. On a CPU, only ratios within one call mean
+anything.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _OTHERS = {"transformers": TransformersContender, "vllm": VllmContender}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark and print its results.
+    """Run one benchmark, and print its results or its error.
 
     Args:
         argv: Command-line arguments. None takes those of the process.
 
     Returns:
-        The exit code: 0, 2 for a bad argument, 1 if the work failed, 130 after Ctrl-C.
+        The exit code: 0, 2 for a wrong argument, 1 if the work failed, 130 after Ctrl-C.
     """
     interrupts.end()
     try:
@@ -59,13 +60,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(settings: Settings) -> None:
-    """Run one benchmark and print its results.
+    """Run one benchmark, and print its results as text or JSON.
 
     Args:
         settings: The parsed command line.
 
     Raises:
-        ArenoError: If an argument does not fit the model, or the work fails.
+        ArenoError: An argument does not fit the model, or the work failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = run(settings, Path(folder))
@@ -82,17 +83,20 @@ def configure_logging() -> None:
 
 
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Measure the device, then each contender in turn.
+    """Run one benchmark, and return its results.
+
+    Most kinds of work measure the device first, then areno, then each library of `--against`.
 
     Args:
         settings: The parsed command line.
-        folder: Temporary folder for the configuration of a model given by its shape.
+        folder: Temporary folder, for the configuration of a model that is given by the name of its shape.
 
     Returns:
-        The results, see `report.record`.
+        The results. `report.record` describes them, except for kinds of work with results of their own, such as
+        "serve".
 
     Raises:
-        ConfigError: If the rows are longer than the model's context.
+        ConfigError: The rows are longer than the model's context.
     """
     path, random_init = model_folder(settings.shape, folder)
     config = load_config(path)
@@ -121,7 +125,7 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _run_other(name: str, settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """Return all figures of another library. Its memory is free again when this returns."""
+    """Run the work with another library, and return its figures. The library's memory is free afterwards."""
     log_progress(f"{name}: starting {settings.shape} on {settings.device}")
     other = _OTHERS[name](settings, folder, random_init)
     timed = measure(other, settings.kind, settings.work, settings.against_repeats, other.warm_up)

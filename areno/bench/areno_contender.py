@@ -1,7 +1,7 @@
-"""Run the benchmark's work with areno's engine, as a Trainer drives it.
+"""Run the benchmark's work with areno's engine, in the way a Trainer does.
 
-`ArenoContender` starts an engine and does rollouts, training steps and scoring. `run_areno` collects all figures of one
-kind of work. `run_sampling` times a rollout with each sampling setting against plain sampling at temperature 1.
+`ArenoContender` starts an engine and does rollouts, training steps and scoring. `run_areno` collects all figures for
+one kind of work. `run_sampling` times a rollout with each sampling setting against plain sampling at temperature 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
 def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | None:
-    """Return adapters on all linear layers, or None without `--lora-rank`.
+    """Return the LoRA adapters of the benchmark, which are on all linear layers. None without `--lora-rank`.
 
     Args:
         settings: The parsed command line.
@@ -46,21 +46,21 @@ def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | 
 
 
 class ArenoContender:
-    """areno as a contender. Close its `engine` at the end.
+    """areno as one of the compared libraries. Close its `engine` at the end.
 
     Args:
         settings: The parsed command line.
-        folder: Model folder.
-        random_init: Whether to draw random weights.
+        folder: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
 
     Attributes:
         engine: The engine.
-        start_s: Seconds to start the engine.
+        start_s: Seconds that the start of the engine took.
         vocab_size: Number of token ids.
-        cache_tokens: Tokens that the KV cache of the last rollout could hold.
+        cache_tokens: Number of tokens that the KV cache had room for in the last rollout.
 
     Raises:
-        ConfigError: If `--routing-replay` is set for a model without experts.
+        ConfigError: `--routing-replay` is set for a model without experts.
     """
 
     name = "areno"
@@ -95,7 +95,12 @@ class ArenoContender:
         self.cache_tokens = 0
 
     def first_tokens(self) -> dict[str, float]:
-        """Return the seconds from the start of the engine to the first and to the second token of the whole batch."""
+        """Run two short rollouts right after the start, and return how long the first tokens took.
+
+        Returns:
+            `start_s`, and `first_token_s` and `second_token_s`: seconds from the start of the engine until every sample
+            has one and two tokens.
+        """
         work, out = self._settings.work, {"start_s": self.start_s}
         for name, max_new in (("first_token_s", 1), ("second_token_s", 2)):
             self.rollout(work.with_new_at_most(max_new), work.prompts(self.vocab_size, -2))
@@ -103,11 +108,11 @@ class ArenoContender:
         return out
 
     def begin_rollout(self, max_running: int, max_len: int) -> RequestLimits:
-        """Begin a rollout phase.
+        """Begin a rollout phase of the engine.
 
         Args:
-            max_running: The most samples in the decode batch.
-            max_len: The most tokens of a sequence.
+            max_running: Largest number of samples in the decode batch.
+            max_len: Largest number of tokens of a sequence, prompt and completion together.
 
         Returns:
             The limits on requests in this phase.
@@ -122,7 +127,7 @@ class ArenoContender:
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=decoder))
 
     def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
-        """Run one rollout phase.
+        """Run one rollout phase, from `begin_rollout` to `end_rollout`.
 
         Args:
             work: The batch.
@@ -130,7 +135,7 @@ class ArenoContender:
             **params: Further fields of `SamplingParams`.
 
         Returns:
-            A row for each sample.
+            A training row for each sample.
         """
         limits = self.begin_rollout(self._settings.work.n_rows, max(self._settings.work.row_lens))
         self.cache_tokens = limits.cache_tokens
@@ -146,10 +151,10 @@ class ArenoContender:
         """Run GSPO updates on rows as if they had just been sampled, and wait until the weights are updated.
 
         Args:
-            rows: Rows of a rollout.
+            rows: Training rows, such as those from `rollout`. Their `old_logprobs` are ignored.
 
         Returns:
-            The statistics of the update.
+            Statistics of the update.
         """
         fresh = [replace(item, old_logprobs=None) for item in rows]
         spec, settings = self.engine.spec.mb_spec, self._settings
@@ -159,7 +164,7 @@ class ArenoContender:
         return stats
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the actor's log-probabilities of each row's tokens.
+        """Return the log-probability of every token in each row under the actor.
 
         Args:
             rows: Rows to score.
@@ -169,10 +174,10 @@ class ArenoContender:
 
 
 def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
-    """Build the engine's requests for the prompts of a work.
+    """Build the requests to the engine for a batch of prompts.
 
     Args:
-        work: The batch.
+        work: The batch, with the number of samples and the number of tokens to generate.
         prompts: Token ids of each prompt.
         **params: Further fields of `SamplingParams`.
     """
@@ -189,16 +194,16 @@ def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[Genera
 
 
 def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
-    """Measure areno with these settings.
+    """Run the work with areno, and return all its figures.
 
     Args:
         settings: The parsed command line.
-        folder: Model folder.
-        random_init: Whether to draw random weights.
+        folder: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
         cost: Sizes and FLOPs of the model.
 
     Returns:
-        All figures by name, for `report.record`.
+        Figures by name, for `report.record`.
     """
     log_progress(f"areno: starting {settings.shape} on {settings.device}")
     with memory_watched(settings.device, on=not settings.profile) as device_peak:
@@ -227,7 +232,12 @@ def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) ->
 
 
 def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean and largest difference between rollout and scored log-probabilities, over sampled tokens."""
+    """Return the mean and largest absolute difference of log-probabilities between rollout and scoring.
+
+    Args:
+        rows: Rows with the log-probabilities of the rollout. Prompt tokens are left out.
+        scored: Log-probability of each token of each row.
+    """
     differences = [
         abs(drawn - rescored)
         for item, scores in zip(rows, scored, strict=True)
@@ -238,7 +248,7 @@ def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]])
 
 
 def _profile(ours: ArenoContender, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
-    """Trace each phase once, write the tables to a file, and return the device's idle share in each phase."""
+    """Trace each phase once, write the tables to the file of `--profile`, and return the idle share in each phase."""
     prompts = settings.work.prompts(ours.vocab_size, -3)
     bodies: dict[str, Any] = {
         "rollout": lambda: ours.rollout(settings.work, prompts),
@@ -264,14 +274,14 @@ _QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # what the model card 
 
 
 def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time a rollout with each sampling setting.
+    """Time a rollout with each of several sampling settings, in turn.
 
-    The settings take turns, so that a change of the device's speed affects all of them alike.
+    The settings alternate, so that a change of the device's speed affects all of them alike.
 
     Args:
         settings: The parsed command line.
-        folder: Model folder.
-        random_init: Whether to draw random weights.
+        folder: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
         Name of the setting -> figures of `speeds`, relative to plain sampling.
@@ -294,16 +304,16 @@ def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str
 
 
 def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Summarize the repeats of several ways to do the same work.
+    """Summarize the times of several ways to sample the same batch.
 
     Args:
         work: The batch.
-        seconds: Name -> seconds of each repeat.
-        base: Name that the others are compared with.
+        seconds: Name of the way -> seconds of each repeat.
+        base: Name of the way that the others are compared with.
 
     Returns:
-        Name -> `rollout_s` (median seconds), `tok_s` (tokens per second), `relative` (speed relative to `base`),
-        `fastest_s` and `slowest_s`.
+        Name of the way -> `rollout_s` (median seconds), `tok_s` (generated tokens per second), `relative` (speed
+        divided by that of `base`), `fastest_s` and `slowest_s` (seconds).
     """
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
@@ -319,7 +329,7 @@ def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, 
 
 
 def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
-    """Return name -> sampling parameters of each setting to time."""
+    """Return the sampling parameters to time, by the name of the setting."""
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "min_new_tokens": {"min_new_tokens": max(work.new_lens), "ignore_eos": False},
@@ -334,12 +344,12 @@ def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
 
 
 def sampling_page(found: dict[str, dict[str, float]], title: str = "sampling", base: str = "plain") -> str:
-    """Return the figures of `speeds` as a table.
+    """Format the figures of `speeds` as a table.
 
     Args:
-        found: Name -> figures.
+        found: Result of `speeds`.
         title: Heading of the first column.
-        base: Name of the line that speeds are relative to.
+        base: Name of the way that speeds are relative to, for the heading.
     """
     width = max(map(len, [title, *found]))
     rows = [

@@ -1,7 +1,7 @@
-"""Define the command line of the benchmark and the work that it describes.
+"""The command line of the benchmark, and the batch of work that it describes.
 
-`Work` is one batch: prompts of random tokens, their lengths, and how often each is sampled. `Settings` is one parsed
-command line. A bad argument raises a ConfigError of one line that says what to change.
+`Work` is one batch: prompts of random tokens, their lengths, and how often each prompt is sampled. `Settings` is one
+parsed command line. A wrong argument raises a ConfigError of one line that says what to change.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from areno.types import TrainSequence
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One batch of prompts and completions, by their lengths.
+    """One batch of prompts and completions, described by their lengths.
 
     Attributes:
-        prompt_lens: Tokens of each prompt.
-        new_lens: Tokens of each completion of each prompt.
-        n_samples: Completions of each prompt.
+        prompt_lens: Number of tokens in each prompt.
+        new_lens: For each prompt, the number of tokens in each of its completions.
+        n_samples: Number of completions for each prompt.
         name: Description for reports.
     """
 
@@ -38,13 +38,13 @@ class Work:
 
     @staticmethod
     def fixed(n_prompts: int, n_samples: int, prompt_len: int, new_tokens: int) -> Work:
-        """Return work whose prompts all have one length, and whose completions do, too.
+        """Return a batch whose prompts all have one length, and whose completions all have one length.
 
         Args:
             n_prompts: Number of prompts.
-            n_samples: Completions of each prompt.
-            prompt_len: Tokens of each prompt.
-            new_tokens: Tokens of each completion.
+            n_samples: Number of completions for each prompt.
+            prompt_len: Number of tokens in each prompt.
+            new_tokens: Number of tokens in each completion.
         """
         name = f"{n_prompts} x {n_samples}, prompt {prompt_len}, {new_tokens} new tokens"
         prompt_lens, new_lens = (prompt_len,) * n_prompts, (new_tokens,) * n_prompts
@@ -52,11 +52,13 @@ class Work:
 
     @staticmethod
     def uniform(n_prompts: int, n_samples: int, low: int, high: int) -> Work:
-        """Return work whose lengths are drawn uniformly for each prompt. The same arguments give the same lengths.
+        """Return a batch whose prompt and completion lengths are drawn uniformly for each prompt.
+
+        The same arguments always give the same lengths.
 
         Args:
             n_prompts: Number of prompts.
-            n_samples: Completions of each prompt.
+            n_samples: Number of completions for each prompt.
             low: Shortest length, in tokens.
             high: Longest length, in tokens.
         """
@@ -67,17 +69,17 @@ class Work:
 
     @property
     def n_rows(self) -> int:
-        """Number of samples."""
+        """Number of samples in the batch."""
         return len(self.prompt_lens) * self.n_samples
 
     @property
     def n_new(self) -> int:
-        """Number of sampled tokens of the whole batch."""
+        """Number of sampled tokens in the whole batch."""
         return sum(self.new_lens) * self.n_samples
 
     @property
     def row_lens(self) -> list[int]:
-        """Tokens of each row, which is a prompt with one of its completions."""
+        """Number of tokens in each row. A row is a prompt with one of its completions."""
         lens = [a + b for a, b in zip(self.prompt_lens, self.new_lens, strict=True)]
         return [length for length in lens for _ in range(self.n_samples)]
 
@@ -85,26 +87,32 @@ class Work:
         """Return the same prompts with completions of at most `max_new` tokens.
 
         Args:
-            max_new: Tokens of a completion.
+            max_new: Largest number of tokens in a completion, without the prompt.
         """
         return dataclasses.replace(self, new_lens=tuple(min(max_new, new_len) for new_len in self.new_lens))
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Return prompts of random tokens.
+        """Draw the prompts as random token ids.
 
         Args:
-            vocab_size: Number of token ids.
-            seed: Seed of the tokens.
+            vocab_size: Number of token ids to draw from.
+            seed: Seed of the random generator.
+
+        Returns:
+            Token ids of each prompt, in the lengths `prompt_lens`.
         """
         draw = random.Random(seed)
         return [draw.choices(range(vocab_size), k=length) for length in self.prompt_lens]
 
     def random_rows(self, vocab_size: int, seed: int) -> list[TrainSequence]:
-        """Return rows of random tokens, for training or scoring without a rollout.
+        """Draw training rows of random tokens, to train or score without a rollout.
 
         Args:
-            vocab_size: Number of token ids.
-            seed: Seed of the tokens.
+            vocab_size: Number of token ids to draw from.
+            seed: Seed of the random generator.
+
+        Returns:
+            A row for each sample.
         """
         draw = random.Random(-1 - seed)
         return [
@@ -115,13 +123,13 @@ class Work:
 
 
 def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sample: int) -> TrainSequence:
-    """Return a row to train on.
+    """Build a training row from a prompt and a completion, with a made-up advantage.
 
     Args:
         prompt: Token ids of the prompt.
         response: Token ids of the completion.
-        logprobs: Log-probability of each completion token.
-        sample: Number of the sample. Odd samples get advantage 1, even ones -1.
+        logprobs: Log-probability of each token in the completion.
+        sample: Index of the sample among those of its prompt. The advantage is 1 for odd and -1 for even indices.
     """
     n_prompt, advantage = len(prompt), 1.0 if sample % 2 else -1.0
     return TrainSequence(
@@ -153,15 +161,17 @@ _WORKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One parsed command line of the benchmark. `add_arguments` describes the options of the same names.
+    """One parsed command line of the benchmark.
+
+    The help texts in `add_arguments` describe the fields that are not listed here.
 
     Attributes:
-        kind: The kind of work.
+        kind: Kind of work, such as "rollout" or "step".
         work: The batch.
-        device: The first device.
-        dtype: Type of the weights, by its name in torch.
-        copies: Numbers of model copies to simulate, for `driver`.
-        against: Libraries to compare with.
+        device: First device, by its name in torch.
+        dtype: Dtype of the weights, by its name in torch.
+        copies: Numbers of model copies to simulate, for the work "driver".
+        against: Names of the libraries to compare with.
     """
 
     kind: Kind
@@ -198,7 +208,7 @@ class Settings:
 
     @property
     def devices(self) -> list[str]:
-        """The devices of all ranks, from `device` on."""
+        """Names of the devices of all ranks, beginning with `device`."""
         if not self.device.startswith("cuda"):
             return [self.device] * self.world_size
         first = int(self.device.removeprefix("cuda:"))
@@ -206,28 +216,28 @@ class Settings:
 
     @property
     def n_copies(self) -> int:
-        """Number of copies of the model. Each samples its share of the batch."""
+        """Number of copies of the model that sample. Each samples its share of the batch."""
         return self.world_size // self.tp_size
 
     @property
     def rolls_out(self) -> bool:
-        """Whether the work includes a rollout."""
+        """Whether the kind of work includes a rollout."""
         return self.kind in ("rollout", "step", "state")
 
     @property
     def trains(self) -> bool:
-        """Whether the work includes training."""
+        """Whether the kind of work includes training."""
         return self.kind in ("train", "step", "state")
 
 
 def parse(argv: list[str] | None = None) -> Settings:
-    """Parse a command line.
+    """Parse and check a command line. `--help` ends the program.
 
     Args:
-        argv: Command-line arguments. None takes those of the process. `--help` ends the program.
+        argv: Command-line arguments. None takes those of the process.
 
     Raises:
-        ConfigError: If an argument is wrong. The message names the argument.
+        ConfigError: An argument is wrong. The message names the argument.
     """
     parser = _Parser(prog="python -m areno.bench")
     add_arguments(parser)
@@ -235,10 +245,12 @@ def parse(argv: list[str] | None = None) -> Settings:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the benchmark to a parser. They need no torch, which takes seconds to import.
+    """Add the arguments of the benchmark to a parser.
+
+    This function does not import torch, which takes seconds, so that `--help` is fast.
 
     Args:
-        parser: The parser.
+        parser: The parser to extend.
     """
     parser.description = (
         "Measures the speed of rollout, training, a whole step or scoring on random prompts, and compares it with the "
@@ -320,13 +332,13 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Check parsed arguments and return them as settings.
+    """Check parsed arguments, fill in the defaults, and return the settings.
 
     Args:
-        args: Arguments of a parser from `add_arguments`.
+        args: Arguments parsed by a parser from `add_arguments`.
 
     Raises:
-        ConfigError: If an argument is wrong. The message names the argument.
+        ConfigError: An argument is wrong. The message names the argument.
     """
     import torch
 
@@ -395,21 +407,21 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors."""
+    """An argument parser that raises ConfigError for a wrong argument, instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
 
 def _positive(text: str) -> int:
-    """Read a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 1 is needed")
     return int(text)
 
 
 def _fraction(text: str) -> float:
-    """Read a number above 0 and at most 1."""
+    """Parse a number above 0 and at most 1."""
     try:
         value = float(text)
     except ValueError:

@@ -1,15 +1,16 @@
-"""Measure a device, and compute the least time that a piece of work can take on it.
+"""Measure the speed of a device, and compute the least time that a batch of work can take on it (the floor).
 
 The floors count the bytes to move and the FLOPs to compute, at measured rates:
 
-- Decoding. Each step reads the weights once, and the keys and values of every live sequence once ("ordinary" floor). If
-  the samples of a prompt read its keys and values together, these are read once for each prompt ("shared" floor). Of
-  experts, only those are read that the tokens use, assuming an even choice. A recurrent state is read and written in
-  each step, and written once after the prompt for each sample.
+- Decoding. Each step reads the weights once, and the keys and values of every running sequence once ("ordinary" floor).
+  If the samples of a prompt read its keys and values together, these are read once for each prompt ("shared" floor).
+  Only experts that some token uses are read, assuming a uniform choice. A recurrent state is read and written in each
+  step, and written once for each sample after its prompt.
 - Prefill. Each prompt is computed once.
 - Training. 6 FLOPs for each parameter and token, plus causal attention. Nothing is recomputed.
 
-A table that is only looked up (an input embedding that is not shared with the head) counts neither bytes nor FLOPs.
+A table that is only looked up (an input embedding that is not shared with the LM head) counts neither bytes nor
+FLOPs.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from areno.models.cost import Cost, forward_flops, mean_pairs, train_flops
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Measured speed of a device.
+    """The measured speed of a device, or of several devices together.
 
     Attributes:
-        copy_bytes_s: Bytes per second of a copy, read plus written.
+        copy_bytes_s: Bytes per second of a copy in device memory, counting both the read and the write.
         matmul_flops_s: FLOPs per second of a matrix multiplication.
     """
 
@@ -40,7 +41,7 @@ class Rates:
     matmul_flops_s: float
 
     def of(self, n_devices: int) -> Rates:
-        """Return the rates of `n_devices` such devices together.
+        """Return the rates of several such devices together.
 
         Args:
             n_devices: Number of devices.
@@ -48,27 +49,27 @@ class Rates:
         return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the least seconds to move `n_bytes` and compute `flops`, which may overlap.
+        """Return the least seconds to move bytes and compute FLOPs at the same time, which is the longer of both.
 
         Args:
-            n_bytes: Bytes read plus written.
-            flops: FLOPs.
+            n_bytes: Number of bytes read plus bytes written.
+            flops: Number of FLOPs.
         """
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 
 def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:
-    """Return the least seconds of all decode steps, with all samples running at once.
+    """Return the least seconds of all decoding steps, if all samples run at once.
 
-    The first token of a sample comes from the prefill. Step j = 1, 2, ... samples the next token of each sample with
-    more than j new tokens, and reads the prompt and j tokens.
+    The first token of a sample comes from the prefill. Step j = 1, 2, ... samples the next token for each sample with
+    more than j new tokens, and attends to the prompt and j tokens.
 
     Args:
         cost: Sizes and FLOPs of the model.
         work: The batch.
         rates: Rates of all devices together.
         shared: Whether the samples of a prompt read its keys and values together.
-        copies: Copies of the model, each with its share of the samples.
+        copies: Number of copies of the model, each with its share of the samples.
     """
     prompt_P, new_P = np.array(work.prompt_lens, np.float64), np.array(work.new_lens, np.float64)
     n_samples = work.n_samples
@@ -86,18 +87,18 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
 
 
 def _seen(cost: Cost, lengths: np.ndarray | int) -> np.ndarray:
-    """Return how many tokens a query attends to in rows of these lengths, as the mean over layers."""
+    """Return the number of keys that the last query attends to in rows of these lengths, averaged over layers."""
     return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
 
 
 def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
-    """Return the least seconds to compute every prompt once, with the head only for its last token.
+    """Return the least seconds to compute every prompt once, with the LM head only for its last token.
 
     Args:
         cost: Sizes and FLOPs of the model.
         work: The batch.
         rates: Rates of all devices together.
-        copies: Copies of the model, each with its share of the prompts.
+        copies: Number of copies of the model, each with its share of the prompts.
     """
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
@@ -107,14 +108,14 @@ def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
 
 
 def floors(cost: Cost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
-    """Return the least seconds and the most tokens per second for one kind of work.
+    """Return the least seconds, and the resulting tokens per second, of each phase in one kind of work.
 
     Args:
         cost: Sizes and FLOPs of the model.
         work: The batch.
         rates: Rates of all devices together.
-        kind: "rollout", "train", "step" or "logprob".
-        copies: Copies of the model.
+        kind: Kind of work: "rollout", "train", "step" or "logprob". Other kinds give an empty result.
+        copies: Number of copies of the model.
 
     Returns:
         Values by name: `*_s` in seconds, `*_tok_s` in tokens per second, `*_flops` in FLOPs.
@@ -145,10 +146,10 @@ _GIB = 2**30
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has finished the work of this process.
+    """Wait until a CUDA device has finished the work of this process. Do nothing for a CPU.
 
     Args:
-        device: Name of the device. Nothing happens for a CPU.
+        device: Name of the device in torch.
     """
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
@@ -166,14 +167,15 @@ def device_name(device: str) -> str:
 
 
 def measured_rates(device: str, dtype: torch.dtype) -> Rates:
-    """Measure the rates of a device in about two seconds.
+    """Measure the speed of a device, in about two seconds.
 
     Args:
-        device: Device to measure.
-        dtype: Type of the matrices.
+        device: Name of the device in torch.
+        dtype: Dtype of the matrices to multiply.
 
     Returns:
-        The best of several copies of a buffer larger than any cache, and of several square matrix multiplications.
+        The best speed over several copies of a buffer larger than any cache, and over several square matrix
+        multiplications.
     """
     cuda = device.startswith("cuda")
     times, size = (20, 8192) if cuda else (2, 1024)
@@ -192,7 +194,10 @@ def measured_rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def _best_s(body: Callable[[], object], device: str, times: int) -> float:
-    """Return the seconds of one call: the best of five rounds of `times` calls each, after one round to warm up."""
+    """Return the seconds of one call of `body`.
+
+    They come from the best of five rounds of `times` calls each, after a warm-up round.
+    """
 
     def one_round() -> None:
         for _ in range(times):
@@ -205,17 +210,17 @@ def _best_s(body: Callable[[], object], device: str, times: int) -> float:
 
 @contextmanager
 def memory_watched(device: str, *, on: bool, every_s: float = 0.05) -> Iterator[dict[str, float]]:
-    """Watch the peak memory of a CUDA device within a `with` block, in a thread.
+    """Record the peak memory use of a CUDA device during this `with` block, by polling in a thread.
 
-    The peak includes all processes and the memory that allocators keep. A CPU is not watched.
+    The peak includes all processes and the memory that allocators keep. Nothing is recorded for a CPU.
 
     Args:
-        device: Device to watch.
-        on: False watches nothing. Needed for work in this process that may capture CUDA graphs.
-        every_s: Seconds between two looks.
+        device: Name of the device in torch.
+        on: If False, nothing is recorded. Set False if this process may capture CUDA graphs in the block.
+        every_s: Seconds between two polls.
 
     Yields:
-        A dictionary that gets the key `peak_device_gib`.
+        A dictionary in which the thread updates `peak_device_gib`, in GiB. It stays empty if nothing is recorded.
     """
     peak: dict[str, float] = {}
     done = threading.Event()

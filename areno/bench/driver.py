@@ -1,8 +1,8 @@
 """Measure how long devices wait for the driver process, with simulated workers.
 
-`SimulatedWorkers` takes the place of the engine's worker processes. It answers as devices of a given speed would, and
-computes nothing. Messages between driver and workers are pickled in both directions, as they are over a pipe.
-`run_driver` runs a training loop on it.
+`SimulatedWorkers` takes the place of the engine's worker processes. It replies as fast as devices of a given speed
+would, and computes nothing. Messages between the driver and the workers are pickled in both directions, like messages
+over a pipe. `run_driver` runs a training loop on it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ TRAIN_TOK_S = 110_000  # trained tokens per second
 
 
 class SimulatedWorkers:
-    """Simulated workers with the interface of WorkerGroup.
+    """Simulated workers with the interface of WorkerGroup, to time the driver alone.
 
     Args:
-        spec: The engine's specification.
-        completion: Returns the tokens of a sample.
-        step_s: Seconds that each copy of the model takes for one token of each of its samples.
+        spec: Description of the workers, one for each data-parallel rank.
+        completion: Function of (request, number of the sample) that returns the token ids of the sample.
+        step_s: Seconds of a decoding step, which generates a token for every running sample of a copy of the model.
 
     Attributes:
         idle_s: For each training step, the seconds in which all devices waited for the driver.
@@ -76,26 +76,33 @@ class SimulatedWorkers:
 
     @contextmanager
     def _simulating(self) -> Iterator[None]:
-        """Count the CPU time of the block as the simulation's, not the driver's."""
+        """Count the CPU time of this `with` block as the simulation's, so that `cpu_s` excludes it."""
         began = time.thread_time()
         yield
         self._simulation_cpu += time.thread_time() - began
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Answer a call to all workers.
+        """Answer a call of a worker's method with the same arguments for every worker.
 
         Args:
             method: Name of the worker's method.
-            *args: Its arguments.
+            *args: Positional arguments of the method.
+
+        Returns:
+            The simulated result, once for each data-parallel rank. None for methods that are not simulated.
         """
         return self.call_each(method, [args] * self.spec.layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answer a call with other arguments for each worker.
+        """Answer a call of a worker's method with separate arguments for each data-parallel rank.
 
         Args:
             method: Name of the worker's method.
-            args: Its arguments for each worker.
+            args: A tuple of positional arguments for each data-parallel rank. All tuples are pickled. Only the first is
+                used.
+
+        Returns:
+            The simulated result, once for each data-parallel rank. None for methods that are not simulated.
         """
         packed = [pack(method, each) for each in args]
         answers: dict[str, Callable[..., Any]] = {
@@ -116,12 +123,12 @@ class SimulatedWorkers:
         return [answer] * self.spec.layout.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Take a message to one worker that has no answer.
+        """Accept a command that needs no reply. Only `submit` has an effect: its requests are sampled.
 
         Args:
-            dp_rank: Number of the worker.
+            dp_rank: Data-parallel rank of the worker.
             method: Name of the worker's method.
-            *args: Its arguments.
+            *args: Positional arguments of the method.
         """
         sent, now = pack(method, args), time.perf_counter()
         if method == "submit":
@@ -131,10 +138,13 @@ class SimulatedWorkers:
                 self._submitted += [(dp_rank, now, request) for request in pickle.loads(sent)[0]]
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the samples that are finished within `timeout` seconds.
+        """Return the samples that have finished, after waiting for the next one.
 
         Args:
-            timeout: The most seconds to wait.
+            timeout: Longest wait for the next sample, in seconds.
+
+        Returns:
+            The finished samples. The list is empty after the timeout, or if no sample is in progress.
         """
         with self._simulating():
             self._sample()
@@ -149,7 +159,7 @@ class SimulatedWorkers:
         return found
 
     def stats(self) -> list[RolloutStats]:
-        """Return the rollout statistics of each copy."""
+        """Return the decoding counters of each data-parallel rank, in order."""
         return [RolloutStats(generated_tokens=n) for n in self._n_tokens]
 
     def close(self) -> None:
@@ -157,9 +167,9 @@ class SimulatedWorkers:
         self._due = []
 
     def _sample(self) -> None:
-        """Compute the samples of submitted requests and their times.
+        """Choose the tokens of all submitted requests, and the times at which their samples finish.
 
-        Samples that a copy finishes in one step share a message.
+        Samples that a copy of the model finishes in one decoding step share a message.
         """
         done: defaultdict[tuple[int, float], list[GenerationOutput]] = defaultdict(list)
         for rank, now, request in self._submitted:
@@ -185,7 +195,7 @@ class SimulatedWorkers:
             self._sampled_at = max(self._sampled_at or 0.0, ends)
 
     def _info(self) -> EngineInfo:
-        """Return the description of the engine."""
+        """Return a description of the simulated engine, with the sizes of the model."""
         return EngineInfo(
             n_params=Cost.of(self._config, 2).n_params,
             context_len=self._config.max_position_embeddings,
@@ -198,7 +208,7 @@ class SimulatedWorkers:
         )
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Free all batch slots and return the limits on requests."""
+        """Free all batch slots, and return the limits on requests in the rollout phase."""
         n_slots = -(-spec.max_running // self.spec.layout.dp_size)
         self._slots = [[0.0] * n_slots for _ in range(self.spec.layout.dp_size)]
         self._n_tokens = [0] * self.spec.layout.dp_size
@@ -210,7 +220,7 @@ class SimulatedWorkers:
         )
 
     def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> TrainResult:
-        """Wait as long as training would take."""
+        """Sleep as long as training on the rows would take, and return made-up statistics."""
         if self._sampled_at is not None:
             self.idle_s.append(self._idle_s + time.perf_counter() - self._sampled_at)
         n_tokens = sum(row.n_tokens for step in steps for batch in step.micro_batches for row in batch)
@@ -228,14 +238,14 @@ def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, 
     """Run a training loop on simulated workers, once for each number of model copies.
 
     Args:
-        settings: The parsed command line. Each copy gets the samples of `settings.work`.
-        folder: Folder of the model's configuration.
+        settings: The parsed command line. Each copy of the model gets the samples of `settings.work`.
+        folder: Folder with the configuration of the model.
         random_init: Ignored, since simulated devices have no weights.
 
     Returns:
-        For each number of copies, medians over the steps in seconds: `idle` (all devices wait for the driver),
-        `outside` (the step without rollout and training), `cpu` (CPU time of the driver's main thread), and the run's
-        `time/*`.
+        For each number of copies, medians over the training steps in seconds: `idle` (all devices wait for the driver),
+        `outside` (the part of a step outside of rollout and training), `cpu` (CPU time of the driver's main thread),
+        and the `time/*` metrics of the run.
     """
     del random_init
     found = {}
@@ -247,7 +257,7 @@ def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, 
 
 
 def driver_page(found: dict[str, dict[str, float]]) -> str:
-    """Return the results as a table with a line for each number of copies.
+    """Format the results of `run_driver` as a table with a line for each number of model copies.
 
     Args:
         found: Results of `run_driver`.
@@ -259,7 +269,7 @@ def driver_page(found: dict[str, dict[str, float]]) -> str:
 
 
 def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
-    """Run the training loop and return the medians of its times."""
+    """Run the training loop on `n_copies` simulated copies of the model, and return the medians of its times."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
@@ -301,12 +311,14 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
 
 
 class Completions:
-    """Completions of words that end with an answer, in the lengths of a work. They are encoded before the first step.
+    """Made-up completions of random words that end with a boxed answer. Use it as `completion` of SimulatedWorkers.
+
+    All texts are encoded when the object is created, so that a call costs little.
 
     Args:
-        tokenizer: Tokenizer of transformers.
-        words: Random texts.
-        work: The batch.
+        tokenizer: Tokenizer from transformers.
+        words: Source of random texts.
+        work: The batch, which sets the length of each completion.
     """
 
     def __init__(self, tokenizer: Any, words: Texts, work: Work):
@@ -318,11 +330,12 @@ class Completions:
         ]
 
     def __call__(self, request: GenerationRequest, sample: int) -> list[int]:
-        """Return the tokens of one sample of a request.
+        """Return the token ids of one sample of a request.
 
         Args:
-            request: The request.
-            sample: Number of the sample.
+            request: The request, whose id chooses the text.
+            sample: Index of the sample among those of its prompt. It chooses the first word of the text, out of
+                seven.
         """
         of_prompt = self._tokens[request.request_id % len(self._tokens)]
         return of_prompt[sample % _SHIFTS]

@@ -1,4 +1,4 @@
-"""Define the agent of the benchmark: one request for each sample, with one client for the whole process."""
+"""The agent that the benchmark runs. It sends one request for each sample, with one client for the whole process."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from areno.agents.trajectories import AgentTrajectory, AgentTrajectoryTurn
 
 @cache
 def client_of(base_url: str, api_key: str) -> AsyncOpenAI:
-    """Return the client of an address, which is built once, as building one takes longer than a request.
+    """Return the HTTP client for a server, from a cache, since building a client takes longer than a request.
 
     Args:
         base_url: Address of the server.
-        api_key: Key of the server.
+        api_key: API key for the server.
     """
     return AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 async def run_agent(ctx: Any, batch: Any) -> list[AgentTrajectory]:
-    """Send one request for each sample. The record of an item has the number of tokens to sample.
+    """Send one chat request for each sample of a batch.
 
     Args:
-        ctx: Context with the address and key of the server.
-        batch: The items to run.
+        ctx: Context with the address and API key of the server.
+        batch: Items to run. `new_tokens` in an item's record is the number of tokens to generate. It is sent as
+            `max_tokens`, which counts generated tokens alone in a chat request.
 
     Returns:
-        One trajectory of one turn for each sample.
+        A trajectory with one turn for each sample.
     """
     client, found = client_of(ctx.get_base_url(), ctx.api_key), []
     for item in batch.iter_samples():

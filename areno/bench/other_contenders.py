@@ -1,13 +1,16 @@
 """Run the benchmark's work with other libraries, for comparison.
 
-`TransformersContender` does rollout, training and scoring as a user of transformers would write them, with sdpa:
+`TransformersContender` does rollout, training and scoring in the way a user of transformers would write them, with
+sdpa attention:
 
 - Rollout: `generate` with its KV cache. Prompts are repeated for every sample and padded on the left. The
-  log-probabilities come from the scores that its sampling sees.
+  log-probabilities come from the scores from which `generate` samples.
 - Training: micro-batches of whole rows, logits of the trained part, a policy-gradient loss on the gathered log-softmax,
-  and torch's fused AdamW on weights of the same type.
+  and torch's fused AdamW on weights of the same dtype.
 
-If memory runs out, the pieces are halved. All work is done in smaller parts, so tokens per second stay comparable.
+If memory runs out, the number of prompts or rows computed at once is halved. All work is still done, so tokens per
+second stay comparable.
+
 `VllmContender` does the rollout with vLLM and returns the log-probability of every sampled token.
 """
 
@@ -35,17 +38,19 @@ _WARM_UP_TOKENS = 8
 
 
 class TransformersContender:
-    """The transformers library as a contender.
+    """The transformers library as one of the compared libraries.
 
     Args:
         settings: The parsed command line.
-        folder: Model folder.
-        random_init: Whether to draw random weights.
+        folder: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
 
     Attributes:
-        prompts_at_once: The most prompts of a call of `generate`.
-        rows_at_once: The most rows of a micro-batch.
-        start_s: Seconds to load the model.
+        prompts_at_once: Largest number of prompts in a call of `generate`. Halved when memory runs out.
+        rows_at_once: Largest number of rows in a micro-batch. Halved when memory runs out.
+        start_s: Seconds that loading the model took.
+        vocab_size: Number of token ids.
+        warm_up: A shorter batch for the warm-up. None uses the batch itself.
     """
 
     name = "transformers"
@@ -82,7 +87,7 @@ class TransformersContender:
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """Return the peak memory in GiB, and how the work was split."""
+        """Return the peak memory in GiB (on CUDA), and how many prompts and rows were computed at once."""
         settings, out = self._settings, {}
         if self.device.startswith("cuda"):
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -94,14 +99,14 @@ class TransformersContender:
         return out
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample the prompts, as many at once as fit in memory.
+        """Sample all prompts, as many at once as fit in memory.
 
         Args:
             work: The batch.
             prompts: Token ids of each prompt.
 
         Returns:
-            A row for each sample.
+            A training row for each sample.
         """
         self.model.eval()
         rows: list[TrainSequence] = []
@@ -122,7 +127,17 @@ class TransformersContender:
 
     @torch.no_grad()
     def _generate(self, prompts: list[list[int]], n_new: int, n_samples: int) -> tuple[list[Any], list[Any]]:
-        """Return new tokens and their log-probabilities, shape [prompts * samples, n_new] each."""
+        """Sample completions with `generate`.
+
+        Args:
+            prompts: Token ids of each prompt.
+            n_new: Number of tokens in every completion.
+            n_samples: Number of completions for each prompt.
+
+        Returns:
+            Token ids and log-probabilities of the completions, as nested lists of shape [prompts * n_samples, n_new]
+            each.
+        """
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
@@ -138,7 +153,7 @@ class TransformersContender:
         return out[:, width:].tolist(), seen.finish(out).tolist()
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Run one optimizer step on the rows. There are no statistics.
+        """Run one optimizer step on the rows, and return an empty dictionary, since no statistics are computed.
 
         Args:
             rows: Rows to train on.
@@ -153,7 +168,10 @@ class TransformersContender:
         return {}
 
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
-        """Compute the gradients of all rows."""
+        """Compute the gradients of all rows.
+
+        Returns True, so that `_try_in_memory` can tell success from None.
+        """
         self.model.zero_grad(set_to_none=True)
         n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)
         for start in range(0, len(rows), self.rows_at_once):
@@ -166,13 +184,13 @@ class TransformersContender:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the log-probabilities of all tokens but the first of each row.
+        """Return the log-probability of every token but the first in each row.
 
         Args:
             rows: Rows to score.
 
         Returns:
-            A list for each row, padded at the end to the longest row of its piece.
+            A list for each row. Its end is padded to the longest of the rows that were scored together.
         """
         self.model.eval()
         out: list[list[float]] = []
@@ -186,9 +204,12 @@ class TransformersContender:
         return out
 
     def _row_logprobs(self, rows: Sequence[TrainSequence], all_tokens: bool = False) -> Tensor:
-        """Return the log-probabilities of the last t tokens of the padded rows, shape [R, t].
+        """Return the log-probabilities of the last t tokens in each padded row, shape [R, t].
 
-        The t tokens are the trained ones, or with `all_tokens` all but the first.
+        Args:
+            rows: R rows, padded at the end to the longest row.
+            all_tokens: If True, t counts all tokens but the first. If False, t counts the tokens after the shortest
+                prompt.
         """
         ids = _padded([item.tokens or [] for item in rows]).to(self.device)
         lens, width = torch.tensor([len(item.tokens or []) for item in rows]), ids.shape[1]
@@ -203,12 +224,19 @@ class TransformersContender:
 
 
 def _padded(rows: Sequence[Any]) -> Tensor:
-    """Return the rows as a tensor of shape [R, L], with zeros after each row."""
+    """Return lists of numbers as a tensor [R, L], padded with zeros at the end to the longest list."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
-    """Return the result of `body`, or None if memory ran out. Raises EngineError if memory ran out with one row."""
+    """Return `body(*args)`, or None if device memory ran out. Frees cached memory in the latter case.
+
+    Args:
+        at_once: Number of rows or prompts that `body` computes at once. If memory runs out with 1, EngineError is
+            raised.
+        body: Function to call.
+        *args: Arguments of `body`.
+    """
     try:
         return body(*args)
     except torch.OutOfMemoryError as error:
@@ -220,38 +248,43 @@ def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None
 
 
 class _DrawnLogprobs:
-    """Logits processor that changes nothing. It records the log-probability of the token drawn in the step before."""
+    """Logits processor for `generate` that changes nothing, and records the log-probability of each sampled token.
+
+    A token's log-probability is recorded in the step after its sampling, when the token is known.
+    """
 
     def __init__(self) -> None:
         self._before: Tensor | None = None
         self._drawn: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record the previous token's log-probability, and return the scores unchanged."""
         self._take(input_ids)
         self._before = torch.log_softmax(scores.float(), dim=-1)
         return scores
 
     def finish(self, ids: Tensor) -> Tensor:
-        """Return the log-probabilities of all drawn tokens, shape [R, n_new]. Call it after the last step."""
+        """Return the log-probabilities of all sampled tokens, shape [R, n_new]. Call this after the last step."""
         self._take(ids)
         return torch.stack(self._drawn, dim=1)
 
     def _take(self, ids: Tensor) -> None:
-        """Record the log-probability of the last token of each row."""
+        """Record the log-probability of the last token in each row, from the previous step's scores."""
         if self._before is not None:
             self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
 
 
 class VllmContender:
-    """vLLM as a contender, for rollout only.
+    """vLLM as one of the compared libraries, for rollout only.
 
     Args:
         settings: The parsed command line.
-        folder: Model folder.
-        random_init: Whether to use random weights.
+        folder: Path of the model folder.
+        random_init: Whether to use random weights instead of loading weights.
 
     Attributes:
-        start_s: Seconds to start the engine.
+        start_s: Seconds that the start of the engine took.
+        vocab_size: Number of token ids.
     """
 
     name = "vllm"
@@ -274,18 +307,18 @@ class VllmContender:
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """Return no further figures."""
+        """Return an empty dictionary, since there are no figures besides the times."""
         return {}
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample the prompts with one call of `generate`.
+        """Sample all prompts with one call of `LLM.generate`.
 
         Args:
             work: The batch.
             prompts: Token ids of each prompt.
 
         Returns:
-            A row for each sample.
+            A training row for each sample.
         """
         from vllm import SamplingParams  # type: ignore[import-not-found]
 
@@ -303,7 +336,7 @@ class VllmContender:
         return rows
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Raise EngineError, since vLLM does not train.
+        """Raise EngineError, because vLLM does not train.
 
         Args:
             rows: Ignored.
@@ -311,7 +344,7 @@ class VllmContender:
         raise EngineError("vllm does not train; compare it in a rollout")
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Raise EngineError, since vLLM is compared in a rollout only.
+        """Raise EngineError, because vLLM is compared in rollouts only.
 
         Args:
             rows: Ignored.

@@ -1,9 +1,9 @@
 """Profile a phase on a CUDA device.
 
-`trace` records the kernels that a function runs, and `phase_table` shows the time by group of kernels, the longest
+`trace` records the kernels that a function runs. `phase_table` shows the time per group of kernels, the longest
 kernels, and how long the device was idle. Only device activity is traced, no Python or torch operators, so the host is
-slowed down little. Groups are found by the kernels' names: areno's own by the folder of their source, others by the
-names that CUDA, cuBLAS, cuDNN and torch give them.
+slowed down little. A kernel's group is found by its name: areno's own kernels by the folder of their source, others by
+the names that CUDA, cuBLAS, cuDNN and torch give them.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ GROUPS = (*dict.fromkeys(name for name, _ in _GROUPS), "other")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One kernel, copy or fill on the device.
+    """The time interval of one kernel, copy or fill on the device.
 
     Attributes:
         name: Name of the kernel.
-        start: Start, in nanoseconds.
-        end: End, in nanoseconds.
+        start: Start time in nanoseconds.
+        end: End time in nanoseconds.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Span:
 
 
 def group_of(name: str) -> str:
-    """Return the group of a kernel by its name.
+    """Return the group of a kernel in the table, such as "attention" or "gemm".
 
     Args:
         name: Name of the kernel.
@@ -83,7 +83,10 @@ def group_of(name: str) -> str:
 
 @functools.cache
 def _own_kernels() -> dict[str, str]:
-    """Return kernel name -> group, read from the sources, since importing them needs Triton."""
+    """Return the group of each Triton kernel of areno, by name.
+
+    Names are read from the source files, because importing these needs Triton.
+    """
     folder = Path(kernels.__file__ or "").parent
     return {
         kernel: group
@@ -94,10 +97,10 @@ def _own_kernels() -> dict[str, str]:
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Return the seconds in which at least one span ran. Kernels of several streams may overlap.
+    """Return the seconds in which at least one kernel ran. Kernels of several streams may overlap.
 
     Args:
-        spans: Recorded activity.
+        spans: Time intervals of the kernels.
     """
     busy, reached = 0, 0
     for span in sorted(spans, key=lambda span: span.start):
@@ -107,15 +110,15 @@ def busy_s(spans: Iterable[Span]) -> float:
 
 
 def trace(body: Callable[[], object]) -> list[Span]:
-    """Run a function and record all activity of this process's CUDA device.
+    """Run a function, and record all activity on this process's CUDA device.
 
-    The raw events are used, since torch's own summary takes minutes for the hundred thousands of kernels of a rollout.
+    The raw events are used, since torch's own summary takes minutes for the hundred thousands of kernels in a rollout.
 
     Args:
         body: The function.
 
     Returns:
-        All kernels, copies and fills.
+        The time interval of each kernel, copy and fill.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -130,14 +133,14 @@ def trace(body: Callable[[], object]) -> list[Span]:
 
 
 def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: float) -> str:
-    """Return the profile of a phase as text.
+    """Format the profile of a phase as a table.
 
     Args:
         phase: Name of the phase.
-        spans: Recorded activity.
-        wall_s: Seconds of the traced phase.
-        plain_wall_s: Seconds of the same work without a profiler. Idle time is relative to it, since profiling slows
-            down the host.
+        spans: Time intervals of the kernels.
+        wall_s: Seconds that the phase took while it was traced.
+        plain_wall_s: Seconds that the same work takes without the profiler, which slows down the host. Idle time is
+            computed from these.
     """
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -161,9 +164,9 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
 
 
 def idle_share(busy: float, wall_s: float) -> float:
-    """Return the share of `wall_s` in which the device was idle.
+    """Return the share of a phase in which the device was idle, between 0 and 1.
 
-    0 if the profiler made the kernels longer than `wall_s`.
+    The share is 0 if `busy` exceeds `wall_s`, which the profiler's overhead may cause.
 
     Args:
         busy: Seconds in which the device was busy.
@@ -173,5 +176,5 @@ def idle_share(busy: float, wall_s: float) -> float:
 
 
 def _line(head: str, seconds: float, total: float, calls: int) -> str:
-    """Return one line of the table."""
+    """Return one line of the table: `head`, seconds, percent of `total`, number of calls, microseconds per call."""
     return f"{head}{seconds:10.5f}{100 * seconds / total:9.2f}{calls:9d}{1e6 * seconds / calls:10.2f}"

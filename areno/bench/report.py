@@ -1,4 +1,4 @@
-"""Turn the figures of a benchmark into a record for `--json` and a page of text."""
+"""Format the results of a benchmark, as a record for `--json` and as a page of text."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ _SHOWN = [
 
 
 def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return all results as one JSON object.
+    """Return all results of a benchmark as one object for JSON.
 
     Args:
         settings: The parsed command line.
         cost: Sizes and FLOPs of the model.
-        rates: Measured rates of one device.
-        results: Contender -> its figures, areno's own first.
+        rates: Measured speed of one device.
+        results: Figures of each contender, by its name. The figures of "areno" are extended by their share of the
+            floor, which is the least time that the devices need.
     """
     rates = rates.of(settings.world_size)
     floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
@@ -68,7 +69,7 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
 
 
 def _version(package: str) -> str:
-    """Return the installed version of a package."""
+    """Return the installed version of a package, or a remark if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -76,11 +77,16 @@ def _version(package: str) -> str:
 
 
 def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
-    """Compare areno's figures with the floor.
+    """Compare areno's figures with the floor, which is the least time that the devices need.
+
+    Args:
+        ours: Figures of areno.
+        floor: Results of `floors`.
+        rates: Measured speed of all devices together.
 
     Returns:
-        Percentages of the floor's speed, and the model FLOPs utilization: `mfu` counts 6 FLOPs for each parameter and
-        token, `needed_mfu` counts the head only for trained tokens.
+        Percentages of the floor's speed, and model FLOPs utilizations between 0 and 1: `mfu` counts 6 FLOPs for each
+        parameter and token, `needed_mfu` counts the LM head only for trained tokens.
     """
     out: dict[str, float] = {}
     if "rollout_s" in ours:
@@ -97,7 +103,7 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return a record as text.
+    """Format a benchmark's record as a page of text.
 
     Args:
         found: A record from `record`.
@@ -122,7 +128,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _contender(figures: dict[str, Any]) -> list[str]:
-    """Return the lines of one contender."""
+    """Return the lines of the page for one contender, without its name."""
     lines = [_phase(phase, figures) for phase in _PHASES if f"{phase}_s" in figures]
     start = f"{figures['start_s']:.1f} s, warm-up {figures['warm_up_s']:.1f} s"
     if "first_token_s" in figures:
@@ -155,7 +161,7 @@ def _contender(figures: dict[str, Any]) -> list[str]:
 
 
 def _phase(phase: str, figures: dict[str, Any]) -> str:
-    """Return the line of one phase."""
+    """Return the line of the page for one phase, such as "train"."""
     text = f"{_speed(phase, figures)} (spread {100 * figures[f'{phase}_spread']:.1f} %)"
     if phase == "rollout":
         text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
@@ -171,7 +177,7 @@ def _phase(phase: str, figures: dict[str, Any]) -> str:
 
 
 def _speed(phase: str, figures: dict[str, Any]) -> str:
-    """Return tokens per second and seconds of a phase as text."""
+    """Return the tokens per second and the seconds of a phase as text."""
     return f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
 
 

@@ -1,7 +1,7 @@
-"""Measure sampling over HTTP: by clients of the server (`run_serving`) and by agents (`run_agents`).
+"""Measure sampling over HTTP, by clients of the server (`run_serving`) and by agents (`run_agents`).
 
-Both compare it with the same work sampled directly on the engine. `Clients` are processes of their own, so that they do
-not slow down the server's process.
+Both functions compare it with the same work sampled directly on the engine. The clients run in processes of their own
+(`Clients`), so that they do not slow down the server's process.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from areno.types import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLoad:
-    """Prompts that clients send, each client one after the other.
+    """A set of prompts to send to a server, by several clients at the same time.
+
+    Each client sends its next request when the previous one is answered.
 
     Attributes:
         url: Address of the server.
-        model: Name of the model.
+        model: Name of the model in requests.
         prompts: Text of each prompt.
-        new_lens: Tokens of the answer to each prompt.
+        new_lens: Number of tokens to generate for each prompt.
         n_clients: Number of clients that send at the same time.
         stream: Whether answers are streamed.
     """
@@ -57,12 +59,12 @@ class ClientLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """Results of a load.
+    """The measured times of a ClientLoad.
 
     Attributes:
-        seconds: Time of the whole load.
-        first_s: Seconds to the first token of each streamed answer.
-        tokens: Tokens of all answers, by their `usage`.
+        seconds: Seconds from the first request to the last answer.
+        first_s: Seconds from each request to its first token. Empty if answers are not streamed.
+        tokens: Number of generated tokens in all answers, as reported in their `usage`.
     """
 
     seconds: float
@@ -71,10 +73,10 @@ class LoadResult:
 
 
 class Clients(AbstractContextManager["Clients"]):
-    """Client processes that send requests. Use it in a `with` block.
+    """Client processes that send requests to a server. Use it in a `with` block.
 
     Args:
-        n_processes: Number of processes.
+        n_processes: Number of processes to start.
     """
 
     def __init__(self, n_processes: int):
@@ -91,13 +93,13 @@ class Clients(AbstractContextManager["Clients"]):
             pipe.recv()  # the process has finished its imports
 
     def run(self, load: ClientLoad) -> LoadResult:
-        """Send all requests of a load, split over the processes.
+        """Send all requests of a load, split over the processes, and wait for all answers.
 
         Args:
             load: The requests.
 
         Raises:
-            RuntimeError: If a request fails.
+            RuntimeError: A request has failed.
         """
         n = min(len(self._pipes), load.n_clients)
         shares = [
@@ -130,7 +132,7 @@ class Clients(AbstractContextManager["Clients"]):
 
 
 def _serve(pipe: Any) -> None:
-    """Run loads until the pipe is closed. Runs in a client process."""
+    """Run each load that arrives on the pipe, until the pipe is closed. Runs in a client process."""
     pipe.send("ready")
     while True:
         try:
@@ -144,7 +146,11 @@ def _serve(pipe: Any) -> None:
 
 
 async def _send_all(load: ClientLoad) -> tuple[list[float], int]:
-    """Send all requests of a load and return (seconds to each first token, tokens)."""
+    """Send all requests of a load, and wait for the answers.
+
+    Returns:
+        (seconds to the first token of each streamed answer, number of generated tokens in all answers).
+    """
     waiting = iter(zip(load.prompts, load.new_lens, strict=True))
     firsts: list[float] = []
     n_tokens = 0
@@ -164,7 +170,10 @@ async def _send_all(load: ClientLoad) -> tuple[list[float], int]:
 
 
 async def _ask(session: aiohttp.ClientSession, load: ClientLoad, prompt: str, new_len: int) -> tuple[float, int]:
-    """Send one request and return (seconds to the first token, number of tokens)."""
+    """Send one request. Return (seconds to the first token, number of generated tokens).
+
+    The seconds are 0 if the answer is not streamed.
+    """
     body: dict[str, Any] = {"model": load.model, "prompt": prompt, "max_tokens": new_len, "ignore_eos": True}
     if load.stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -189,18 +198,19 @@ _N_ALONE = 8  # requests of one client, for the time to its first token
 
 
 def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time the same prompts sampled directly, by HTTP clients, and by streaming HTTP clients.
+    """Time the same prompts sampled directly, by HTTP clients, and by streaming HTTP clients, in turn.
 
-    Each request has a text of its own, about as long as `--prompt-len`. `--clients` requests are in progress at a time.
-    The three ways take turns.
+    Each request has its own text, with about as many tokens as `--prompt-len`. `--clients` requests are in progress at
+    a time.
 
     Args:
         settings: The parsed command line.
-        folder: Model folder.
-        random_init: Whether to draw random weights.
+        folder: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
-        "direct", "answers" and "streams" -> figures of `speeds`, then times to the first token by number of clients.
+        "direct", "answers" and "streams" -> figures of `speeds`, then "N clients" -> median and 99th percentile of the
+        seconds to the first token.
     """
     from transformers import AutoTokenizer
 
@@ -242,7 +252,14 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
 def _measure(
     settings: Settings, drawn: Texts, direct: Callable[..., None], ask: Callable[..., LoadResult]
 ) -> dict[str, dict[str, float]]:
-    """Time the three ways in turn and return their figures."""
+    """Time the three ways of sampling in turn, and return their figures.
+
+    Args:
+        settings: The parsed command line.
+        drawn: Source of random texts.
+        direct: Function that samples a list of texts on the engine.
+        ask: Function of (texts, number of clients, whether to stream) that samples the texts over HTTP.
+    """
     work, n_clients = settings.work, settings.clients
     seconds: dict[str, list[float]] = {"direct": [], "answers": [], "streams": []}
     firsts: dict[str, list[float]] = {"1 client": [], f"{n_clients} clients": []}
@@ -268,13 +285,13 @@ def _measure(
 
 
 def _first_token(seconds: list[float]) -> dict[str, float]:
-    """Return median and 99th percentile of times to the first token."""
+    """Return the median and the 99th percentile of the seconds to the first token."""
     median, late = np.percentile(seconds, [50, 99])
     return {"first_token_median_s": float(median), "first_token_p99_s": float(late)}
 
 
 def serving_page(found: dict[str, dict[str, float]]) -> str:
-    """Return the results of `run_serving` as tables.
+    """Format the results of `run_serving` as tables.
 
     Args:
         found: Results of `run_serving`.
@@ -292,14 +309,14 @@ _TIMEOUT_S = 600.0
 
 
 def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time the same prompts sampled directly and by agents over HTTP. The two ways take turns.
+    """Time the same prompts sampled directly, and by agents over HTTP, in turn.
 
-    The prompts are texts in the chat template of `--tokenizer`, about as long as `--prompt-len`.
+    The prompts are texts in the chat template of `--tokenizer`, with about as many tokens as `--prompt-len`.
 
     Args:
         settings: The parsed command line.
-        folder: Model folder.
-        random_init: Whether to draw random weights.
+        folder: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
         "direct" and "agents" -> figures of `speeds`.

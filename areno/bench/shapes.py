@@ -1,7 +1,7 @@
-"""Build models of published sizes with random weights, and random prompts of text.
+"""Build models of published sizes with random weights, and random texts for prompts.
 
-A benchmark needs only the size of a model, so `model_folder` writes a configuration for a shape's name. `Texts` draws
-words that a tokenizer knows, so that they are encoded as fast as natural language.
+A benchmark needs only the sizes of a model, so `model_folder` writes a configuration for the name of a shape. `Texts`
+draws words that a tokenizer knows, so that they are encoded as fast as natural language.
 """
 
 from __future__ import annotations
@@ -117,17 +117,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
-    """Return a model folder for a shape's name or a path.
+    """Return a model folder for the name of a shape or a path.
 
     Args:
-        shape: Path of a model folder, or a name such as "qwen3-4b". A size alone, such as "4b", is that of Qwen3.
-        folder: Folder to write the configuration of a named shape to.
+        shape: Path of a model folder, or a name such as "qwen3-4b". A size alone, such as "4b", means Qwen3.
+        folder: Folder to which the configuration of a named shape is written.
 
     Returns:
-        (the model folder, whether its weights are to be drawn at random).
+        (path of the model folder, whether the weights have to be drawn at random because the folder has none).
 
     Raises:
-        ConfigError: If the shape is unknown.
+        ConfigError: The shape is unknown.
     """
     if Path(shape).is_dir():
         return shape, not any(Path(shape).glob("*.safetensors"))
@@ -144,10 +144,12 @@ def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
 
 
 class Texts:
-    """Random words that are mostly one token each, so that a text has about as many tokens as words.
+    """A source of random texts, whose words are mostly one token each.
+
+    A text has about as many tokens as words.
 
     Args:
-        tokenizer: Tokenizer of transformers.
+        tokenizer: Tokenizer from transformers.
     """
 
     def __init__(self, tokenizer: Any):
@@ -156,12 +158,12 @@ class Texts:
         self._words = sorted(set(words)) or ["a"]
 
     def of(self, work: Work, name: str, seed: int) -> list[str]:
-        """Return a text for each prompt of the work. Each name and seed gives other texts with other first words.
+        """Return a random text for each prompt of a batch. The same arguments always give the same texts.
 
         Args:
-            work: The batch.
-            name: Part of the seed.
-            seed: Part of the seed.
+            work: The batch, whose `prompt_lens` are the numbers of words.
+            name: Text that is hashed into the seed, such as the name of a way of sampling.
+            seed: Number that is hashed into the seed, such as the number of a repeat.
         """
         draw = random.Random(f"{name} {seed}")
         return [" ".join(draw.choices(self._words, k=length)) for length in work.prompt_lens]

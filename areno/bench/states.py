@@ -1,7 +1,7 @@
-"""Measure what saving and loading the run state costs.
+"""Measure the cost of saving and loading a run's state.
 
-A step during which a state is copied and written is timed against the same step alone. Then the state is loaded in a
-new engine.
+A step during which a state is copied and written is timed against the same step without a state. Then the state is
+loaded in a new engine.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ from areno.bench.timing import log_progress, repeat_name
 
 
 def run_states(settings: Settings, model: str, random_init: bool, folder: Path) -> dict[str, float]:
-    """Time steps with and without a state being saved, and resuming. The two kinds of step take turns.
+    """Time steps with and without a state being saved, then the resume of the state in a new engine.
+
+    Steps of the two kinds alternate, so that a change of the device's speed affects both alike.
 
     Args:
         settings: The parsed command line.
-        model: Model folder.
-        random_init: Whether to draw random weights.
+        model: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
         folder: Folder to write the state to.
 
     Returns:
-        Medians in seconds, and sizes:
-
-        - `step_s`: a step alone. `state_step_s`: a step with a call of `save_state` before it. `slowdown`: the relative
-          difference of the two.
-        - `save_s`: the call itself. `first_save_s`: the first call, which allocates host memory.
-        - `written_s`: from the call until the state is on the disk, without a step at the same time.
+        Figures by name. Times are medians in seconds.
+        - `step_s`: a step alone. `state_step_s`: a step with a call of `save_state` before it. `slowdown`: state_step_s
+        /
+          step_s - 1. `step_spread`: (longest - shortest) / median of the steps alone.
+        - `save_s`: the call of `save_state` itself. `first_save_s`: the first call, which allocates host memory.
+        - `written_s`: from the call until the state is on the disk, without a step at the same time. `written_gb_s`:
+        the
+          speed in GB/s.
+        - `gigabytes` and `bytes_per_parameter`: the size of the state.
         - `load_s`: loading a state whose files are not in the page cache.
-        - `resume_s`: from no engine to a loaded state. `resumed_step_s`: the first step after it.
+        - `resume_s`: from the start of a new engine to a loaded state. `resumed_step_s`: the first step after this.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ("step", "state_step", "save")}
     path = folder / "state"
@@ -72,7 +77,10 @@ def run_states(settings: Settings, model: str, random_init: bool, folder: Path) 
 
 
 def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -> dict[str, float]:
-    """Time a step alone, then a step after `save_state`. The state may be written after the step ends."""
+    """Time a step alone, then a step after `save_state`, and return the seconds by name.
+
+    The last writes of the state may take longer than the step. They are not timed.
+    """
     taken = {"step": _timed(lambda: _step(ours, settings, 2 * repeat))}
     started = time.perf_counter()
     taken["save"] = _timed(lambda: ours.engine.save_state(path))
@@ -83,7 +91,7 @@ def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -
 
 
 def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> dict[str, float]:
-    """Time loading the state in a new engine, and its first step."""
+    """Time the load of the state at `path` in a new engine, and the first step of the engine."""
     for file in path.iterdir():
         _evict_from_page_cache(file)
     started = time.perf_counter()
@@ -95,12 +103,12 @@ def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> d
 
 
 def _step(ours: ArenoContender, settings: Settings, seed: int) -> None:
-    """Run one step: a rollout and an optimizer step."""
+    """Run one step: a rollout of prompts drawn from `seed`, and an optimizer step on the samples."""
     ours.train(ours.rollout(settings.work, settings.work.prompts(ours.vocab_size, seed)))
 
 
 def _timed(body: Callable[[], Any]) -> float:
-    """Return the seconds of a call."""
+    """Call `body`, and return the seconds that the call took."""
     started = time.perf_counter()
     body()
     return time.perf_counter() - started
@@ -117,10 +125,10 @@ def _evict_from_page_cache(file: Path) -> None:
 
 
 def states_page(found: dict[str, float]) -> str:
-    """Return the results of `run_states` as text.
+    """Format the results of `run_states` as a table.
 
     Args:
-        found: Results of `run_states`.
+        found: The results of `run_states`.
     """
     size = f"{found['gigabytes']:,.3f} GB, {found['bytes_per_parameter']:.2f} bytes for each parameter"
     lines = {

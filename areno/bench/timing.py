@@ -1,4 +1,4 @@
-"""Time the repeats of one work by one contender.
+"""Time the repeats of a batch of work by one contender, which is areno or another library.
 
 `measure` runs a warm-up and then timed repeats. `Timed` holds the seconds of each phase and computes medians and
 spread.
@@ -18,7 +18,7 @@ from areno.types import TrainSequence
 
 
 class Contender(Protocol):
-    """A library that does the work. Every method returns after the device has finished.
+    """The interface of a library that is timed. Every method returns after the device has finished.
 
     Attributes:
         name: Name of the library.
@@ -29,16 +29,19 @@ class Contender(Protocol):
     vocab_size: int
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample every prompt as often and as long as `work` says, and return a row for each sample.
+        """Sample every prompt as often and as long as `work` says.
 
         Args:
-            work: The batch.
+            work: The batch, with the number of samples and the lengths.
             prompts: Token ids of each prompt.
+
+        Returns:
+            A training row for each sample.
         """
         ...
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Run one optimizer step on the rows and return its statistics.
+        """Run optimizer steps on the rows, and return statistics by name.
 
         Args:
             rows: Rows to train on.
@@ -46,7 +49,7 @@ class Contender(Protocol):
         ...
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the log-probabilities of each row's tokens.
+        """Return the log-probabilities of the tokens in each row.
 
         Args:
             rows: Rows to score.
@@ -56,13 +59,13 @@ class Contender(Protocol):
 
 @dataclass
 class Timed:
-    """Results of the repeats.
+    """The measured times of a contender.
 
     Attributes:
         warm_up_s: Seconds of the warm-up.
-        seconds: Phase -> seconds of each timed repeat. Phases are rollout, prefill (a separate rollout of one token for
-            each sample), train, logprob and step (rollout and train).
-        stats: Statistics of each training step.
+        seconds: Name of the phase -> seconds in each timed repeat. Phases are rollout, prefill (a separate rollout of
+            one token for each sample), train, logprob and step (rollout and train).
+        stats: Statistics returned by `Contender.train` in each repeat.
         rows: Rows of the last repeat.
     """
 
@@ -72,10 +75,15 @@ class Timed:
     rows: list[TrainSequence] = field(default_factory=list)
 
     def figures(self, work: Work) -> dict[str, float]:
-        """Return median seconds, tokens per second and spread, (longest - shortest) / median, of each phase.
+        """Summarize the repeats of each phase.
 
         Args:
-            work: The batch.
+            work: The batch, to compute tokens per second.
+
+        Returns:
+            For each phase, `PHASE_s` (median seconds), `PHASE_spread` ((longest - shortest) / median) and `PHASE_tok_s`
+            (tokens per second, not for prefill). `decode_s` is the rollout without prefill, and `other_s` the part of a
+            step outside of rollout and training.
         """
         out = {"warm_up_s": self.warm_up_s}
         for phase, seconds in self.seconds.items():
@@ -93,14 +101,14 @@ class Timed:
 
 
 def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up: Work | None = None) -> Timed:
-    """Run a warm-up and then timed repeats.
+    """Run a warm-up and then timed repeats of a batch of work.
 
     Args:
-        contender: The library.
-        kind: Kind of work.
+        contender: The library to time.
+        kind: Kind of work: "rollout", "train", "step" or "logprob".
         work: The batch.
         repeats: Number of timed repeats.
-        warm_up: A shorter batch for the warm-up. None takes `work`.
+        warm_up: A shorter batch for the warm-up. None uses `work`.
     """
     timed = Timed()
     for repeat in range(-1, repeats):
@@ -119,7 +127,7 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
 
 
 def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Timed) -> dict[str, float]:
-    """Run one repeat and return the seconds of each phase."""
+    """Run one repeat, store its rows and statistics in `timed`, and return the seconds of each phase."""
     seconds: dict[str, float] = {}
     if kind in ("rollout", "step"):
         prompts = work.prompts(contender.vocab_size, repeat)
@@ -147,19 +155,19 @@ def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Time
 
 
 def repeat_name(repeat: int, repeats: int) -> str:
-    """Return the name of a repeat for progress messages. Repeat -1 is the warm-up.
+    """Return the name of a repeat for progress messages, such as "repeat 1/3" or "warm-up".
 
     Args:
-        repeat: Number of the repeat, from 0.
+        repeat: Index of the repeat from 0, or -1 for the warm-up.
         repeats: Number of timed repeats.
     """
     return "warm-up" if repeat < 0 else f"repeat {repeat + 1}/{repeats}"
 
 
 def log_progress(line: str) -> None:
-    """Print a line of progress to stderr.
+    """Print a progress message to stderr.
 
     Args:
-        line: The line.
+        line: The message, without a line break.
     """
     print(f"bench: {line}", file=sys.stderr, flush=True)

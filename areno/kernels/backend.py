@@ -1,7 +1,7 @@
-"""Choose between the Triton kernels and the torch reference of an operation, by the device of its tensors.
+"""The choice between the Triton kernels and the torch reference of an operation, by the device of its tensors.
 
-Every package of `areno.kernels` calls `use_triton` or `form`. The other functions say what a GPU supports by its
-compute capability, such as bfloat16.
+Every package of `areno.kernels` calls `use_triton` or `form`. The other functions return what a GPU supports according
+to its compute capability, such as bfloat16.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ VOLTA = (7, 0)  # the first that Triton compiles for
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether operations on a tensor run as Triton kernels, and not as the torch reference.
+    """Return whether operations on a tensor run as Triton kernels instead of the torch reference.
 
     Args:
-        x: an input of the operation; only its device counts.
+        x: an input of the operation. Only its device matters.
 
     Returns:
-        True if Triton is installed and x is on a GPU that Triton compiles for, or if TRITON_INTERPRET=1.
+        True if Triton is installed and `x` is on a GPU that Triton compiles for, or if TRITON_INTERPRET=1.
     """
     return runs_triton(x.device)
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return whether operations on tensors of a device run as Triton kernels.
+    """Return whether operations on tensors of a device run as Triton kernels instead of the torch reference.
 
     Args:
-        device: the device of the tensors.
+        device: device of the tensors.
 
     Returns:
-        True if Triton is installed and compiles for the device, or if TRITON_INTERPRET=1.
+        True if Triton is installed and either compiles for the device or interprets its kernels
+        (TRITON_INTERPRET=1).
     """
     return ((device.type == "cuda" and compiles_for(device)) or interprets()) and is_installed()
 
 
 def form(x: Tensor, package: str) -> Any:
-    """Import the module of a kernel package that implements its operations for a tensor.
+    """Import the implementation of a kernel package's operations for a tensor.
 
     Args:
-        x: an input of the operation; only its device counts.
-        package: the name of the package, such as "areno.kernels.adam".
+        x: an input of the operation. Only its device matters.
+        package: name of the package, such as "areno.kernels.adam".
 
     Returns:
-        The package's module `triton` or `reference`.
+        The package's module `triton`, or its module `reference` where Triton cannot run.
     """
     return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
 
@@ -65,7 +66,7 @@ def capability(device: torch.device | str) -> tuple[int, int] | None:
         device: a device of this machine.
 
     Returns:
-        (major, minor), such as (9, 0). None for other devices, and for a GPU that this machine does not have.
+        (major, minor), such as (9, 0). None for other kinds of device, and if this machine does not have the GPU.
     """
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return None
@@ -76,7 +77,7 @@ def capability(device: torch.device | str) -> tuple[int, int] | None:
 
 
 def is_before_ampere(device: torch.device | str) -> bool:
-    """Return whether a device is a GPU without bfloat16, TF32 and flash attention, such as a T4 (7.5) or V100 (7.0).
+    """Return whether a device is a GPU without bfloat16, TF32 and flash attention, such as a V100 or T4.
 
     Args:
         device: a device of this machine.
@@ -86,27 +87,27 @@ def is_before_ampere(device: torch.device | str) -> bool:
 
 
 def default_dtype(devices: Iterable[torch.device | str]) -> torch.dtype:
-    """Return the default dtype of a model.
+    """Return the dtype that a model has if none is set.
 
     Args:
-        devices: the devices that hold the model.
+        devices: devices that hold the model.
 
     Returns:
-        bfloat16 if all devices are GPUs with bfloat16, else float32.
+        bfloat16 if all devices are GPUs with bfloat16, otherwise float32.
     """
     on_gpus = all(torch.device(device).type == "cuda" and not is_before_ampere(device) for device in devices)
     return torch.bfloat16 if on_gpus else torch.float32
 
 
 def check_dtype(dtype: torch.dtype | str, devices: Iterable[torch.device | str]) -> None:
-    """Check that the devices support the dtype of a model.
+    """Raise ConfigError if a device does not support the dtype of a model.
 
     Args:
-        dtype: the dtype, or its name.
-        devices: the devices that hold the model.
+        dtype: dtype of the model, or its name.
+        devices: devices that hold the model.
 
     Raises:
-        ConfigError: `actor.dtype` is bfloat16, and one of the devices is a GPU without bfloat16.
+        ConfigError: the dtype is bfloat16, and a device is a GPU without bfloat16.
     """
     for device in devices:
         if str(dtype).endswith("bfloat16") and is_before_ampere(device):
@@ -115,7 +116,7 @@ def check_dtype(dtype: torch.dtype | str, devices: Iterable[torch.device | str])
 
 
 def described(device: torch.device | str) -> str:
-    """Describe an NVIDIA GPU for a message: `Tesla T4 (compute capability 7.5)`.
+    """Return the name of an NVIDIA GPU for a message, such as `Tesla T4 (compute capability 7.5)`.
 
     Args:
         device: a CUDA device of this machine.

@@ -1,24 +1,24 @@
 # pyright: reportAttributeAccessIssue=false
-"""How Triton kernels are compiled, and how one kernel begins before the previous one has ended.
+"""Compilation of Triton kernels, and the early start of a kernel by programmatic dependent launch (PDL).
 
 `kernel` replaces `triton.jit` for every function that is launched, so that all releases of Triton compile it with the
 same options. Functions that kernels call keep `triton.jit`.
 
-`pdl_options`, `launch_dependents` and `wait_for_previous` are CUDA's programmatic dependent launch (PDL). A decode step
-launches hundreds of kernels of a few microseconds, with a gap of about one microsecond between two of them. In a chain
-of kernels with PDL, the first kernel is launched as usual, and the others with `pdl_options`. A kernel of the chain may
-begin as soon as every program of the previous kernel has called `launch_dependents` or has ended. It first does the
-work that does not depend on the chain, such as loading weights, and then calls `wait_for_previous`, which returns when
-the previous kernel has ended and its results are visible. Three rules follow.
+`pdl_options`, `launch_dependents` and `wait_for_previous` use CUDA's PDL. A decoding step launches hundreds of kernels
+that take a few microseconds each, with a gap of about one microsecond between two kernels. In a chain of kernels with
+PDL, the first kernel is launched as usual, and the others with `pdl_options`. A kernel of the chain may begin as soon
+as every program of the previous kernel has called `launch_dependents` or has ended. It first does the work that does
+not depend on the chain, such as loading weights, and then calls `wait_for_previous`, which returns when the previous
+kernel has ended and its results are visible. Three rules follow.
 
 - Before `wait_for_previous`, a kernel reads only memory that was complete before the chain began. The third kernel of a
   chain may begin while the first still runs, because the second may call `launch_dependents` before it waits. A kernel
-  that never calls `launch_dependents` also lets the next one begin before its results are visible.
+  that never calls `launch_dependents` also lets the next kernel begin before its results are visible.
 - Before `wait_for_previous`, a kernel writes nothing. After it, no earlier kernel of the chain still runs, so nothing
   else accesses the same memory. This requires that at least one program of each kernel waits. Programs that have no
   work and write nothing may return without waiting.
-- The kernel after the chain is launched as usual, so it begins after all of them. `launch_dependents` in the last
-  kernel of the chain has no effect.
+- The kernel after the chain is launched as usual, so it begins after all kernels of the chain. `launch_dependents` in
+  the last kernel of the chain has no effect.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from areno.kernels.backend import capability
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Return whether kernels on a device can use PDL.
+    """Return whether kernels on a device can use programmatic dependent launch (PDL).
 
     Args:
-        device: the device of the launch.
+        device: device of the launch.
 
     Returns:
-        True for NVIDIA GPUs of compute capability 9.0 or more, if Triton compiles (not interprets) and supports PDL.
+        True for NVIDIA GPUs of compute capability 9.0 or more, if Triton compiles (instead of interpreting) and has
+        PDL.
     """
     if (capability(device) or (0, 0)) < (9, 0):
         return False
@@ -57,38 +58,45 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Return the launch options of a kernel that waits for the previous one by `wait_for_previous`.
+    """Return the launch options for a kernel that calls `wait_for_previous` (see the module's text on PDL).
 
     Args:
-        device: the device of the launch.
+        device: device of the launch.
 
     Returns:
-        Triton's launch option for PDL, and the kernel's constexpr argument `PDL`, which says that the kernel has to
-        wait. Empty if the device does not support PDL: the kernel is then launched as usual.
+        Keyword arguments for the launch: Triton's option `launch_pdl`, and the constexpr `PDL`, by which the kernel
+        knows that it has to wait. Empty if the device has no PDL. The kernel is then launched as usual and must not
+        wait.
     """
     return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {}
 
 
 @triton.jit
 def launch_dependents():
-    """Allow the next kernel to begin, as far as this program is concerned, if it was launched with `pdl_options`."""
+    """Allow the next kernel to begin early, if it is launched with `pdl_options`.
+
+    It begins when every program of this kernel has called this function or has ended.
+    """
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous():
-    """Wait until the previous kernel has ended and its results are visible. Only for kernels launched with PDL."""
+    """Wait until the previous kernel has ended and its results are visible.
+
+    Only a kernel that is launched with PDL (constexpr `PDL` is True) may call this.
+    """
     tl.extra.cuda.gdc_wait()
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile a function as `triton.jit` does, with multiplications and additions fused (FMA) where possible.
+    """Compile a function as `triton.jit` does, and fuse multiplications and additions (FMA) where possible.
 
-    A fused operation rounds once, so this option changes results in the last bit. Its default differs between releases
+    A fused operation rounds once, so the option changes results in the last bit. Its default differs between releases
     of Triton.
 
     Args:
-        function: the kernel. None returns a decorator.
+        function: the kernel. If None, a decorator is returned.
         options: keyword arguments of `triton.jit`.
 
     Returns:
@@ -107,7 +115,7 @@ def has_option(name: str) -> bool:
     """Return whether the installed Triton has a launch option for NVIDIA GPUs.
 
     Args:
-        name: the option, such as "launch_pdl".
+        name: name of the option, such as "launch_pdl".
     """
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
@@ -118,7 +126,7 @@ def has_option(name: str) -> bool:
 
 class _Kernel(triton.JITFunction):
     def run(self, *args: Any, **how: Any) -> Any:
-        """Launch the kernel, or only compile it. Triton calls this method for every launch."""
+        """Launch the kernel, with FMA if this Triton has the option. Triton calls this method for every launch."""
         if has_option("enable_fp_fusion"):
             how.setdefault("enable_fp_fusion", True)
         return super().run(*args, **how)

@@ -2,7 +2,7 @@
 
 `by_padding` pads rows of similar length to batches, calls the function, and packs the results again.
 
-Shape letters: N query tokens, M key tokens, H query heads, K key heads, D head dimension; T tokens of the B rows of one
+Shape letters: N query tokens, M key tokens, H query heads, K key heads, D head dimension; T tokens of the B rows in one
 padded batch of length L.
 """
 
@@ -24,20 +24,21 @@ def by_padding(
     starts_k: list[int],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Compute attention of packed rows by a function of padded batches.
+    """Compute attention of packed rows with a function that takes padded batches.
 
     Rows of similar length share a call, since many short calls cost more than some padding.
 
     Args:
-        q_NHD: queries of all rows.
-        k_MKD: keys of all rows. A row with more keys than queries has its queries at the end.
-        v_MKD: values of all rows.
-        starts_q: where the queries of each row begin, and N.
-        starts_k: where the keys of each row begin, and M.
-        attend: causal attention of padded q, k, v (B, heads, L, D) whose queries are the last positions.
+        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
+        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
+        v_MKD: values of all rows, packed in the same way.
+        starts_q: cumulative numbers of queries, from 0 to N, one more than there are rows.
+        starts_k: cumulative numbers of keys, from 0 to M, one more than there are rows.
+        attend: function that computes causal attention from padded queries, keys and values of shape (rows, heads,
+            length, head dim). Its queries are the last positions of a row.
 
     Returns:
-        (N, H, D).
+        The output (N, H, D).
     """
     outs: list[Tensor] = []
     order: list[Tensor] = []  # token indices of `outs`
@@ -63,10 +64,11 @@ def by_padding(
 
 
 def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
-    """Return the rows of each padded batch, in packed order.
+    """Return the row indices of each padded batch, ascending within a batch.
 
-    Rows with equal queries and keys may differ in length, as the causal mask hides the padding after them. Rows with
-    more keys than queries have a mask that depends on both lengths, so only rows of equal lengths share a batch.
+    Rows with as many queries as keys may differ in length, as the causal mask hides the padding at their end. In rows
+    with more keys than queries, the mask depends on both lengths. So these rows share a batch only if both lengths
+    are equal.
     """
     whole: list[tuple[int, int]] = []  # (length, row)
     tails: dict[tuple[int, int], list[int]] = {}
@@ -88,7 +90,16 @@ def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
 
 
 class _Padding:
-    """Moves tokens of B rows between packed (T, heads, D) and padded (B, heads, L, D) tensors."""
+    """Converts the tokens of B rows between packed tensors (T, heads, D) and padded batches (B, heads, L, D).
+
+    Args:
+        starts: index of each row's first token in the packed tensors of all rows.
+        lengths: number of tokens in each row.
+        device: device of the tensors.
+
+    Attributes:
+        tokens_T: int64, index of each token of the B rows in the packed tensors of all rows.
+    """
 
     def __init__(self, starts: list[int], lengths: list[int], device: torch.device):
         n_rows, longest = len(starts), max(lengths)
@@ -102,7 +113,7 @@ class _Padding:
         self.slots_T = real_BL.flatten().nonzero().squeeze(1).to(device)
 
     def pad(self, x_THD: Tensor) -> Tensor:
-        """Return the padded batch (B, heads, L, D) of packed tokens, with zeros as padding."""
+        """Return the padded batch (B, heads, L, D) for the packed tokens of the B rows. Padding is zeros."""
         if self.ragged:
             n_rows, longest = self.shape
             x_THD = x_THD.new_zeros(n_rows * longest, *x_THD.shape[1:]).index_copy(0, self.slots_T, x_THD)

@@ -1,1 +1,1 @@
-"""Worker processes: how they start, meet each other, get commands and end."""
+"""Worker processes: how they start, join process groups, receive commands and end."""

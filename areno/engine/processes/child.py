@@ -1,6 +1,6 @@
-"""Starting child processes: without the user's main script, without Ctrl-C, and never outliving the driver.
+"""Start of child processes. Children do not import the user's main script, ignore Ctrl-C, and end with the driver.
 
-Imports no torch, so that a child starts quickly.
+This module imports no torch, so that a child starts quickly.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from areno.files.user_code import USER_MODULE, load_module
 
 @contextmanager
 def without_main_module() -> Iterator[None]:
-    """Hide the driver's `__main__` from a process that is being spawned.
+    """Hide the driver's `__main__` module from child processes that are spawned inside this `with` block.
 
-    A spawned child imports the parent's main script again. areno's children need nothing from the script, and a script
-    without an `if __name__ == "__main__"` guard would start itself once more.
+    A spawned child would otherwise import the parent's main script. areno's children need nothing from the script, and
+    a script without an `if __name__ == "__main__"` guard would start its run a second time.
     """
     main = sys.modules["__main__"]
     saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
@@ -40,14 +40,14 @@ def without_main_module() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """Ignore stop signals in this child, and end it when the driver has ended. Call this first in a child.
+    """Ignore stop signals in this child process, and end the process once the driver has ended.
 
-    A terminal sends Ctrl-C to all processes of a job, and a cluster does so with SIGTERM and SIGUSR1. The driver
-    handles these signals for its children.
+    Call this function first in a child. A terminal sends Ctrl-C (SIGINT) to all processes of a job, and a cluster does
+    so with SIGTERM and SIGUSR1. The driver handles these signals and then closes its children.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a program that this one starts does not inherit it
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, programs started from here do not inherit it
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -60,10 +60,14 @@ def follow_parent() -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value for a child.
+    """Pickle a value for a child process.
 
-    Functions and classes of `__main__` or of a local scope are pickled by value. The child imports files of the user
-    that `load_module` has imported here.
+    Args:
+        value: Any value. Functions and classes from `__main__` or from a local scope cannot be imported by a child, so
+            dill pickles their code.
+
+    Returns:
+        The pickled bytes, for `pickle.loads`.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
@@ -72,7 +76,7 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle functions and classes that a child cannot import with dill."""
+        """Use dill for functions and classes that a child process cannot import."""
         if not isinstance(obj, (FunctionType, type)):
             return NotImplemented
         of_file = obj.__module__.startswith(USER_MODULE)

@@ -1,4 +1,4 @@
-"""Worker processes of this machine: their pipes, the progress counters they share with the driver, and their end."""
+"""Worker processes on this machine: their start, their pipes, their shared progress counters and their end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ Arrived = tuple[list[tuple[int, bytes]], list[int]]
 
 
 class Processes(Protocol):
-    """The interface of a set of worker processes, on this machine (LocalProcesses) or on several (RayProcesses).
+    """The interface to a set of worker processes, on this machine (LocalProcesses) or on several (RayProcesses).
 
-    Ranks are those of the whole run. All methods but `kill` and `close` raise WorkerLost if a machine was lost.
+    `rank` is always the global rank in the run. All methods but `kill` and `close` raise WorkerLost if a machine was
+    lost.
 
     Attributes:
-        spec: Description of the workers, including their hosts.
-        counters: Progress counters of all ranks, see WorkerHeartbeats.
-        death_grace_s: Seconds until the end of a process is noticed at the latest.
+        spec: Description of the workers, including the host of each rank.
+        counters: Progress counters of all ranks, FIELDS integers per rank, for WorkerHeartbeats.
+        death_grace_s: Longest time, in seconds, between the end of a process and its report by `exit_codes`.
     """
 
     spec: EngineSpec
@@ -38,7 +39,11 @@ class Processes(Protocol):
     death_grace_s: float
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to a worker.
+        """Send a command to one worker without waiting for the reply.
+
+        Args:
+            rank: Global rank of the worker.
+            command: The method to call and its pickled arguments.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The worker has ended.
@@ -46,47 +51,57 @@ class Processes(Protocol):
         ...
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return the messages that have arrived, and the ranks whose connection has newly ended.
+        """Return the messages that have arrived, and the ranks whose connection has ended since the last call.
 
         Args:
             timeout: Longest wait for the first message, in seconds. None waits without limit.
+
+        Returns:
+            `(messages, ended)`: a list of (rank, pickled message), and a list of ranks. Both are empty after a
+            timeout.
         """
         ...
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit code of each worker, None while it runs.
+        """Return the exit code of each worker by rank.
 
         Args:
-            rank: Wait for the end of this rank first.
-            timeout: Longest wait, in seconds.
+            rank: Rank whose end to wait for before the codes are read. None does not wait.
+            timeout: Longest wait for the end of `rank`, in seconds.
+
+        Returns:
+            Exit code by rank. The code is None while the worker runs, and -N if signal N ended it.
         """
         ...
 
     def suspect_loss(self) -> None:
-        """Report that a worker has failed, perhaps because another is gone. From now on losses are noticed sooner."""
+        """Notice lost machines sooner from now on.
+
+        Call this after a worker has failed, since a lost machine may be the cause.
+        """
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return the state in words and the Python stacks of each worker."""
+        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker."""
         ...
 
     def kill(self) -> None:
-        """Kill all workers."""
+        """Kill all workers at once, without waiting for them to close."""
         ...
 
     def close(self) -> None:
-        """Let all workers end, and kill those that do not."""
+        """Let all workers end by themselves, and kill those that are still running after a few seconds."""
         ...
 
 
 class LocalProcesses:
-    """Worker processes of this machine. Implements Processes.
+    """Worker processes on this machine. Implements Processes.
 
     Args:
-        spec: Description of all workers of the run.
-        ranks: The ranks that run on this machine.
-        port: Port at which all ranks meet, see join_groups.
-        listener: Socket that listens at the port, for rank 0.
+        spec: Description of all workers of the run, on all machines.
+        ranks: The global ranks that run on this machine.
+        port: TCP port of the rendezvous (the TCPStore of torch.distributed), on the host of rank 0.
+        listener: Open socket that listens at `port`, for rank 0. None if rank 0 runs on another machine.
     """
 
     death_grace_s = 2.0
@@ -115,15 +130,19 @@ class LocalProcesses:
             raise
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to a worker."""
+        """Send a command to one worker without waiting for the reply."""
         self._pipes[rank].send(command)
 
     def send_bytes(self, rank: int, command: bytes) -> None:
-        """Send a pickled command to a worker."""
+        """Send an already pickled Command to one worker without waiting for the reply."""
         self._pipes[rank].send_bytes(command)
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return the messages that have arrived, and the ranks whose connection has newly ended."""
+        """Return (rank, pickled message) pairs that have arrived, and the ranks whose connection has newly ended.
+
+        Args:
+            timeout: Longest wait for the first message, in seconds. None waits without limit.
+        """
         open_ones = [rank for rank in self._pipes if rank not in self._gone]
         sentinels = {rank: self.processes[rank].sentinel for rank in open_ones}
         ready = set(connection.wait([*(self._pipes[rank] for rank in open_ones), *sentinels.values()], timeout))
@@ -140,16 +159,21 @@ class LocalProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit code of each worker, None while it runs, after waiting for the end of `rank`."""
+        """Return the exit code of each worker by rank, None for a worker that is still running.
+
+        Args:
+            rank: Rank whose end to wait for before the codes are read. None does not wait.
+            timeout: Longest wait for the end of `rank`, in seconds.
+        """
         if rank is not None:
             self.processes[rank].join(timeout)
         return {each: process.exitcode for each, process in self.processes.items()}
 
     def suspect_loss(self) -> None:
-        """Do nothing: the end of a process of this machine is always noticed."""
+        """Do nothing, since the end of a process on this machine is always noticed at once."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return the state in words and the Python stacks of each worker."""
+        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
         return stack_traces.request(pids, self._stack_trace_pipes, self.spec.world_size > 1)
 
@@ -159,14 +183,14 @@ class LocalProcesses:
             process.kill()
 
     def close(self) -> None:
-        """Close the pipes, give the workers a moment to end, and kill those that do not."""
+        """Close the pipes, wait up to two seconds for the workers to end, and kill those that are still running."""
         for pipe in self._pipes.values():
             pipe.close()  # a worker that waits for a command sees the end of its pipe and ends
         deadline = time.monotonic() + _EXIT_GRACE_S
         for process in self.processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         for process in self.processes.values():
-            process.kill()  # of no effect on one that has ended
+            process.kill()  # has no effect on a process that has ended
             process.join()
             process.close()
         for pipe in self._stack_trace_pipes.values():
@@ -175,7 +199,14 @@ class LocalProcesses:
 
 
 def on_this_machine(spec: EngineSpec) -> LocalProcesses:
-    """Start all workers of a spec on this machine."""
-    # The ranks meet at a port that the driver opens, so that nobody else can take it; rank 0 listens there.
+    """Start all workers described by a spec as processes on this machine.
+
+    Args:
+        spec: Description of the workers.
+
+    Returns:
+        The started processes. Their models may still be loading.
+    """
+    # The driver opens the rendezvous port, so that no other program can take it, and rank 0 listens at it.
     with socket.create_server((spec.addresses[0].host, 0)) as listener:
         return LocalProcesses(spec, range(spec.world_size), listener.getsockname()[1], listener)

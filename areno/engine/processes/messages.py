@@ -1,6 +1,7 @@
 """Messages between the driver and a worker: Command to the worker, Reply and Outputs to the driver.
 
-`pack` and `execute` are the two ends of a command; `portable` makes an exception fit for pickling.
+`pack` pickles the arguments of a command in the driver, and `execute` calls the method in the worker. `portable` turns
+any exception into an exception that can be pickled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from areno.engine.spec import RolloutStats
 from areno.errors import ArenoError, EngineError, Key
 from areno.types import GenerationOutput
 
-_NUMBERS = ("tokens", "logprobs", "versions")  # of an output; the rest of it travels as it is
+_NUMBERS = (
+    "tokens",
+    "logprobs",
+    "versions",
+)  # sent as arrays; other fields of an output are pickled
 _REST = tuple(field.name for field in fields(GenerationOutput) if field.name not in _NUMBERS)
 _FIELDS = (*_NUMBERS, *_REST)
 _rest_of = attrgetter(*_REST)
@@ -28,22 +33,30 @@ _rest_of = attrgetter(*_REST)
 
 @dataclass
 class Command:
-    """One call of a worker's method.
+    """One call of a worker's method, sent by the driver.
 
     Attributes:
         method: Name of the method.
-        arguments: Pickled arguments. The worker unpickles them where an error can be answered.
-        id: Number of the command. None if the driver waits for no reply; then only an error comes back.
+        arguments: Pickled positional arguments. The worker unpickles them late, where it can reply with an error.
+        id: Number of the command, which the Reply repeats. None if the driver waits for no reply. Then the worker
+            replies only if the command fails.
     """
 
     method: str
-    arguments: bytes  # pickled: read where the error of a bad one can be answered
-    id: int | None  # None: nobody waits for an answer, only an error comes back
+    arguments: bytes
+    id: int | None
 
 
 @dataclass
 class Reply:
-    """The result of a command, or an error that belongs to no command (`id` is None)."""
+    """The result of a command, sent by a worker.
+
+    Attributes:
+        id: Number of the command. None for an error in a command without a number, or while decoding.
+        value: Return value of the method. None from ranks that are not the leader (rank 0) of their tensor-parallel
+            group.
+        error: The error that the method raised. None if the command succeeded.
+    """
 
     id: int | None
     value: Any = None
@@ -52,19 +65,24 @@ class Reply:
 
 @dataclass
 class Outputs:
-    """Samples and counters that a worker sends while it decodes."""
+    """Samples and counters that a worker sends to the driver while it decodes.
+
+    Attributes:
+        outputs: Samples that have finished, or the new tokens of samples that continue.
+        stats: Latest counters of the worker's decoder.
+    """
 
     outputs: list[GenerationOutput]
     stats: RolloutStats
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To the driver go two arrays: it would take longer to read the numbers of each sample, and needs arrays anyway.
+        # Send two arrays: the driver needs arrays, and would take longer to unpickle lists of each sample.
         lengths = [len(output.tokens) for output in self.outputs]
         tokens, logprobs = ([getattr(output, name) for output in self.outputs] for name in ("tokens", "logprobs"))
         return _outputs_of, (
             np.fromiter(itertools.chain.from_iterable(tokens), np.int32, sum(lengths)),
             np.fromiter(itertools.chain.from_iterable(logprobs), np.float64, sum(lengths)),
-            # Versions only grow within a sample, and hardly ever do.
+            # Versions never decrease within a sample. If the first equals the last, all are equal.
             [each.versions[: 1 if each.versions[:1] == each.versions[-1:] else None] for each in self.outputs],
             lengths,
             [_rest_of(output) for output in self.outputs],
@@ -80,7 +98,16 @@ def _outputs_of(
     rest: Sequence[tuple[Any, ...]],
     stats: RolloutStats,
 ) -> Outputs:
-    """Unpickle Outputs: split the arrays of all samples."""
+    """Rebuild Outputs when it is unpickled, by splitting arrays that concatenate all samples.
+
+    Args:
+        tokens: Token ids of all samples, int32, shape [sum(lengths)].
+        logprobs: Log-probabilities of these tokens, float64, shape [sum(lengths)].
+        versions: Per sample, the weights version of each token, or a single version if all tokens share it.
+        lengths: Number of tokens of each sample.
+        rest: Per sample, the values of the remaining fields of GenerationOutput, in the order of `_REST`.
+        stats: Counters of the worker.
+    """
     outputs, start = [], 0
     for n_tokens, of_one, others in zip(lengths, versions, rest, strict=True):
         place = slice(start, start + n_tokens)
@@ -94,6 +121,13 @@ def _outputs_of(
 def pack(method: str, args: Sequence[Any]) -> bytes:
     """Pickle the arguments of a command.
 
+    Args:
+        method: Name of the worker's method, for the error message.
+        args: Positional arguments of the method.
+
+    Returns:
+        The bytes for `Command.arguments`.
+
     Raises:
         EngineError: An argument cannot be pickled.
     """
@@ -106,11 +140,19 @@ def pack(method: str, args: Sequence[Any]) -> bytes:
 
 
 class WorkerFailure(EngineError):
-    """An exception inside of a worker that is not one of areno's own."""
+    """An exception inside a worker that areno did not raise itself, such as an error from torch."""
 
 
 def portable(error: Exception, rank: int) -> ArenoError:
-    """Return an exception that survives pickling. Errors of others become a WorkerFailure with their traceback."""
+    """Return an error that can be pickled and sent to the driver.
+
+    Args:
+        error: The exception that a worker caught.
+        rank: Global rank of the worker, for the message.
+
+    Returns:
+        `error` itself if it is an ArenoError. Otherwise a WorkerFailure whose message includes the traceback.
+    """
     if isinstance(error, ArenoError):
         return error
     text = "".join(traceback.format_exception(error)).rstrip()
@@ -118,5 +160,11 @@ def portable(error: Exception, rank: int) -> ArenoError:
 
 
 def execute(worker: Any, method: str, args: Sequence[Any]) -> Any:
-    """Call the method of a worker that a command names, and return its result."""
+    """Call the method named `method` on a worker, and return its result.
+
+    Args:
+        worker: The worker object.
+        method: Name of the method.
+        args: Positional arguments.
+    """
     return getattr(worker, method)(*args)

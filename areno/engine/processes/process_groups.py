@@ -1,7 +1,7 @@
-"""The parallel groups of one worker: tensor-parallel, data-parallel and context-parallel ranks.
+"""The process groups that one worker belongs to: tensor-parallel, data-parallel and context-parallel.
 
-`Layout` says which shard of which copy each rank holds. A CommandBroadcast passes the commands of the
-driver from the leader of a tensor-parallel group to its other ranks before each decoding step.
+`Layout` maps each global rank to its copy of the model and its shard of the copy. A CommandBroadcast sends the driver's
+commands from the leader of a tensor-parallel group (its rank 0) to the other ranks before each decoding step.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _NOTHING = b""
 
 
 class CommandBroadcast:
-    """The connection of one rank to the leader of its tensor-parallel group; for the leader, to all other ranks.
+    """Broadcasts commands from the leader (rank 0) of a tensor-parallel group to the other ranks of the group.
 
-    A message is sent at every decoding step and is mostly empty, so sending must be cheap. The leader never waits for
-    an answer. All ranks of a group run on one machine.
+    All ranks call `send` at every decoding step, mostly with no commands, so a call must be cheap. The leader never
+    waits for an answer. All ranks of a group run on one machine.
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int):
-        """Connect the ranks of a group. All of them must call this.
+        """Connect the ranks of a group. All ranks of the group must call this.
 
         Args:
-            store: Store at which the ranks meet.
-            name: Name of the group in the store.
-            rank: Rank in the group. Rank 0 is the leader.
-            size: Number of ranks.
+            store: Store of torch.distributed through which the ranks exchange the address of the leader's socket.
+            name: Name of the group, unique in the store.
+            rank: Rank within the group. Rank 0 is the leader.
+            size: Number of ranks in the group.
         """
         self._is_leader = rank == 0
         if self._is_leader:
             key = secrets.token_hex(32)
-            # The folder is needed until all have come; nothing is left of it then.
+            # The folder is needed until all ranks have connected, and is then deleted.
             with (
                 TemporaryDirectory(prefix="areno-") as folder,
                 Listener(f"{folder}/s", authkey=key.encode()) as listener,
@@ -58,7 +58,13 @@ class CommandBroadcast:
             self._connections = [Client(address, authkey=key.encode())]
 
     def send(self, messages: list[Any]) -> list[Any]:
-        """Return the messages of the leader on each rank of the group.
+        """Broadcast messages from the leader. All ranks of the group must call this.
+
+        Args:
+            messages: Picklable messages to send, on the leader. Ignored on the other ranks.
+
+        Returns:
+            The leader's messages, on every rank.
 
         Raises:
             EOFError: The leader has ended.
@@ -72,24 +78,25 @@ class CommandBroadcast:
         return pickle.loads(packed) if packed else []
 
 
-# A rank that fails or hangs is seen by the driver; no collective has a time limit of its own.
+# The driver notices a rank that fails or hangs, so collectives have no time limit of their own.
 _FOREVER = timedelta(days=30)
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The groups that one worker belongs to.
+    """The process groups that one worker belongs to.
 
     Attributes:
         rank: Global rank of the worker.
-        device: Its device.
-        tp: Ranks that share one copy of the model (tensor parallel).
-        dp: Ranks that hold the same shard of all copies (data parallel).
-        cp: Ranks of `dp` that train each row together (context parallel).
-        data: Ranks of `dp` with the same position in the other context-parallel groups.
-        broadcast: Passes commands on to the other tensor-parallel ranks. None for a group of one.
-        states: Gloo group of all ranks for the thread that writes run states. None for a run of one rank.
-        n_ranks_on_machine: Number of ranks on this machine, this one included.
+        device: Device of the worker.
+        tp: Group of the ranks that share one copy of the model (tensor parallel).
+        dp: Group of the ranks that hold the same shard in all copies of the model (data parallel).
+        cp: Subgroup of `dp` whose ranks split the tokens of each training row (context parallel).
+        data: Subgroup of `dp` with this rank's position in every context-parallel group. These ranks train different
+            rows.
+        broadcast: Sends commands to the other tensor-parallel ranks. None if `tp` has one rank.
+        states: Gloo group of all ranks for the thread that writes run states. None for a run with one rank.
+        n_ranks_on_machine: Number of ranks on this machine, including this rank.
     """
 
     rank: int
@@ -104,12 +111,12 @@ class ParallelContext:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the run."""
+        """Number of ranks in the run."""
         return self.tp.size * self.dp.size
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank takes commands for its tensor-parallel group and answers for it."""
+        """Whether this rank receives the driver's commands for its tensor-parallel group and replies to them."""
         return self.tp.rank == 0
 
 
@@ -119,8 +126,11 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     Args:
         spec: Description of all workers.
         rank: Global rank of this worker.
-        port: Port on the host of rank 0 at which all ranks meet.
-        listener: For rank 0, the socket that listens at the port. A run of one rank needs neither.
+        port: TCP port of the rendezvous on the host of rank 0. Unused in a run with one rank.
+        listener: Open socket that listens at `port`, for rank 0. None on other ranks, and in a run with one rank.
+
+    Returns:
+        The groups of this rank. In a run with one rank, torch.distributed is not initialized.
     """
     device = torch.device(spec.devices[rank])
     if device.type == "cuda":
@@ -138,7 +148,7 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         wait_for_workers=False,
         master_listen_fd=socket_fd,
     )
-    # NCCL would register the tensors of CUDA graphs with the other GPUs, which fails for those in expandable segments.
+    # NCCL would register the tensors of CUDA graphs with other GPUs, which fails for tensors in expandable segments.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)

@@ -1,4 +1,4 @@
-"""The Ray cluster that this process joins or starts: its nodes, and which of them a run can take."""
+"""The Ray cluster that this process joins or starts, and the nodes that it offers to a run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TIMEOUT = Key("scheduler.setup_timeout")
 _CHECK_EVERY_S = 0.5
 _ANSWER_S = 5.0
 _LOCAL_HOST = "127.0.0.1"
-_AUTO, _LOCAL = "auto", "local"  # that RAY_ADDRESS may be in the place of HOST:PORT
+_AUTO, _LOCAL = "auto", "local"  # values of RAY_ADDRESS besides HOST:PORT
 _GPU, _CPU = "GPU", "CPU"
 _GUESSES = ("Some common causes include", "There are some potential root causes")
-# Ray reports who uses it unless it is told not to. On a node without GPUs it talks of a change to come, and when a node
-# is lost it prints the end of its log: all such lines are skipped.
+# These switch off Ray's usage reports, its warning about a future change on nodes without GPUs, and the end of its log,
+# which Ray prints when a node is lost.
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -44,34 +44,41 @@ class Node:
 
     Attributes:
         id: Ray's id of the node.
-        host: Its address.
-        gpus: GPUs that Ray was started with, in use or not.
-        cpus: CPUs that Ray was started with, in use or not.
-        port: Port of the Ray process of the node.
+        host: IP address of the node.
+        gpus: Number of GPUs that Ray manages on the node, free or in use.
+        cpus: Number of CPUs that Ray manages on the node, free or in use.
+        port: TCP port of Ray's process on the node (the raylet).
     """
 
     id: str
     host: str
     gpus: int
     cpus: int
-    port: int = 0  # that the node's own process of Ray listens on
+    port: int = 0  # of Ray's process on the node
 
     def answers(self) -> bool:
-        """Return whether the node accepts connections. Ray takes up to half a minute to notice a lost node."""
+        """Return whether Ray's process on the node accepts connections.
+
+        Use this because Ray itself takes up to half a minute to notice a lost node.
+        """
         return _listens(self.host, self.port)
 
     def devices(self, kind: str) -> int:
-        """Return how many worker processes of this kind of device (cuda or cpu) may run on the node."""
+        """Return how many workers the node can hold, free or not, with one device each.
+
+        Args:
+            kind: "cuda" counts GPUs. "cpu" counts CPUs.
+        """
         return self.gpus if kind == "cuda" else self.cpus
 
 
 def resource(kind: str) -> str:
-    """Return Ray's name for a kind of device."""
+    """Return Ray's name for a kind of device: "GPU" for "cuda", otherwise "CPU"."""
     return _GPU if kind == "cuda" else _CPU
 
 
 def check_installed() -> None:
-    """Raise ConfigError if Ray is not installed or cannot be imported."""
+    """Raise ConfigError if the Ray package is not installed or its import fails."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(Problem(_KEY, "is ray, which is not installed: pip install 'areno[ray]'"))
     try:
@@ -81,19 +88,22 @@ def check_installed() -> None:
 
 
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
-    """Join the cluster at RAY_ADDRESS or, if it is not set, the cluster on this machine. Further calls do nothing.
+    """Connect this process to a Ray cluster. Do nothing if it is already connected.
 
-    If there is no cluster, or with RAY_ADDRESS=local, a run on one node starts a cluster on this machine, which ends
-    with this process.
+    The cluster is the one at the environment variable RAY_ADDRESS or, without the variable, the one on this machine. A
+    run on one node starts its own cluster on this machine if there is none or if RAY_ADDRESS=local. This cluster ends
+    with the process.
 
     Args:
-        n_nodes: Nodes of the run.
-        n_devices: Devices of the run, if known.
+        n_nodes: Number of nodes of the run.
+        n_devices: Number of devices of the run, the least number of CPUs for a cluster that is started here. None if
+            unknown.
 
     Raises:
         ConfigError: No cluster can be joined or started.
+        EngineError: A started cluster would be reachable from other machines.
     """
-    for name, value in QUIET.items():  # before it is imported
+    for name, value in QUIET.items():  # before Ray is imported
         os.environ.setdefault(name, value)
     check_installed()
     import ray
@@ -121,7 +131,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
                 return
         except ConfigError:
             raise
-        except Exception as error:  # Ray raises what its transport does
+        except Exception as error:  # Ray raises exceptions of its transport
             where = "the Ray cluster of this machine" if given in (None, _AUTO) else f"the Ray cluster at {given}"
             raise ConfigError(
                 Problem(_KEY, "is ray, but {} cannot be joined: {}", where, one_line(str(error)))
@@ -135,14 +145,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 
 
 def given_address(n_nodes: int) -> str | None:
-    """Return the environment variable RAY_ADDRESS, or None if it is not set.
-
-    Args:
-        n_nodes: Number of nodes of the run.
-
-    Raises:
-        ConfigError: If the address has another form, or is `local` for several nodes.
-    """
+    """Return RAY_ADDRESS, or None if it is not set. Raise ConfigError if a run on `n_nodes` nodes cannot use it."""
     given = os.environ.get("RAY_ADDRESS") or None
     host, _, port = (given or "").rpartition(":")
     if given is None or given == _AUTO or (host and port.isdecimal() and not set(host) & set("/, ")):
@@ -160,9 +163,13 @@ def given_address(n_nodes: int) -> str | None:
 
 
 def _address_to_join(given: str | None) -> str | None:
-    """Return HOST:PORT of the given cluster, or of the cluster on this machine. None if no cluster runs here.
+    """Return HOST:PORT of the cluster to join. None if no address is given and no cluster runs on this machine.
 
-    ConfigError if RAY_ADDRESS=auto asks for the cluster on this machine and there is none.
+    Args:
+        given: RAY_ADDRESS. None or "auto" looks for a cluster on this machine.
+
+    Raises:
+        ConfigError: RAY_ADDRESS is "auto" and no cluster runs on this machine.
     """
     from ray._private import services
 
@@ -177,9 +184,13 @@ def _address_to_join(given: str | None) -> str | None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return one line that says why an actor or its node is gone. Ray puts the reason last."""
+    """Return one line that says why an actor or its node has ended.
+
+    Args:
+        error: Exception from Ray, whose long message ends with the reason.
+    """
     lines = [line for line in str(error).splitlines() if line.strip()]
-    if lines and type(error).__name__ == "OutOfMemoryError":  # the last line is where to read of it
+    if lines and type(error).__name__ == "OutOfMemoryError":  # its last line says where to read more
         return f"killed by Ray for lack of memory: {one_line(lines[0])}"
     last = lines[-1] if lines else type(error).__name__
     _, found, detail = last.partition("Worker exit detail: ")
@@ -190,7 +201,7 @@ def error_text(error: BaseException) -> str:
 
 
 def one_line(words: str) -> str:
-    """Return a message of Ray in at most 250 characters, without its guesses at the cause."""
+    """Shorten a message from Ray to one line of at most 250 characters, without Ray's guesses at the cause."""
     for guesses in _GUESSES:
         words = words.partition(guesses)[0]
     words = " ".join(words.strip(" .").split())
@@ -198,21 +209,24 @@ def one_line(words: str) -> str:
 
 
 def _is_there(address: str) -> bool:
-    """Return whether a cluster accepts connections at HOST:PORT."""
+    """Return whether a connection to `address`, a HOST:PORT, succeeds."""
     host, _, port = address.rpartition(":")
     return _listens(host.strip("[]"), int(port))
 
 
 def _check_token(address: str) -> None:
-    """Raise ConnectionError if the cluster rejects this process. Ray would be silent about it for long."""
+    """Raise ConnectionError if the cluster rejects this process's authentication token.
+
+    Ray itself would retry for long without a message.
+    """
     try:
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
         from ray.exceptions import AuthenticationError
-    except ImportError:  # another release of Ray has them elsewhere, and says in its own words what is wrong
+    except ImportError:  # other releases of Ray have another layout, and report the error themselves
         return
     raylet: Any = importlib.import_module("ray._raylet")  # without type hints
     try:
-        ensure_token_if_auth_enabled(create_token_if_missing=False)  # a client without one would abort the process
+        ensure_token_if_auth_enabled(create_token_if_missing=False)  # a client without a token would abort the process
         raylet.GcsClient(address=address)
     except AuthenticationError as error:
         raise ConnectionError(
@@ -230,15 +244,21 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
-    """Start a cluster on this machine that only this machine can reach."""
+    """Start a Ray cluster on this machine that other machines cannot reach.
+
+    Args:
+        ray: The module ray.
+        n_cpus: Number of CPUs that the cluster offers.
+        quiet: Arguments of `ray.init` that suppress its log.
+    """
     from ray._private import ray_constants
 
-    # Ray takes an address that others can reach, also when it is told another one, unless it thinks that it is on a
-    # system where it makes no clusters.
+    # Ray listens at an address that other machines can reach, whatever address it is given. Only if clusters are
+    # disabled, as Ray does on some systems, it does not.
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(address="local", num_cpus=n_cpus, include_dashboard=False, **quiet)
-    except Exception as error:  # Ray raises what its processes and their files do
+    except Exception as error:  # Ray raises exceptions of its processes and their files
         text = "is ray, but Ray cannot be started on this machine: {}"
         if isinstance(error, OSError):  # most often its sockets, whose paths may have 107 bytes
             text += "; set RAY_TMPDIR to a folder with a short path that can be written"
@@ -255,7 +275,10 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep the handler of SIGTERM. Ray would install one that ends the process without closing anything."""
+    """Restore the current SIGTERM handler at the end of this `with` block.
+
+    Ray installs a handler that would end the process without closing anything.
+    """
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -266,7 +289,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def nodes() -> list[Node]:
-    """Return the nodes that Ray considers alive. Nodes with most devices come first."""
+    """Return the nodes that Ray considers alive, those with the most GPUs (then CPUs) first."""
     import ray
 
     found = [
@@ -284,20 +307,27 @@ def nodes() -> list[Node]:
 
 
 def free_devices(kind: str) -> dict[str, int]:
-    """Return the number of free devices of a kind by node id."""
+    """Return the number of free devices on each node, by Ray's node id.
+
+    Args:
+        kind: "cuda" counts GPUs. "cpu" counts CPUs.
+    """
     from ray._private import state
 
     return {node: int(held.get(resource(kind), 0)) for node, held in state.available_resources_per_node().items()}
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
-    """Return the nodes of the cluster, as soon as `enough` accepts them or after `timeout` seconds.
+    """Wait until the nodes of the cluster suffice or the timeout passes, and return the nodes then alive.
 
     Args:
-        enough: Whether a list of nodes suffices.
+        enough: Function that returns whether a list of nodes suffices.
         timeout: Longest wait, in seconds.
         what: Description of the missing nodes, for the log.
-        key: The setting that the timeout comes from.
+        key: The setting that `timeout` comes from, for the log. None if no setting changes it.
+
+    Returns:
+        The nodes. Check them again, since they may not suffice.
     """
     deadline, told = time.monotonic() + timeout, False
     while not enough(found := nodes()) and time.monotonic() < deadline:
@@ -311,17 +341,39 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
 
 
 def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> bool:
-    """Return whether `n_nodes` nodes have at least `n_each` devices of a kind each."""
+    """Return whether at least `n_nodes` of the nodes have `n_each` or more devices, free or in use.
+
+    Args:
+        found: Nodes of the cluster.
+        kind: Kind of device, "cuda" or "cpu".
+        n_nodes: Number of nodes needed.
+        n_each: Number of devices needed on each.
+    """
     return sum(node.devices(kind) >= n_each for node in found) >= n_nodes
 
 
 def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
-    """Return how many shares of `n_each` devices fit on the nodes, at most `n_nodes`. A node may take several."""
+    """Return how many blocks of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several.
+
+    Args:
+        found: Nodes of the cluster.
+        kind: Kind of device, "cuda" or "cpu".
+        n_nodes: Largest result.
+        n_each: Number of devices in a block. All devices of a block are on one node.
+    """
     return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
 
 
 def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
-    """Return the problem of a layout that does not fit the cluster, after `waited` seconds."""
+    """Build the Problem for a ConfigError if the cluster is too small for the run.
+
+    Args:
+        kind: Kind of device, "cuda" or "cpu".
+        n_nodes: Number of nodes that the run needs.
+        n_each: Number of devices that it needs on each node.
+        found: Nodes of the cluster.
+        waited: Seconds for which areno has waited for more nodes.
+    """
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
     size = n_nodes if n_nodes > 1 else n_each
     text = "is {}, and the run takes {}, but the Ray cluster has {}; areno waited {:g} s for more ({} changes that)"
@@ -342,5 +394,5 @@ def described(found: Sequence[Node]) -> str:
 
 
 def _count(n: int, what: str) -> str:
-    """Return a number with its noun in the right form."""
+    """Return a count with its noun, in the plural unless `n` is 1."""
     return f"{n} {what}{'' if n == 1 else 's'}"

@@ -1,4 +1,7 @@
-"""The actor on each node of a Ray cluster. It starts the worker processes there and forwards their messages unread."""
+"""The Ray actor on each node of a cluster. It starts the node's worker processes and forwards their messages.
+
+Messages are forwarded as bytes, without unpickling them.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Facts about a node.
+    """Facts about a node, to check before workers start there.
 
     Attributes:
         id: Ray's id of the node.
-        host: Its address.
-        versions: Versions of areno, Python and torch.
-        missing: The requested paths that do not exist there.
-        n_cuda: CUDA devices that torch sees among those that Ray has assigned to the run.
+        host: IP address of the node.
+        versions: Versions of areno, Python, torch and transformers, by name.
+        missing: The requested paths that do not exist on the node.
+        n_cuda: Number of CUDA devices that torch sees among the devices that Ray has assigned to the run.
     """
 
     id: str
@@ -43,17 +46,19 @@ class NodeReport:
 
 
 class NodeHost:
-    """The worker processes of one node. Ray runs the methods of the three concurrency groups in GROUPS side by side.
+    """Ray actor that holds the worker processes on one node.
+
+    Ray runs methods of different concurrency groups in GROUPS at the same time, each group with its number of threads.
 
     Args:
-        environment: Environment variables for the workers. Variables that the node sets itself win.
-        folder: Working directory of the driver.
+        environment: Environment variables for the workers. A variable that is already set on the node keeps its value.
+        folder: Working directory of the driver. Becomes the actor's working directory if it exists on the node.
     """
 
     GROUPS = {"commands": 1, "messages": 1, "watch": 2}  # noqa: RUF012
 
     def __init__(self, environment: Mapping[str, str], folder: str):
-        # Ray sets this one for its own tasks, from the CPUs that the actor has reserved.
+        # Ray sets this variable for its own tasks, from the CPUs that the actor has reserved.
         os.environ.pop("OMP_NUM_THREADS", None)
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -63,7 +68,11 @@ class NodeHost:
         self._processes: LocalProcesses | None = None
 
     def report(self, paths: Iterable[str]) -> NodeReport:
-        """Return facts about the node, and which of `paths` do not exist there."""
+        """Return facts about the node, for checks before the workers start.
+
+        Args:
+            paths: Paths whose existence on the node is checked.
+        """
         import ray
         import torch
 
@@ -73,15 +82,28 @@ class NodeHost:
         return NodeReport(context.get_node_id(), ray.util.get_node_ip_address(), versions(), missing, n_cuda)
 
     def listen(self, host: str) -> int:
-        """Open the port at which all ranks meet, on the node of rank 0, and return its number."""
+        """Open the rendezvous port for torch.distributed on this node, which must be the node of rank 0.
+
+        Args:
+            host: IP address of the node, to listen at.
+
+        Returns:
+            The TCP port.
+        """
         self._listener = socket.create_server((host, 0))
         return self._listener.getsockname()[1]
 
     def start(self, spec: EngineSpec, ranks: range, port: int) -> None:
-        """Start the workers of these ranks."""
+        """Start worker processes on this node.
+
+        Args:
+            spec: Description of all workers of the run.
+            ranks: Global ranks to start here.
+            port: TCP port of the rendezvous, from `listen` on the node of rank 0.
+        """
         own = spec.addresses[ranks[0]].host
         if spec.n_nodes > 1 and own != LOOPBACK and (interface := interface_of(own)) is not None:
-            # Where several lead out of a node, gloo and NCCL may take one that the other nodes cannot reach.
+            # With several network interfaces, gloo and NCCL may choose an interface that the other nodes cannot reach.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, interface)
         self._processes = LocalProcesses(spec, ranks, port, self._listener)
@@ -89,15 +111,21 @@ class NodeHost:
             self._listener.close()
 
     def send(self, rank: int, command: bytes) -> None:
-        """Send a pickled command to a worker. `receive` reports a worker that has ended."""
+        """Send a pickled Command to one worker. Ignore a worker that has ended, since `receive` reports it."""
         if self._processes is not None:
             with suppress(OSError):
                 self._processes.send_bytes(rank, command)
 
     def receive(self, timeout: float) -> tuple[Arrived, list[int]]:
-        """Return arrived messages, ended ranks (see Processes), and the progress counters.
+        """Return what has arrived from the workers of this node.
 
-        Only the counters of this node are valid.
+        Args:
+            timeout: Longest wait for the first message, in seconds.
+
+        Returns:
+            `((messages, ended), counters)`: (rank, pickled message) pairs, the ranks whose connection has newly ended,
+            and the progress counters of the run. Only counters for ranks of this node are valid. All lists are empty
+            before `start`.
         """
         if (processes := self._processes) is None:
             return ([], []), []
@@ -105,34 +133,42 @@ class NodeHost:
         return arrived, list(processes.counters)
 
     def exit_codes(self, rank: int | None, timeout: float) -> dict[int, int | None]:
-        """Return the exit codes of the workers of this node, after waiting for `rank`, one of them."""
+        """Return the exit code of each worker on this node by rank, None for a worker that is still running.
+
+        Args:
+            rank: Rank on this node whose end to wait for before the codes are read. None does not wait.
+            timeout: Longest wait for the end of `rank`, in seconds.
+        """
         return {} if self._processes is None else self._processes.exit_codes(rank, timeout)
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return the state in words and the stacks of the workers of this node."""
+        """Return, by rank, (process state in words or an empty string, stacks as text) of the workers on this node."""
         return {} if self._processes is None else self._processes.stack_traces()
 
     def kill(self) -> None:
-        """Kill the workers of this node."""
+        """Kill the workers on this node at once."""
         if self._processes is not None:
             self._processes.kill()
 
     def close(self) -> None:
-        """Let the workers of this node end, and kill those that do not."""
+        """Let the workers on this node end by themselves, and kill those that are still running after two seconds."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all nodes. Builds of torch for other accelerators count as equal."""
+    """Return, by name, the versions that must be equal on all nodes: areno, Python, torch and transformers.
+
+    Suffixes such as `+cu126` are left out, so builds of torch for different accelerators count as equal.
+    """
     major, minor, _ = platform.python_version_tuple()
     found = {name: _version(name).partition("+")[0] for name in VERSIONS_OF}
     return {"areno": __version__, "python": f"{major}.{minor}", **found}
 
 
 def _version(package: str) -> str:
-    """Return the version of a package, or none."""
+    """Return the installed version of a package, or "none" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -140,12 +176,19 @@ def _version(package: str) -> str:
 
 
 def interface_of(host: str) -> str | None:
-    """Return the network interface with this IPv4 address. None if there is none or the system does not say."""
+    """Return the name of the network interface with an IPv4 address.
+
+    Args:
+        host: IPv4 address of this machine.
+
+    Returns:
+        A name such as "eth0". None if no interface has the address.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
                 found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             if socket.inet_ntoa(found[20:24]) == host:
                 return name
@@ -153,7 +196,14 @@ def interface_of(host: str) -> str | None:
 
 
 def leave_sign(folder: str) -> Path:
-    """Create an empty file in a folder, for other nodes to look for."""
+    """Create an empty file in a folder. Another node that sees the file shares the folder's file system.
+
+    Args:
+        folder: Folder, which is created if it does not exist.
+
+    Returns:
+        Path of the file. The caller deletes it.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=".seen-", dir=folder)
     os.close(number)
@@ -161,6 +211,15 @@ def leave_sign(folder: str) -> Path:
 
 
 def start_actor(ray: Any, options: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """Start the actor of a node. `options` choose the node."""
+    """Start a NodeHost actor on a node.
+
+    Args:
+        ray: The module ray.
+        options: Options of the Ray actor, such as its scheduling strategy (which chooses the node) and its resources.
+        environment: Environment variables for the workers.
+
+    Returns:
+        Handle of the actor.
+    """
     actor = ray.remote(**options, concurrency_groups=NodeHost.GROUPS, max_restarts=0)(NodeHost)
     return actor.remote(environment, os.getcwd())

@@ -1,8 +1,8 @@
-"""Worker processes on the nodes of a Ray cluster, as the driver sees them.
+"""The driver's view of worker processes on the nodes of a Ray cluster.
 
 One actor on each node holds the worker processes there (NodeHost). For each node, a thread of the driver fetches
-messages and progress counters, about once a second if there is nothing new. So a node that does not answer is noticed
-whatever the driver is doing.
+messages and progress counters, about once a second if there is no message. So the driver notices a node that stops
+answering, whatever its main thread is doing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from areno.errors import CheckpointError, ConfigError, EngineError, Key, Problem
 
 logger = logging.getLogger("areno")
 
-_ASK_S = 1.0  # after which a node answers without messages
-_SILENT_S = 20.0  # without an answer, after which a node counts as lost: its actor only answers
-_SUSPECT_S = 4.0  # the same once a worker has failed, perhaps because another one is lost
+_ASK_S = 1.0  # after which a node answers although it has no messages
+_SILENT_S = 20.0  # without an answer, after which a node counts as lost: its actor does nothing but answer
+_SUSPECT_S = 4.0  # the same after a worker has failed, perhaps because another worker was lost
 _ANSWER_S = 10.0  # for other calls of an actor
 _KILL_S = 2.0
 _CLOSE_S = 6.0  # longer than a worker has to end by itself
@@ -47,7 +47,7 @@ lost_nodes: set[str] = set()  # ids of nodes that this process knows or suspects
 
 @dataclass
 class _Node:
-    """A node of the run: its Ray id, its address, the actor on it, and its ranks."""
+    """A node of the run: its Ray id, its IP address, the handle of its NodeHost actor, and its global ranks."""
 
     id: str
     host: str
@@ -60,20 +60,24 @@ class RayProcesses:
 
     Args:
         spec: Description of the workers.
-        again: Whether an earlier group has lost workers. Then fewer copies of the model may start, and a node may take
-            more ranks than before.
+        again: Whether this is a restart after a group has lost workers. Then fewer copies of the model may start if
+            nodes are gone, and a node may hold more ranks than before.
+
+    Attributes:
+        spec: Description of the workers that were started, with the host of each rank.
 
     Raises:
-        ConfigError: The cluster lacks nodes or devices.
-        EngineError: The workers cannot be started on a node, or the devices are in use.
-        WorkerLost: A node was lost meanwhile.
+        ConfigError: The cluster has too few nodes or devices, or a node does not see the shared folders.
+        CheckpointError: A node does not have the model's folder.
+        EngineError: The workers cannot be started on a node, or the devices stay in use by others.
+        WorkerLost: A node was lost while the workers started.
     """
 
     death_grace_s = _SUSPECT_S + 2 * _ASK_S
 
     def __init__(self, spec: EngineSpec, again: bool = False):
         ray_cluster.connect(spec.n_nodes, spec.world_size)
-        import ray  # not before it has been told to be quiet
+        import ray  # after `connect` has made it quiet
 
         self._ray: Any = ray
         self._nodes: list[_Node] = []
@@ -87,7 +91,7 @@ class RayProcesses:
         try:
             self._place(again)
             self._start()
-        except self._ray.exceptions.RayTaskError as error:  # the node is there, and says what is wrong
+        except self._ray.exceptions.RayTaskError as error:  # the node is alive and reports the cause
             self.close()
             raise EngineError(
                 "the workers cannot be started on their node: {}", ray_cluster.error_text(error)
@@ -103,7 +107,11 @@ class RayProcesses:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _place(self, again: bool) -> None:
-        """Choose the nodes, with `again` among those that are left, and reserve their devices."""
+        """Choose the number of nodes, wait for them, and reserve their devices.
+
+        Args:
+            again: Whether to start fewer copies of the model if the cluster has become too small.
+        """
         spec = self.spec
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = ray_cluster.wanted(kind, n_nodes, n_each)
@@ -128,7 +136,14 @@ class RayProcesses:
         self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
 
     def _reserve(self, kind: str, n_each: int, strategy: str, found: Sequence[ray_cluster.Node]) -> None:
-        """Reserve the devices with a placement group, and start an actor on each node."""
+        """Reserve the devices with a Ray placement group, and start an actor on each node.
+
+        Args:
+            kind: Kind of device, "cuda" or "cpu".
+            n_each: Number of devices per node.
+            strategy: Ray's placement strategy, "STRICT_SPREAD" for separate nodes or "SPREAD".
+            found: Nodes of the cluster, for messages.
+        """
         from ray.util.placement_group import placement_group, placement_group_table
 
         bundle = {ray_cluster.resource(kind): float(n_each)}
@@ -167,7 +182,7 @@ class RayProcesses:
             self._nodes.append(_Node(ids[index], hosts.get(ids[index], "?"), actor, ranks))
 
     def _start(self) -> None:
-        """Check versions, devices and folders of the nodes, and start the workers."""
+        """Check versions, devices and folders on the nodes, then start the workers and a thread for each node."""
         signs = {key: leave_sign(folder) for key, folder in self.spec.shared}
         try:
             paths = [*read_folders(self.spec).values(), *map(str, signs.values())]
@@ -179,7 +194,7 @@ class RayProcesses:
         check_versions(reports)
         check_devices(self.spec, reports)
         check_folders(self.spec, reports, signs)
-        for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a node it lost
+        for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a lost node
             node.id, node.host = report.id, report.host
             lost_nodes.discard(node.id)
         hosts = [node.host for node in self._nodes for _ in node.ranks]
@@ -193,7 +208,10 @@ class RayProcesses:
             self._threads.append(thread)
 
     def _report(self, node: _Node, asked: Any) -> NodeReport:
-        """Return the report of a node. EngineError if areno cannot be started there."""
+        """Wait for the pending report `asked` from a node, and return the report.
+
+        Raises EngineError if areno cannot start on the node.
+        """
         try:
             deadline = time.monotonic() + _START_S
             while not self._ray.wait([asked], timeout=1.0)[0] and time.monotonic() < deadline:
@@ -204,14 +222,14 @@ class RayProcesses:
             if not is_there or isinstance(error, self._ray.exceptions.OutOfMemoryError):
                 raise
             text = "areno {} cannot be started on node {}: {}"
-            if getattr(error, "actor_init_failed", False):  # an error of Python, such as a module that is missing
+            if getattr(error, "actor_init_failed", False):  # a Python error, such as a missing module
                 text += "; install the same version of areno on all nodes"
             raise EngineError(text, versions()["areno"], node.host, ray_cluster.error_text(error)) from error
 
     # -- work ------------------------------------------------------------------------------------------------------
 
     def _follow(self, node: _Node) -> None:
-        """Fetch messages and counters of a node until the group is closed or the node is lost. Runs in a thread."""
+        """Fetch messages and counters from a node until the group is closed or the node is lost. Runs in a thread."""
         first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
         while not self._closed.is_set():
             try:
@@ -225,7 +243,7 @@ class RayProcesses:
                 arrived, counters = self._ray.get(asked)
             except self._ray.exceptions.ActorUnavailableError:
                 return self._lose(node, "its connection has ended")
-            except Exception as error:  # what Ray raises where an actor or its node is gone, and at its own end
+            except Exception as error:  # Ray raises various exceptions when an actor, its node or Ray itself has ended
                 return self._lose(node, ray_cluster.error_text(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
             if arrived != ([], []):
@@ -233,28 +251,35 @@ class RayProcesses:
         return None
 
     def _lose(self, node: _Node, why: str) -> None:
-        """Record that a node is lost, and wake callers."""
+        """Record that a node is lost because of `why`, and wake a thread that waits in `receive`."""
         if self._closed.is_set():
             return
         lost_nodes.add(node.id)
         workers = f"worker {node.ranks[0]}" if len(node.ranks) == 1 else f"workers {node.ranks[0]} to {node.ranks[-1]}"
         self._lost = self._lost or WorkerLost("node {} with {} was lost: {}", node.host, workers, why)
-        self._inbox.put(([], []))  # wakes who waits
+        self._inbox.put(([], []))  # wakes a thread that waits in `receive`
 
     def _raise_if_lost(self) -> None:
-        """Raise the recorded loss of a node."""
+        """Raise WorkerLost if a node was lost."""
         if self._lost is not None:
             raise self._lost
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to a worker."""
+        """Send a command to one worker without waiting for the reply."""
         self._raise_if_lost()
         [node] = [node for node in self._nodes if rank in node.ranks]
         packed = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
         _ask(node.actor.send, rank, packed, group="commands")
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return the messages that have arrived, and the ranks whose connection has newly ended."""
+        """Return (rank, pickled message) pairs that have arrived, and the ranks whose connection has newly ended.
+
+        Args:
+            timeout: Longest wait for the first message, in seconds. None waits without limit.
+
+        Raises:
+            WorkerLost: A node was lost.
+        """
         self._raise_if_lost()
         messages: list[tuple[int, bytes]] = []
         gone: list[int] = []
@@ -268,7 +293,18 @@ class RayProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit code of each worker, None while it runs, after waiting for the end of `rank`."""
+        """Return the exit code of each worker by rank.
+
+        Args:
+            rank: Rank whose end to wait for before the codes are read. None does not wait.
+            timeout: Longest wait for the end of `rank`, in seconds.
+
+        Returns:
+            Exit code by rank. None for a worker that is running or whose node does not answer.
+
+        Raises:
+            WorkerLost: A node was lost.
+        """
         self.suspect_loss()
         self._raise_if_lost()
         asked = [
@@ -278,17 +314,20 @@ class RayProcesses:
         codes: dict[int, int | None] = dict.fromkeys(range(self.spec.world_size))
         ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=timeout + _SUSPECT_S)
         for one in ready:
-            with suppress(self._ray.exceptions.RayError):  # the node is gone, which its thread sees, too
+            with suppress(self._ray.exceptions.RayError):  # the node is lost, which its thread notices, too
                 codes |= self._ray.get(one)
         self._raise_if_lost()
         return codes
 
     def suspect_loss(self) -> None:
-        """Treat a node that does not answer as lost sooner from now on."""
+        """Count a node as lost after a shorter silence from now on."""
         self._suspects_loss = True
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return the state in words and the Python stacks of each worker."""
+        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker.
+
+        A remark replaces the stacks of workers whose node does not answer.
+        """
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
         for one in self._answered([_ask(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
             with suppress(self._ray.exceptions.RayError):
@@ -296,12 +335,12 @@ class RayProcesses:
         return shown
 
     def _answered(self, asked: list[Any], timeout: float) -> list[Any]:
-        """Return the calls of actors that are answered within `timeout` seconds."""
+        """Return those of the pending actor calls `asked` that are answered within `timeout` seconds."""
         return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
 
     def kill(self) -> None:
-        """Kill all workers and their actors."""
-        self._closed.set()  # their end is meant
+        """Kill all workers and their actors at once."""
+        self._closed.set()  # the end of the workers is not a loss
         self._inbox.put(([], list(range(self.spec.world_size))))
         self._answered(
             [_ask(node.actor.kill) for node in self._nodes], _KILL_S
@@ -310,7 +349,7 @@ class RayProcesses:
             self._ray.kill(node.actor)
 
     def close(self) -> None:
-        """Let all workers end, kill their actors, and return the devices to Ray."""
+        """Let all workers end by themselves, kill their actors, and release the devices that were reserved in Ray."""
         self._closed.set()
         if not self._ray.is_initialized():
             return  # the script has left the cluster, which has ended the actors
@@ -329,25 +368,30 @@ class RayProcesses:
 
 
 def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
-    """Call a method of an actor, and return the pending result.
+    """Call a method on an actor without waiting for the result.
 
     Args:
-        method: The actor's method.
-        args: Its arguments.
-        group: Concurrency group of the call, see NodeHost.
+        method: Method of the actor's handle.
+        args: Positional arguments.
+        group: Name of the concurrency group of NodeHost in which the call runs.
+
+    Returns:
+        Ray's reference to the pending result.
     """
     return method.options(concurrency_group=group).remote(*args)
 
 
 def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
-    """Return whether no lost node looks usable to Ray. Until Ray notices a loss, it would place workers there.
-
-    A node that hangs may still accept connections, but the devices of its workers are not free.
+    """Return whether it is safe to place workers, because Ray no longer offers the devices of any lost node.
 
     Args:
-        kind: "cpu" or "cuda".
-        n_each: Devices that the run needs on each node.
-        found: Nodes of the cluster.
+        kind: Kind of device, "cuda" or "cpu".
+        n_each: Number of devices needed on a node.
+        found: Nodes that Ray considers alive.
+
+    Returns:
+        False while a node that areno has recorded as lost does not answer or has fewer than `n_each` free devices. The
+        devices of a hung node stay in use although it may still accept connections.
     """
     lost = [node for node in found if node.id in lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
@@ -355,7 +399,11 @@ def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bo
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """Raise EngineError if a node has other versions of areno, Python or torch than this process."""
+    """Raise EngineError if a node has other versions of areno, Python, torch or transformers than this process.
+
+    Args:
+        reports: Report from each node.
+    """
     for report in reports:
         pairs = [(name, report.versions.get(name), own) for name, own in versions().items()]
         if other := [f"{name} {theirs} (here {own})" for name, theirs, own in pairs if theirs != own]:
@@ -364,7 +412,12 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
 
 
 def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
-    """Raise EngineError if torch does not see the GPUs of a node."""
+    """Raise EngineError if torch sees fewer GPUs on a node than the run uses there.
+
+    Args:
+        spec: Description of the workers.
+        reports: Report from each node.
+    """
     n_each = spec.world_size // spec.n_nodes if spec.devices[0].startswith("cuda") else 0
     for report in reports:
         if report.n_cuda < n_each:
@@ -376,14 +429,28 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
 
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
-    """Return the folders that every node reads itself, by setting."""
+    """Return the folders that every node reads directly, such as the model's, by the name of their setting.
+
+    Args:
+        spec: Description of the workers.
+    """
     lora = spec.actor.lora
     adapters = {"actor.init_lora_from": lora.init_from} if lora is not None and lora.init_from else {}
     return {"actor.path": spec.actor.path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
 
 
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[str, Any]) -> None:
-    """Raise an error if a node does not see the model, or the files that this process writes."""
+    """Check that every node sees the model folders, and the folders that this process writes.
+
+    Args:
+        spec: Description of the workers.
+        reports: Report from each node, with the missing paths.
+        signs: Setting -> path of a file that this process has created in a shared folder.
+
+    Raises:
+        CheckpointError: A node does not have a folder with a model or adapters.
+        ConfigError: A node does not see a created file, so the folder is not shared.
+    """
     for report in reports:
         for key, folder in read_folders(spec).items():
             if folder in report.missing:

@@ -1,4 +1,4 @@
-"""The main function of a worker process: it executes commands, and decodes while there are requests."""
+"""The main function of a worker process. The worker executes commands, and decodes while it has requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
 _STATS_EVERY_S = 0.5
-# What to say where a command has no advice of its own.
+# Advice for an out-of-memory error in a command without advice of its own.
 _LESS_MEMORY = (
     ("lower {}", Key("rollout.mem_fraction")),
     ("lower {}", Key("rollout.max_prefill_tokens")),
@@ -41,7 +41,17 @@ def worker_main(
     counters: Any,
     stack_trace_pipe: Any,
 ) -> None:
-    """Run one worker process until the driver closes its pipe."""
+    """Run one worker process until the driver closes its pipe, then exit the process.
+
+    Args:
+        pipe: Two-way pipe to the driver, for Command, Reply and Outputs.
+        spec: Description of all workers of the run.
+        rank: Global rank of this worker.
+        port: TCP port of the rendezvous on the host of rank 0.
+        listener: Open socket that listens at `port`, for rank 0. None for other ranks.
+        counters: Shared memory with the progress counters of all ranks.
+        stack_trace_pipe: Two-way pipe over which the driver asks for stack traces.
+    """
     follow_parent()
     own_heartbeat = Heartbeat(counters, rank)
     _stacks = StackTraceServer(stack_trace_pipe, with_collectives=spec.world_size > 1)
@@ -54,7 +64,7 @@ def worker_main(
 
         if spec.engine.deterministic:
             begin_deterministic(spec.devices[rank], spec.world_size)
-        gc.freeze()  # to look through all that was imported would hold a step for a tenth of a second
+        gc.freeze()  # scanning all imported objects would delay a step by a tenth of a second
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)
         own_heartbeat.has_done(decodes=False)
@@ -63,7 +73,7 @@ def worker_main(
         with suppress(BrokenPipeError, ConnectionResetError):
             pipe.send(Reply(0, error=portable(error, rank)))
             _leave(1)
-        _leave(0)  # the driver closed the group meanwhile, such as on Ctrl-C
+        _leave(0)  # the driver has closed the group, for example after Ctrl-C
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     if context.is_leader:
         threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
@@ -72,7 +82,7 @@ def worker_main(
     except (BrokenPipeError, ConnectionResetError):
         pass  # the driver closed the group
     except Exception as error:
-        with suppress(BrokenPipeError, ConnectionResetError):  # a peer failed, and the driver closed the group over it
+        with suppress(BrokenPipeError, ConnectionResetError):  # another rank failed, so the driver has closed the group
             pipe.send(Reply(None, error=_failure(error, context)))
         _leave(1)
     if dist.is_initialized():
@@ -81,7 +91,7 @@ def worker_main(
 
 
 def _leave(code: int) -> NoReturn:
-    """Flush the output and end the process at once.
+    """Flush stdout and stderr, and end the process at once.
 
     A regular exit of an interpreter with torch takes a second, and torch may warn about an open process group.
     """
@@ -91,7 +101,11 @@ def _leave(code: int) -> NoReturn:
 
 
 def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
-    """Queue commands as they arrive. So a send of the driver never waits for a worker that waits in a send itself."""
+    """Move commands from the pipe to a queue as they arrive, and put None when the pipe ends. Runs in a thread.
+
+    The thread keeps the pipe empty. Otherwise the driver and a worker that send at the same time could wait for each
+    other.
+    """
     try:
         while True:
             inbox.put(pipe.recv())
@@ -122,16 +136,16 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             heartbeat.beat()
             now = time.monotonic()
             if context.is_leader and (outputs or now - last_stats > _STATS_EVERY_S):
-                own_heartbeat.decodes(False)  # a driver that does not read may hold up what follows
+                own_heartbeat.decodes(False)  # the send below may wait for the driver to read
                 pipe.send(Outputs(outputs, worker.rollout_stats()))
                 last_stats = now
             own_heartbeat.decodes(worker.has_work)
 
 
 def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
-    """Return the commands that have arrived. Without anything to decode, wait for one. None marks the end.
+    """Return the commands that have arrived. Wait for a command if there is nothing to decode. None marks the end.
 
-    A leader shares them with its tensor-parallel ranks, so all ranks execute the same commands at the same step.
+    The leader broadcasts the commands to its tensor-parallel group, so that all ranks execute them at the same step.
     """
     commands: list[Command | None] = []
     if context.is_leader:
@@ -141,12 +155,16 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
         return commands
     try:
         return context.broadcast.send(commands)
-    except EOFError:  # the leader has ended, and the driver sees why
+    except EOFError:  # the leader has ended, which the driver notices
         return [None]
 
 
 def _failure(error: Exception, context: Any) -> ArenoError:
-    """Return the error to send to the driver. After an error of CUDA, check whether the device still works."""
+    """Return the error to send to the driver.
+
+    After an error that areno did not raise itself, the CUDA device is synchronized. WorkerLost is returned if the
+    device no longer works.
+    """
     told = portable(error, context.rank)
     if context.device.type == "cuda" and not isinstance(error, ArenoError):
         import torch

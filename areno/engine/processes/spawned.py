@@ -1,7 +1,7 @@
-"""A group of worker processes, one for each device, on this machine or on several, as the driver sees it.
+"""The driver's view of a group of worker processes, one per device, on this machine or on several.
 
-A command goes to the leader of every tensor-parallel group, which passes it on to the other ranks. Requests may be sent
-while workers decode; their samples arrive in `poll`.
+The driver sends a command to the leader (rank 0) of every tensor-parallel group, and the leader broadcasts it to the
+other ranks. Requests may be sent while workers decode. `poll` returns their samples.
 """
 
 from __future__ import annotations
@@ -20,29 +20,33 @@ from areno.engine.spec import EngineSpec, RolloutStats
 from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
 from areno.types import GenerationOutput
 
-_DEATH_WAIT_S = 2.0  # for a process whose connection has ended to be seen as ended
-_FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on one
+_DEATH_WAIT_S = 2.0  # longest wait for the exit code of a process whose connection has ended
+_FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on one rank
 
 
 class SpawnedGroup:
-    """One process for each device. The death of a worker raises WorkerLost in the driver within seconds.
+    """A group of worker processes, one per device. If a worker ends, calls raise WorkerLost within seconds.
 
     Args:
         spec: Description of the workers.
-        start: Starts the processes.
+        start: Function that starts the processes. The default starts them on this machine.
 
     Attributes:
-        spec: Description of the workers that were started, see start_workers.
+        spec: Description of the workers that were started, with their hosts. A Ray cluster may have started fewer
+            ranks.
+        command: Always an empty string, since no worker lives in the driver's process.
+        heartbeats: Progress counters of the workers.
+        watchdog: Thread that ends workers without progress.
     """
 
     def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = on_this_machine):
         self.command = ""
-        self._lost: WorkerLost | None = None  # all of them, by the watchdog
+        self._lost: WorkerLost | None = None  # set when the watchdog has killed all workers
         self._gone: list[int] = []  # ranks whose connection has ended
         self._ready: list[GenerationOutput] = []
-        self._last_id = 0  # of the command waited for; 0 is the start
-        self._replies: dict[int, Reply] = {}  # to that command, by rank
-        self._error: ArenoError | None = None  # of a command that nobody waits for, or of decoding
+        self._last_id = 0  # id of the command whose replies are awaited; 0 is the start
+        self._replies: dict[int, Reply] = {}  # replies to that command, by rank
+        self._error: ArenoError | None = None  # from a command without a reply, or from decoding
         self.processes: Processes | None = start(spec)
         self.spec = self.processes.spec
         self._layout = self.spec.layout
@@ -63,12 +67,38 @@ class SpawnedGroup:
         return self.processes
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker. Return the result of each data-parallel rank, in order."""
+        """Call a method on every worker with the same arguments, and wait for all results.
+
+        Args:
+            method: Name of the worker's method.
+            *args: Positional arguments.
+
+        Returns:
+            The result from each copy of the model, in the order of data-parallel ranks.
+
+        Raises:
+            EngineError: An argument cannot be pickled, or the engine is closed.
+            WorkerLost: A worker has ended.
+            ArenoError: The method failed in a worker. The error is the worker's.
+        """
         return self.call_each(method, [args] * self._layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of every worker with other arguments for each data-parallel rank."""
-        packed = [pack(method, each) for each in args]  # nothing is sent where one of them cannot be
+        """Call a method on every worker, with separate arguments for each data-parallel rank, and wait.
+
+        Args:
+            method: Name of the worker's method.
+            args: A tuple of positional arguments for each data-parallel rank, in order.
+
+        Returns:
+            The result from each copy of the model, in the order of data-parallel ranks.
+
+        Raises:
+            EngineError: An argument cannot be pickled, or the engine is closed.
+            WorkerLost: A worker has ended.
+            ArenoError: The method failed in a worker. The error is the worker's.
+        """
+        packed = [pack(method, each) for each in args]  # before sending: if one cannot be pickled, nothing is sent
         self._last_id += 1
         self._replies = {}
         self.heartbeats.together = True
@@ -80,11 +110,30 @@ class SpawnedGroup:
             self.heartbeats.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Send a command without waiting for its end. Any thread may call this."""
+        """Send a command to one data-parallel rank without waiting for its result. Any thread may call this.
+
+        A later `poll` or `call` raises the error if the command fails.
+
+        Args:
+            dp_rank: Data-parallel rank.
+            method: Name of the worker's method.
+            *args: Positional arguments.
+        """
         self._send(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return finished and partial samples as they arrive, or an empty list after `timeout` seconds."""
+        """Return the samples, finished or partial, that have arrived since the last call.
+
+        Args:
+            timeout: Longest wait for the first sample, in seconds.
+
+        Returns:
+            The samples. The list may be empty, such as after the timeout.
+
+        Raises:
+            WorkerLost: A worker has ended.
+            ArenoError: A worker failed while decoding or in a command sent by `cast`.
+        """
         if not self._ready:
             self._receive(timeout)
         self._raise_error()
@@ -92,32 +141,35 @@ class SpawnedGroup:
         return ready
 
     def stats(self) -> list[RolloutStats]:
-        """Return the latest counters of each data-parallel rank."""
+        """Return the latest decoding counters from each data-parallel rank, in order."""
         return self._stats
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return the state in words and the Python stacks of each worker."""
+        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker.
+
+        The result is empty once the group is closed.
+        """
         return {} if self.processes is None else self.processes.stack_traces()
 
     def name(self, rank: int) -> str:
-        """Return the name of a worker and its address, for messages."""
+        """Return a worker's rank and address as text, for messages."""
         return f"worker {rank} ({self.spec.addresses[rank]})"
 
     def mark_lost(self, error: WorkerLost) -> None:
-        """Kill the workers. Calls that wait for them, and later calls, raise the error."""
+        """Kill all workers, and raise `error` in pending and later calls of this group."""
         self._lost = error
         if self.processes is not None:
             self.processes.kill()
 
     def close(self) -> None:
-        """Free the devices and end the processes. Further calls do nothing."""
+        """End the worker processes, which frees their devices. Closing twice has no effect."""
         self.watchdog.stop()
         processes, self.processes = self.processes, None
         if processes is not None:
             processes.close()
 
     def _send(self, rank: int, command: Command) -> None:
-        """Send a command to a leader, and count it."""
+        """Send a command to the leader of a tensor-parallel group, and count the command as unfinished work."""
         processes = self._open_processes
         self.heartbeats.sent(rank, command.method)
         try:
@@ -126,9 +178,10 @@ class SpawnedGroup:
             self._raise_death(rank)
 
     def _collect(self) -> list[Any]:
-        """Wait until every rank has answered the last command. Return the values of the leaders.
+        """Wait until every rank has replied to the last command. Return the values from the leaders.
 
-        If a rank fails alone, others may wait for it in a collective without end. Then the whole group is closed.
+        If one rank fails, others may wait for it in a collective forever. So the whole group is closed if replies are
+        still missing some seconds after the first error.
         """
         deadline: float | None = None
         while len(self._replies) < self.spec.world_size:
@@ -143,7 +196,10 @@ class SpawnedGroup:
         return [self._replies[rank].value for rank in self._layout.leaders]
 
     def _receive(self, timeout: float | None) -> None:
-        """Handle the messages that arrive within `timeout` seconds. Raise if a worker is gone."""
+        """Handle the messages that arrive within `timeout` seconds. None waits without limit.
+
+        Raises WorkerLost if a worker has ended.
+        """
         processes = self._open_processes
         if not self._gone:
             messages, self._gone = processes.receive(timeout)
@@ -153,7 +209,7 @@ class SpawnedGroup:
             self._raise_death(self._gone[0])
 
     def _take(self, rank: int, message: Reply | Outputs) -> None:
-        """Handle one message."""
+        """Store the content of a message from a rank, for `poll` or `call` to return or raise."""
         heartbeat.beat()
         if isinstance(message, Reply) and message.error is not None:
             message.error = self._of_its_node(rank, message.error)
@@ -162,30 +218,36 @@ class SpawnedGroup:
             self._stats[self._layout.place_of(rank)[0]] = message.stats
         elif message.id is None:
             self._error = self._error or message.error
-        elif message.id == self._last_id:  # the rest answers an earlier command that failed on another rank
+        elif message.id == self._last_id:  # other replies are to an earlier command that failed on another rank
             self._replies[rank] = message
 
     def _of_its_node(self, rank: int, error: ArenoError) -> ArenoError:
-        """Return an error about files with the name of its machine, if the run has several."""
+        """Add the host of `rank` to the message of a CheckpointError if the run has several nodes.
+
+        Other errors are returned unchanged.
+        """
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error
         host = self.spec.addresses[rank].host
         return CheckpointError([problem.of_node(host) for problem in error.problems])
 
     def _raise_if_lost(self) -> None:
-        """Raise the error with which the watchdog has killed the workers."""
+        """Raise the error given to `mark_lost`, if there is an error."""
         if self._lost is not None:
             raise self._lost
 
     def _raise_error(self) -> None:
-        """Raise the first error that a worker has sent. Prefer the report of a killed worker."""
+        """Raise the first error sent by a worker, if any.
+
+        The end of a worker killed by a signal is raised instead, as the likely cause.
+        """
         self._raise_if_lost()
         error, self._error = self._error, None
         for reply in self._replies.values():
             error = error or reply.error
         if error is not None:
             self._replies = {}
-            # A rank that lost the connection to a killed one may say so before the end of that one is seen.
+            # A rank that lost its connection to a killed rank may report it before that exit is noticed.
             if isinstance(error, WorkerFailure) and self.spec.world_size > 1 and self.processes is not None:
                 deadline = time.monotonic() + self.processes.death_grace_s
                 while time.monotonic() < deadline:
@@ -194,15 +256,15 @@ class SpawnedGroup:
             raise error
 
     def _raise_death(self, rank: int) -> NoReturn:
-        """Raise the best explanation for the end of a worker."""
+        """Raise the most specific error that explains why the worker `rank` has ended."""
         self._raise_if_lost()
         code = self._open_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
-        self._raise_if_killed()  # others may end because one was killed
-        self._raise_error()  # what a worker sent says more than its end
+        self._raise_if_killed()  # other workers may end because one was killed
+        self._raise_error()  # an error sent by the worker says more than its exit code
         self._raise_end(rank, "stopped answering" if code is None else f"ended with exit code {code}")
 
     def _raise_if_killed(self) -> None:
-        """Raise WorkerLost if a signal has ended a worker."""
+        """Raise WorkerLost if a signal has ended any worker."""
         for rank, code in self._open_processes.exit_codes().items():
             if code is not None and code < 0:
                 name = signal.Signals(-code).name
@@ -210,5 +272,5 @@ class SpawnedGroup:
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
-        """Raise WorkerLost for a rank."""
+        """Raise WorkerLost with the name of the rank and `how` it ended."""
         raise WorkerLost(f"{self.name(rank)} {how}")

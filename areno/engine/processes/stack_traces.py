@@ -1,4 +1,4 @@
-"""What a process is doing: the Python stacks of its threads, and the last collective that torch has recorded."""
+"""Stack traces of a running process: Python stacks of its threads, and the last collective recorded by torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 _SIGNAL = signal.SIGUSR2
-_ANSWER_S = 2.0  # for all workers to begin
-_QUIET_S = 0.3  # after which a process that has begun to answer has ended
-_FRAMES = 30  # innermost ones that are shown of a thread of the driver
+_ANSWER_S = 2.0  # for all workers to begin their answer
+_QUIET_S = 0.3  # silence after which an answer is complete
+_FRAMES = 30  # number of innermost frames shown for a thread of the driver
 _STATES = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
@@ -27,36 +27,42 @@ _STATES = {
 }
 # Functions in which side threads of a worker wait for the driver.
 _WAITING = ("serving.py", " in _fill"), ("stack_traces.py", " in _send_collectives"), ("child.py", " in watch")
-# Where a worker waits for other ranks: torch's collectives, their ends, and commands of its leader.
+# Code in which a worker waits for other ranks: collectives in torch, their completion, and commands from its leader.
 _WAITS_FOR_OTHER_RANKS = ("distributed_c10d", " in wait_for", "process_groups.py")
 # A process in one of these states does not run the handler of a signal.
 _CANNOT_ANSWER = {"T", "t"}
 
 
 class StackTraceServer:
-    """Shows the stacks of a worker when the driver asks for them, even while its main thread hangs in C code.
+    """Sends a worker's stack traces to the driver on request, even while its main thread hangs in C code.
+
+    Create it in the worker. A signal makes faulthandler write the stacks to the pipe.
 
     Args:
-        pipe: Two-way pipe for raw bytes.
-        with_collectives: Also show collectives, since the run has several ranks.
+        pipe: Two-way pipe for raw bytes, whose other end the driver holds.
+        with_collectives: Whether to also send the collectives recorded by torch. Set this in a run with several
+            ranks.
     """
 
     def __init__(self, pipe: Any, with_collectives: bool):
         self._pipe = pipe
         faulthandler.register(_SIGNAL, file=pipe.fileno(), all_threads=True)
         if with_collectives:
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # torch keeps so many collectives
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # number of collectives that torch records
             threading.Thread(target=self._send_collectives, daemon=True, name="areno-collectives").start()
 
     def _send_collectives(self) -> None:
-        """Answer each byte from the driver with the recorded collectives."""
+        """Reply to each byte from the driver with the collectives recorded by torch. Runs in a thread."""
         with contextlib.suppress(OSError):
             while os.read(self._pipe.fileno(), 1):
                 os.write(self._pipe.fileno(), _recorded_collectives().encode())
 
 
 def _recorded_collectives() -> str:
-    """Return the unfinished collectives in torch's flight recorder, or the last one."""
+    """Return the unfinished collectives in torch's flight recorder as text, or the last completed collective.
+
+    The text is empty if torch is not loaded or has no flight recorder.
+    """
     torch = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
@@ -66,7 +72,14 @@ def _recorded_collectives() -> str:
 
 
 def collectives(trace: Mapping[str, Any]) -> str:
-    """Return a line for each unfinished collective in a dump of torch's flight recorder, or for the last one."""
+    """Format the unfinished collectives in a dump of torch's flight recorder, or else the last completed collective.
+
+    Args:
+        trace: Unpickled dump, whose key "entries" lists the collectives.
+
+    Returns:
+        One line for each of at most three collectives. Empty if none was recorded.
+    """
     entries = trace.get("entries", [])
     in_progress = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
     title = "Collective under way" if in_progress else "Last collective, completed"
@@ -78,7 +91,14 @@ def collectives(trace: Mapping[str, Any]) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of /proc/PID/stat, or an empty string if there is no such process."""
+    """Return the state letter of a process in /proc/PID/stat, such as "R" or "S".
+
+    Args:
+        pid: Process id.
+
+    Returns:
+        The letter, or an empty string if there is no such process.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -86,15 +106,16 @@ def process_state(pid: int) -> str:
 
 
 def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool) -> dict[int, tuple[str, str]]:
-    """Ask workers for their stacks.
+    """Ask worker processes on this machine for their stack traces.
 
     Args:
-        pids: Process id of each worker by rank.
-        pipes: Pipe to the StackTraceServer of each worker by rank.
-        with_collectives: Ask for collectives, too.
+        pids: Process id of each worker, by rank.
+        pipes: Pipe to the StackTraceServer of each worker, by rank.
+        with_collectives: Whether to also ask for the collectives recorded by torch.
 
     Returns:
-        The state in words (or an empty string) and the stacks of each worker by rank.
+        For each rank, a description of the process state and the stacks as text. The description is empty for a process
+        that is running or sleeping normally.
     """
     states = {rank: process_state(pid) for rank, pid in pids.items()}
     awake = [rank for rank, state in states.items() if state not in _CANNOT_ANSWER]
@@ -114,7 +135,12 @@ def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives:
 
 
 def _read(pipe: Any, deadline: float) -> str:
-    """Read from a pipe until it is quiet or the deadline has passed."""
+    """Read text from a pipe until the deadline, or until nothing more arrives for a moment after the first bytes.
+
+    Args:
+        pipe: Pipe to a StackTraceServer.
+        deadline: Time on the clock of `time.monotonic`.
+    """
     chunks: list[bytes] = []
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([pipe], [], [], min(left, _QUIET_S) if chunks else left)[0]:
@@ -126,7 +152,7 @@ def _read(pipe: Any, deadline: float) -> str:
 
 
 def _readable(dump: str) -> str:
-    """Return a dump of faulthandler without addresses and without the threads that always wait."""
+    """Format a dump by faulthandler without addresses, and without threads that only wait for the driver."""
     sections = []
     for section in dump.split("\n\n"):
         title, _, frames = section.partition("\n")
@@ -138,13 +164,21 @@ def _readable(dump: str) -> str:
 
 
 def waits_for_other_ranks(stacks: str) -> bool:
-    """Return whether the main thread of a worker waits for another rank, judging by the result of `request`."""
+    """Return whether the main thread of a worker waits for another rank, such as in a collective.
+
+    Args:
+        stacks: Stack traces of the worker as text, from `request`.
+    """
     _, _, main = stacks.partition("Main thread")
     return any(place in line for line in main.split("\n")[1:6] for place in _WAITS_FOR_OTHER_RANKS)
 
 
 def driver_stack_traces(hidden: int) -> str:
-    """Return the stacks of all threads of this process but `hidden`. The main thread comes first."""
+    """Return the stacks of this process's threads as text, with the main thread first.
+
+    Args:
+        hidden: Identifier of a thread to leave out, such as the calling thread.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

@@ -1,10 +1,10 @@
-"""Detection of processes that hang, workers and the driver, and their end.
+"""Detection of hanging workers and of a hanging driver.
 
 Each worker counts its progress in memory that it shares with the driver (Heartbeat). This costs neither a message nor a
-system call. Counters of another machine are copied to the driver about once a second. A thread of the driver reads the
+system call. Counters on another machine are copied to the driver about once a second. A thread of the driver reads the
 counters (WorkerHeartbeats, Watchdog). If a rank has work and its counter has not changed for `engine.stall_timeout_s`,
 the log shows the stack traces of every process, the workers are killed, and callers that wait for them get a
-WorkerLost. If the driver hangs in its own work, its main thread gets an exception. If the main thread does not
+WorkerLost. If the driver hangs in its own work, an exception is raised in its main thread. If the main thread does not
 react, the process ends.
 """
 
@@ -34,7 +34,7 @@ _RAISE_S = 5.0  # for the main thread to react to an exception
 _LOG_TIMEOUT_S = 10.0  # for writing the log, whose disk or pipe may hang, too
 _LOCKED_S = 2.0  # after which faulthandler shows the stacks if this thread cannot
 _INTERRUPT = signal.SIGUSR2
-_DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # they wait for a person
+_DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # debuggers wait for a person
 _KEY = Key("engine.stall_timeout_s")
 # Counters of a rank: heartbeats, finished commands, and whether there are requests to decode.
 _BEATS, _DONE, _DECODES = range(3)
@@ -42,101 +42,116 @@ FIELDS = 3
 
 
 class WorkerHeartbeats:
-    """The progress counters of all workers, as the driver sees them, and the commands that it has sent.
+    """The driver's view of the progress counters of all workers, and the number of commands sent to each.
 
     Args:
-        counters: FIELDS numbers for each rank, in shared memory.
-        layout: How the ranks hold copies of the model.
+        counters: Progress counters in shared memory, FIELDS integers for each rank.
+        layout: Mapping of ranks to copies of the model.
 
     Attributes:
-        together: Whether the driver waits for an answer of every rank, so that ranks may wait for each other.
+        together: Whether the driver waits for a reply from every rank, so that ranks may wait for each other.
     """
 
     def __init__(self, counters: Any, layout: Layout):
         self.counters = counters
         self.world_size, self._layout = layout.world_size, layout
-        self._sent = [1] * layout.world_size  # to the leader of each rank; the start is a command, too
-        self._commands = ["start"] * layout.world_size  # the last one
+        self._sent = [1] * layout.world_size  # number of commands sent to each rank, including the start
+        self._commands = ["start"] * layout.world_size  # name of the last command sent to each rank
         self.together = True
 
     def sent(self, leader: int, command: str) -> None:
-        """Count a command to the leader of a tensor-parallel group, which passes it on to the other ranks."""
+        """Count a command that was sent to a tensor-parallel group.
+
+        Args:
+            leader: Global rank of the group's leader, which broadcasts the command to the other ranks.
+            command: Name of the method, for messages.
+        """
         for rank in self._layout.copy_of(leader):
             self._sent[rank] += 1
             self._commands[rank] = command
 
     def is_due(self, rank: int) -> bool:
-        """Return whether a rank has work."""
-        leader = self._layout.copy_of(rank).start  # it alone knows: others wait for it between two steps
+        """Return whether a rank should make progress now, because of an unfinished command or requests to decode."""
+        leader = self._layout.copy_of(rank).start  # other ranks have no requests: they wait for the leader
         return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
     def _is_asked(self, rank: int) -> bool:
-        """Return whether a rank has an unfinished command."""
+        """Return whether a rank has been sent a command that it has not finished."""
         return self.counters[FIELDS * rank + _DONE] < self._sent[rank]
 
     def progress(self, rank: int) -> list[int]:
-        """Return the counters of a rank. They change with every progress."""
+        """Return the progress counters of a rank. Any progress changes at least one of the FIELDS integers."""
         return self.counters[FIELDS * rank : FIELDS * (rank + 1)]
 
     def command(self, rank: int) -> str:
-        """Return the name of a rank's current work."""
+        """Return the name of the method that a rank executes, or "decoding"."""
         return self._commands[rank] if self._is_asked(rank) else "decoding"
 
 
 class Heartbeat:
-    """The progress counters of one worker, as the worker sees them. `heartbeat.beat` counts there from now on."""
+    """The worker's view of its own progress counters. Once created, `heartbeat.beat` increments one of the counters.
+
+    Args:
+        counters: Progress counters of all ranks in shared memory, FIELDS integers for each rank.
+        rank: Global rank of this worker.
+    """
 
     def __init__(self, counters: Any, rank: int):
         self._counters, self._at = counters, FIELDS * rank
         heartbeat.count_in(counters, self._at + _BEATS)
 
     def has_done(self, decodes: bool) -> None:
-        """Count a finished command.
+        """Count a command as finished.
 
         Args:
-            decodes: Whether there are requests to decode.
+            decodes: Whether the worker now has requests to decode, see `decodes`.
         """
         self.decodes(decodes)
         self._counters[self._at + _DONE] += 1
 
     def decodes(self, decodes: bool) -> None:
-        """Set whether there are requests to decode. False while the worker waits for the driver to read."""
+        """Set whether the watchdog should expect progress in decoding.
+
+        Args:
+            decodes: True while there are requests to decode. False while the worker waits for the driver to read a
+                message.
+        """
         self._counters[self._at + _DECODES] = decodes
 
 
 class Watched(Protocol):
-    """The view of a group of workers that the watchdog needs.
+    """The interface that the watchdog needs from a group of workers.
 
     Attributes:
-        command: Current command of a worker that lives in the driver. Empty if there is none.
+        command: Name of the method that a worker inside the driver's process executes. Empty if there is none.
     """
 
     command: str
 
     @property
     def heartbeats(self) -> WorkerHeartbeats | None:
-        """The counters of worker processes. None without processes."""
+        """The progress counters of worker processes. None for a group without worker processes."""
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return the state in words and the stacks of each worker process."""
+        """Return, by rank, (process state in words or an empty string, stacks as text) of each worker process."""
         ...
 
     def name(self, rank: int) -> str:
-        """Return the name of a worker for messages."""
+        """Return a worker's name as text, for messages."""
         ...
 
     def mark_lost(self, error: WorkerLost) -> None:
-        """Kill the worker processes. Calls that wait for them, and later calls, raise the error."""
+        """Kill the worker processes, and raise `error` in pending and later calls of the group."""
         ...
 
 
 class Watchdog:
-    """Watches a group of workers and this process until `stop`.
+    """A thread that watches the progress of a group of workers and of the driver until `stop` is called.
 
     Args:
-        limit_s: Longest time without progress, in seconds. None watches nothing.
-        group: The workers.
+        limit_s: Longest time without progress, in seconds (`engine.stall_timeout_s`). None disables the watchdog.
+        group: The group of workers.
     """
 
     def __init__(self, limit_s: float | None, group: Watched):
@@ -154,12 +169,12 @@ class Watchdog:
             threading.Thread(target=_watch, args=args, daemon=True, name="areno-watchdog").start()
 
     def stop(self) -> None:
-        """Stop watching, since the group ends."""
+        """Stop watching. Call this before the group is closed."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 
     def check(self, elapsed: float) -> None:
-        """Check the counters.
+        """Check the progress counters once, and end workers or the driver if they have hung for too long.
 
         Args:
             elapsed: Seconds since the last check.
@@ -167,13 +182,13 @@ class Watchdog:
         assert self.limit_s is not None
         due, work = self._due(elapsed), heartbeat.work()
         if work:
-            # Where C code keeps the interpreter's lock, this thread hangs as well. Then at least the stacks are shown.
+            # If C code keeps the interpreter's lock, this thread hangs as well. faulthandler still shows stacks.
             faulthandler.dump_traceback_later(self.limit_s + _LOCKED_S, file=2)
         if due:
             self._driver_quiet = 0.0
             quiet = [self._quiet[rank] for rank in due]
             assert self._group.heartbeats is not None
-            # Ranks that answer one command may wait for each other: then one that gets on is enough.
+            # Ranks that execute one command may wait for each other. Then progress of a single rank is enough.
             if (min if self._group.heartbeats.together else max)(quiet) >= self.limit_s:
                 self._kill_workers(due)
             return
@@ -187,7 +202,11 @@ class Watchdog:
             self._end_driver(work)
 
     def _due(self, elapsed: float) -> list[int]:
-        """Return the ranks that have work, and update how long each has made no progress."""
+        """Return the ranks that should make progress now, and update how long each rank has made no progress.
+
+        Args:
+            elapsed: Seconds since the last check.
+        """
         heartbeats, due = self._group.heartbeats, []
         if heartbeats is None or self._lost:
             return due
@@ -203,10 +222,16 @@ class Watchdog:
         return due
 
     def _kill_workers(self, due: list[int]) -> None:
-        """Log the stacks of all workers, kill them, and name the rank to blame."""
+        """Log the stacks of all processes, kill the workers, and raise WorkerLost in the driver's calls.
+
+        The error names the ranks to blame: stopped processes, or else ranks that do not wait for other ranks.
+
+        Args:
+            due: Ranks that have work.
+        """
         assert self._group.heartbeats is not None
         traces, name = self._group.stack_traces(), self._group.name
-        # One that waits in a collective is not to blame, unless all do.
+        # A rank that waits in a collective is not to blame, unless all ranks do.
         guilty = [rank for rank in due if not stack_traces.waits_for_other_ranks(traces[rank][1])] or due
         stopped = [rank for rank in guilty if traces[rank][0]]
         first = (stopped or guilty)[0]
@@ -223,7 +248,13 @@ class Watchdog:
         self._group.mark_lost(error)
 
     def _end_driver(self, work: list[tuple[str, int]]) -> None:
-        """Raise an exception in the main thread of the driver. End the process if the thread does not react."""
+        """Raise an exception in the main thread of the driver, which has hung.
+
+        If the main thread does not react, the process ends.
+
+        Args:
+            work: (phase, thread identifier) of each piece of the driver's work in progress, outermost first.
+        """
         group, beats = self._group, heartbeat.count()
         kind = WorkerLost if group.heartbeats is None and group.command else EngineError
         what = f"worker 0, which lives in the driver ({group.command})," if kind is WorkerLost else "the driver"
@@ -233,9 +264,9 @@ class Watchdog:
         self._log_stack_traces(f"{what} made no progress for {self.limit_s:g} s{_phase(work)}", traces, {})
         is_main = work[-1][1] == threading.main_thread().ident
         if heartbeat.count() != beats:
-            return  # it went on meanwhile
+            return  # the driver has made progress since
         if is_main and beats != self._interrupted_at and _raise_in_main(error):
-            self._interrupted_at = beats  # if it was caught and nothing follows, it hangs again
+            self._interrupted_at = beats  # if the exception is caught without progress, the driver hangs again
             return
         group.mark_lost(WorkerLost("the driver hangs, and ends"))
         _in_time(_LOG_TIMEOUT_S, lambda: print(f"error: {error}; the process ends", file=sys.stderr, flush=True))
@@ -243,15 +274,15 @@ class Watchdog:
         os._exit(1)
 
     def _log_stack_traces(self, what: str, traces: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
-        """Log the stacks of every process.
+        """Log the stacks of every process, once for workers with equal stacks.
 
         Args:
             what: First line of the message.
-            traces: State and stacks of each worker.
-            notes: Remarks about some of the workers.
+            traces: (process state in words, stacks as text) of each worker, by rank.
+            notes: Remarks to show beside a worker, by rank.
         """
         faulthandler.cancel_dump_traceback_later()
-        alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at one place
+        alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at the same line
         for rank, (state, shown) in traces.items():
             title = "; ".join(word for word in (notes.get(rank), state and f"it {state}") if word)
             alike.setdefault((title, shown), []).append(self._group.name(rank))
@@ -262,7 +293,7 @@ class Watchdog:
 
 
 def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
-    """Check the counters about ten times within the limit, until the watchdog is stopped or garbage-collected."""
+    """Call `check` at least ten times within the limit, until the watchdog is stopped or garbage-collected."""
     before = time.monotonic()
     while (watchdog := ref()) is not None and watchdog.limit_s is not None:
         pause = min(_CHECK_EVERY_S, watchdog.limit_s / 10)
@@ -271,20 +302,20 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
             return
         now = time.monotonic()
         if (watchdog := ref()) is not None:
-            # A process that was stopped itself (Ctrl-Z) has not waited in that time.
+            # If this process was stopped (Ctrl-Z), that time does not count.
             watchdog.check(min(now - before, 2 * pause))
             del watchdog
         before = now
 
 
 def _phase(work: list[tuple[str, int]]) -> str:
-    """Return the names of the nested phases of the driver's work."""
+    """Return " in " and the names of the driver's nested phases as text. Empty if no work is in progress."""
     names = dict.fromkeys(name for name, _ in work)
     return f" in {' > '.join(names)}" if names else ""
 
 
 def _is_debugged(thread: int) -> bool:
-    """Return whether a thread runs inside of a debugger, which waits for a person."""
+    """Return whether the thread with this identifier runs inside a debugger, which waits for a person."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
@@ -294,13 +325,13 @@ def _is_debugged(thread: int) -> bool:
 
 
 def _in_time(limit_s: float, act: Callable[[], Any]) -> None:
-    """Call a function that may hang, and stop waiting for it after `limit_s` seconds."""
+    """Call a function that may hang, in a thread, and stop waiting for it after `limit_s` seconds."""
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(limit_s)
 
 
-# An exception for the main thread, and whether it has come there. A signal also ends the system call that it waits in.
+# An exception for the main thread, and whether it was raised there. A signal also interrupts a pending system call.
 _exception: Exception | None = None
 _taken = threading.Event()
 
@@ -312,10 +343,10 @@ def _listen() -> None:
 
 
 def _on_signal(number: int, frame: object) -> None:
-    """Raise the pending exception in the main thread."""
+    """Raise the exception of `_raise_in_main`. Runs in the main thread, as a signal handler."""
     global _exception
     error, _exception = _exception, None
-    if error is None:  # sent by somebody else: what it does without us
+    if error is None:  # the signal comes from another program: apply its default action
         signal.signal(_INTERRUPT, signal.SIG_DFL)
         os.kill(os.getpid(), _INTERRUPT)
         return
@@ -324,7 +355,7 @@ def _on_signal(number: int, frame: object) -> None:
 
 
 def _raise_in_main(error: Exception) -> bool:
-    """Raise an exception in the main thread. Return whether the main thread took it in time."""
+    """Raise an exception in the main thread. Return whether the main thread raised it within a few seconds."""
     global _exception
     ident = threading.main_thread().ident
     if signal.getsignal(_INTERRUPT) is not _on_signal or ident is None:

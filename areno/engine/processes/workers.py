@@ -1,4 +1,4 @@
-"""The forms of a group of workers: one worker inside of the driver's process, or a process for each device.
+"""The two forms of a group of workers: one worker inside the driver's process, or a process for each device.
 
 InlineGroup and SpawnedGroup have the same methods. An inline worker starts fast and is easy to debug.
 """
@@ -24,15 +24,25 @@ if TYPE_CHECKING:
 
 
 class InlineGroup:
-    """One worker in the driver's own process."""
+    """A group with one worker, which runs inside the driver's own process. It has the methods of SpawnedGroup.
+
+    Args:
+        spec: Description of the worker.
+
+    Attributes:
+        spec: Description of the worker.
+        command: Name of the method that the worker executes. Empty if it executes none.
+        heartbeats: None, since there are no worker processes.
+        watchdog: Thread that interrupts the driver if it makes no progress.
+    """
 
     heartbeats: None = None  # see Watched
 
     def __init__(self, spec: EngineSpec):
         self.spec, self.command = spec, "start"
         self._worker: Worker | None = None
-        self._end: Callable[[], None] | None = None  # of what was set in this process
-        # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
+        self._end: Callable[[], None] | None = None  # undoes the settings made in this process
+        # Another thread may call `cast` while this thread decodes, so the command waits for the next `poll` or `call`.
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:
@@ -55,18 +65,29 @@ class InlineGroup:
 
     @property
     def worker(self) -> Any:
-        """The worker. EngineError once the engine is closed."""
+        """The worker object. Raises EngineError once the engine is closed."""
         if self._worker is None:
             raise EngineError("the engine is closed")
         return self._worker
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker. Return the result of each data-parallel rank, in order."""
+        """Call a method on the worker.
+
+        Args:
+            method: Name of the method.
+            *args: Positional arguments.
+
+        Returns:
+            A list with the result.
+
+        Raises:
+            EngineError: The engine is closed.
+        """
         self._run_casts()
         return [self._execute(method, args)]
 
     def _execute(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a method of the worker, and report it as the current command to the watchdog."""
+        """Call a method on the worker, and report it as the current command to the watchdog."""
         heartbeat.beat()
         self.command = method
         try:
@@ -76,24 +97,44 @@ class InlineGroup:
             self.command = ""
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of every worker with other arguments for each data-parallel rank."""
+        """Call a method on the worker with the first tuple of arguments.
+
+        Args:
+            method: Name of the method.
+            args: A tuple of positional arguments for each data-parallel rank. There is only one rank.
+
+        Returns:
+            A list with the result.
+        """
         return self.call(method, *args[0])
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Send a command without waiting for its end. Any thread may call this.
+        """Queue a command, which the next `poll` or `call` executes. Any thread may call this.
 
-        A later `poll` or `call` raises the error of the command.
+        That `poll` or `call` raises the error if the command fails.
+
+        Args:
+            dp_rank: Ignored, since there is only one rank.
+            method: Name of the worker's method.
+            *args: Positional arguments.
         """
         self._inbox.put((method, args))
 
     def _run_casts(self) -> None:
-        """Run the commands that `cast` has queued."""
+        """Execute the commands that `cast` has queued."""
         while not self._inbox.empty():
             method, args = self._inbox.get()
             self._execute(method, args)
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return finished and partial samples as they arrive, or an empty list after `timeout` seconds."""
+        """Decode until there are new samples, finished or partial, and return them.
+
+        Args:
+            timeout: Longest time to decode without a new sample, in seconds.
+
+        Returns:
+            The samples. The list is empty after the timeout, or if there are no requests.
+        """
         deadline = time.monotonic() + timeout
         while True:
             self._run_casts()
@@ -103,11 +144,11 @@ class InlineGroup:
                 return outputs
 
     def stats(self) -> list[RolloutStats]:
-        """Return the latest counters of each data-parallel rank."""
+        """Return a list with the latest decoding counters of the worker."""
         return [self.worker.rollout_stats()]
 
     def close(self) -> None:
-        """Free the devices and end the processes. Further calls do nothing."""
+        """Close the worker, which frees its device. Closing twice has no effect."""
         self.watchdog.stop()
         if self._worker is not None:
             self._worker.close()
@@ -117,32 +158,36 @@ class InlineGroup:
         self._end = None
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return nothing: the group has no worker process to show."""
+        """Return an empty dictionary, since the group has no worker processes."""
         return {}
 
     def name(self, rank: int) -> str:
-        """Return the name of a worker for messages."""
+        """Return the worker's name as text, for messages."""
         return f"worker {rank}"
 
     def mark_lost(self, error: WorkerLost) -> None:
-        """Do nothing: there is no process to kill."""
+        """Do nothing, since there is no worker process to kill."""
 
 
 WorkerGroup = InlineGroup | SpawnedGroup
 
 
 def start_workers(spec: EngineSpec, mode: str, again: bool = False) -> WorkerGroup:
-    """Start the workers of a spec.
+    """Start the workers described by a spec.
 
     Args:
-        spec: Description of the workers. The `spec` of the returned group also knows their hosts, and has fewer ranks
-            if `again` had to do with fewer.
-        mode: engine.workers: "auto" (inline for one CPU device), "inline" or "spawn"; or "ray" for the nodes of a Ray
-            cluster.
-        again: Whether an earlier group has lost a worker. If its nodes are gone, fewer copies of the model may start.
+        spec: Description of the workers.
+        mode: The setting `engine.workers`: "inline" for a worker inside this process, "spawn" for a process per device,
+            or "auto", which is inline for one CPU device and otherwise spawn. "ray" starts processes on a Ray cluster.
+        again: Whether this is a restart after an earlier group has lost a worker. With "ray", fewer copies of the model
+            may then start if nodes are gone.
+
+    Returns:
+        The group. Its `spec` describes the workers that were started, with their hosts.
 
     Raises:
-        EngineError: mode is inline and the spec has several devices.
+        EngineError: `mode` is "inline" and the spec has several devices.
+        ConfigError: `mode` is "ray" and the cluster has too few nodes or devices.
     """
     if mode == "ray":
         from areno.engine.processes.ray_workers import RayProcesses

@@ -1,6 +1,7 @@
-"""AdamW (arXiv 1711.05101) on slices of the flat buffers, with moments in fp32 or in 8 bits (arXiv 2110.02861).
+"""AdamW (arXiv 1711.05101) on slices of flat parameter buffers, with moments in fp32 or 8 bits (arXiv 2110.02861).
 
-`adam` and `adam_8bit` do one step of a slice. `squares_and_nonzeros` gives the norm of its gradient.
+`adam` and `adam_8bit` do one step on a slice. `squares_and_nonzeros` measures its gradient, for clipping by the
+norm.
 """
 
 from __future__ import annotations
@@ -14,39 +15,39 @@ __all__ = ["BLOCK", "Update", "adam", "adam_8bit", "squares_and_nonzeros"]
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    """Do one AdamW step of a slice.
+    """Do one AdamW step on a slice of a flat parameter buffer.
 
     Args:
-        grad: (n,) float32 gradient.
-        master: (n,) float32 parameters, updated in place.
-        param: (n,) parameters in the dtype of the model, overwritten by the new `master`. May be `master` itself.
-        moments: the first and second moment, (n,) float32, updated in place.
-        update: the numbers of this step.
+        grad: float32 gradient, (n,).
+        master: float32 parameters, (n,), updated in place.
+        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
+        moments: first and second moment, float32, (n,) each, updated in place.
+        update: learning rate, betas and other constants of this step.
     """
     form(grad, __name__).adam(grad, master, param, moments, update)
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    """Do one AdamW step of a slice whose moments are kept in 8 bits.
+    """Do one AdamW step on a slice of a flat parameter buffer, with moments in 8 bits.
 
     Args:
-        grad: (n,) float32 gradient.
-        master: (n,) float32 parameters, updated in place.
-        param: (n,) parameters in the dtype of the model, overwritten by the new `master`. May be `master` itself.
-        moments: the first and second moment, (n,) uint8 codes, updated in place.
-        scales: the scales of the blocks of either moment, (ceil(n / BLOCK),) float32, updated in place.
-        update: the numbers of this step.
+        grad: float32 gradient, (n,).
+        master: float32 parameters, (n,), updated in place.
+        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
+        moments: first and second moment, uint8 codes, (n,) each, updated in place.
+        scales: scale of each block of BLOCK codes, for each moment, float32, (ceil(n / BLOCK),) each, updated in place.
+        update: learning rate, betas and other constants of this step.
     """
     form(grad, __name__).adam_8bit(grad, master, param, moments, scales, update)
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Sum the squares of a gradient, and count its entries that are not 0.
+    """Return the sum of squares of a gradient, and the number of its nonzero elements.
 
     Args:
         grad: (n,) float32.
 
     Returns:
-        (2,) float64: the sum of squares, and the count.
+        (2,) float64: [sum of squares, number of nonzero elements].
     """
     return form(grad, __name__).squares_and_nonzeros(grad)

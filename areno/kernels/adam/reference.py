@@ -1,8 +1,8 @@
 """AdamW in plain torch, in fp32, and the constants and codes that the Triton kernels share with it.
 
 8-bit moments (arXiv 2110.02861, section 2.1) are quantised in blocks of BLOCK elements. A block stores the largest
-absolute value of its elements as its scale. An element is divided by the scale and stored as the index of the nearest
-of 256 codes. Codes lie closer together near 0, so small moments keep their relative precision.
+absolute value of its elements as its scale. Each element is divided by the scale and stored as the index of the nearest
+of 256 values, the codes. Codes are denser near 0, so that small moments keep their relative precision.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Pair = tuple[Tensor, Tensor]  # for the first and for the second moment
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The numbers of one AdamW step, the same for all parameters of a slice.
+    """The constants of one AdamW step, the same for all parameters that are updated together.
 
     Attributes:
-        lr: the learning rate.
+        lr: learning rate.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the root of the second moment.
-        decay: 1 - lr * weight_decay, by which parameters are multiplied.
-        scale: factor of the gradient, from clipping.
+        decay: factor of the parameters for weight decay, 1 - lr * weight_decay.
+        scale: factor of the gradient, from gradient clipping.
         correction_1: bias correction of the first moment, 1 - beta1^t.
         correction_2: bias correction of the root of the second moment, sqrt(1 - beta2^t).
     """
@@ -46,13 +46,30 @@ class Update:
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    """Do one AdamW step in plain torch; arguments as of `areno.kernels.adam.adam`."""
+    """Do one AdamW step in plain torch.
+
+    Args:
+        grad: float32 gradient, (n,).
+        master: float32 parameters, (n,), updated in place.
+        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
+        moments: first and second moment, float32, (n,) each, updated in place.
+        update: learning rate, betas and other constants of this step.
+    """
     _moments(grad, *moments, update)
     _apply(master, param, *moments, update)
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    """Do one AdamW step with 8-bit moments in plain torch; arguments as of `areno.kernels.adam.adam_8bit`."""
+    """Do one AdamW step with 8-bit moments in plain torch.
+
+    Args:
+        grad: float32 gradient, (n,).
+        master: float32 parameters, (n,), updated in place.
+        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
+        moments: first and second moment, uint8 codes, (n,) each, updated in place.
+        scales: scale of each block of BLOCK codes, for each moment, float32, (ceil(n / BLOCK),) each, updated in place.
+        update: learning rate, betas and other constants of this step.
+    """
     (first, second), (first_scale, second_scale) = moments, scales
     first_32 = dequantise(first, first_scale, signed=True)
     second_32 = dequantise(second, second_scale, signed=False)
@@ -64,7 +81,7 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Return the sum of squares and the number of nonzero entries of grad (n,), as (2,) float64."""
+    """Return [sum of squares, number of nonzero elements] of a gradient (n,), as a float64 tensor (2,)."""
     # torch sums a whole vector on a CPU in one float32, which is off by 0.1 % for 16 million elements.
     whole = grad[: grad.numel() // _ROW * _ROW].view(-1, _ROW)
     rest = grad[whole.numel() :]
@@ -89,31 +106,31 @@ def _apply(master: Tensor, param: Tensor, first: Tensor, second: Tensor, update:
 
 
 def dequantise(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """Return the values of 8-bit codes.
+    """Convert 8-bit codes to values.
 
     Args:
-        code: (n,) uint8.
-        scale: (ceil(n / BLOCK),) float32.
-        signed: whether the codes have a sign (first moment) or not (second moment).
+        code: (n,) uint8, indices of codes.
+        scale: (ceil(n / BLOCK),) float32, scale of each block of BLOCK codes.
+        signed: whether the codes have a sign. True for the first moment, False for the second.
 
     Returns:
-        (n,) float32.
+        The values, (n,) float32.
     """
     values = codes(signed, code.device)[code.long()]
     return values * scale.repeat_interleave(BLOCK)[: values.numel()]
 
 
 def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> None:
-    """Write values as 8-bit codes and the scales of their blocks.
+    """Convert values to 8-bit codes and the scale of each block of BLOCK codes.
 
-    An unsigned value above 0 never becomes 0: a second moment of 0 beside a first moment above 0 would make a step of
-    any size.
+    Without a sign, a value above 0 never becomes 0. A second moment of 0 beside a first moment above 0 would make a
+    step of any size.
 
     Args:
         values: (n,) float32.
-        code: (n,) uint8, overwritten.
-        scale: (ceil(n / BLOCK),) float32, overwritten.
-        signed: whether the codes have a sign (first moment) or not (second moment).
+        code: (n,) uint8, overwritten by the indices of the codes.
+        scale: (ceil(n / BLOCK),) float32, overwritten by the scales.
+        signed: whether the codes have a sign. True for the first moment, False for the second.
     """
     n = values.numel()
     padded = F.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
@@ -125,14 +142,14 @@ def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> No
 
 @functools.cache
 def codes(signed: bool, device: torch.device) -> Tensor:
-    """Return the values of the 256 codes in ascending order, (256,) float32, from -1 (or 0) to 1.
+    """Return the values of the 256 codes in ascending order, (256,) float32, from -1 (or 0 without a sign) to 1.
 
-    The 8 bits of a code are a sign (if signed), leading zeros that give a decimal exponent of 0 .. 6, and a fraction in
+    The 8 bits of a code are a sign (if signed), leading zeros that give a decimal exponent of 0 to 6, and a fraction in
     the remaining bits. Fractions are the midpoints of equal intervals between 0.1 and 1. 0 and 1 are extra codes.
 
     Args:
         signed: whether the codes have a sign.
-        device: the device of the result.
+        device: device of the result.
     """
     n_bits = 7 if signed else 8
     values: list[float] = []
@@ -147,11 +164,11 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 
 @functools.cache
 def borders(signed: bool, device: torch.device) -> Tensor:
-    """Return the midpoints of neighbouring codes, (255,) float32.
+    """Return the midpoints between neighbouring codes, (255,) float32, at which rounding changes from one to the next.
 
     Args:
         signed: whether the codes have a sign.
-        device: the device of the result.
+        device: device of the result.
     """
     table = codes(signed, device)
     return (table[1:] + table[:-1]) / 2

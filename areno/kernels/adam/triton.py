@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""AdamW as Triton kernels, which read and write every number once. `areno.kernels.adam` describes the functions."""
+"""AdamW as Triton kernels, which read and write every element once. `areno.kernels.adam` describes the functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ MAX_PROGRAMS = 2048  # of a reduction; each counts few enough entries to be exac
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    """Do one AdamW step; arguments as of `areno.kernels.adam.adam`."""
+    """Do one AdamW step with a Triton kernel.
+
+    Args:
+        grad: float32 gradient, (n,).
+        master: float32 parameters, (n,), updated in place.
+        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
+        moments: first and second moment, float32, (n,) each, updated in place.
+        update: learning rate, betas and other constants of this step.
+    """
     n = grad.numel()
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
@@ -24,7 +32,16 @@ def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Upd
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
-    """Do one AdamW step with 8-bit moments; arguments as of `areno.kernels.adam.adam_8bit`."""
+    """Do one AdamW step with 8-bit moments, with a Triton kernel.
+
+    Args:
+        grad: float32 gradient, (n,).
+        master: float32 parameters, (n,), updated in place.
+        param: parameters in the dtype of the model, (n,), overwritten by the new `master`. May be `master` itself.
+        moments: first and second moment, uint8 codes, (n,) each, updated in place.
+        scales: scale of each block of BLOCK codes, for each moment, float32, (ceil(n / BLOCK),) each, updated in place.
+        update: learning rate, betas and other constants of this step.
+    """
     n, device = grad.numel(), grad.device
     if n:
         _adam_8bit_kernel[(triton.cdiv(n, BLOCK * _ROWS),)](
@@ -47,7 +64,7 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Return the sum of squares and the number of nonzero entries of grad (n,), as (2,) float64."""
+    """Return [sum of squares, number of nonzero elements] of a gradient (n,), as a float64 tensor (2,)."""
     n_programs = min(triton.cdiv(grad.numel(), _BLOCK), MAX_PROGRAMS)
     partial_P2 = grad.new_zeros((max(n_programs, 1), 2))
     if n_programs:
@@ -168,9 +185,10 @@ def _adam_8bit_kernel(
 
 @triton.jit
 def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
-    """Return the index of the code nearest to `share`.
+    """Return the index of the code nearest to each value of `share`, which is between -1 (or 0) and 1.
 
-    The formula of the codes gives a guess that is off by at most one. The two borders beside it correct the guess.
+    The formula of the codes gives an index that is off by at most one. The two midpoints beside it correct the
+    index.
     """
     size = tl.abs(share)
     scaled = size

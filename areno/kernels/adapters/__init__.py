@@ -1,10 +1,10 @@
-"""The second product of LoRA adapters: y += scaling * h B^T, in the columns of each projection that has an adapter.
+"""The second product of LoRA adapters: y += scaling * h B^T, in the columns of each projection with an adapter.
 
 A fused layer has several projections side by side in y (N, O). h (N, P R) holds the first products x A^T of the P
 adapted projections, R columns each. b (S, R) holds their B matrices, stacked. Projections that share an A count as one.
 
-While sampling, A is stacked below the layer's weight, so one product gives y and h side by side, (N, X = O + P R or
-more). `add_lora_stacked` and `swiglu_stacked` take this result; they exist as Triton kernels alone.
+During sampling, A is stacked below the layer's weight, so one product gives y and h side by side, (N, X = O + P R or
+more). `add_lora_stacked` and `swiglu_stacked` take this stacked output. They exist as Triton kernels only.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ __all__ = ["TILE", "Place", "add_lora", "add_lora_stacked", "swiglu_stacked", "t
 def add_lora(
     y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: tuple[Place, ...], tiles_T4: Tensor, scaling: float
 ) -> Tensor:
-    """Add the adapters to the output of a layer. Each row is computed in the same order of operations, whatever N.
+    """Add the LoRA adapters to the output of a layer: y + scaling * h B^T.
 
-    Under autograd the torch reference runs, as the Triton kernel has no backward pass.
+    Each row is computed in the same order of operations, for any number of rows. Under autograd the torch reference
+    runs, as the Triton kernel has no backward pass.
 
     Args:
-        y_NO: the output of the layer; the Triton kernel adds in place.
-        h_NR: the first products x A^T.
-        b_SR: the stacked B matrices.
-        places: where the outputs of each A are.
-        tiles_T4: `tiles(places, ...)`, on the device of y.
+        y_NO: output of the layer, (tokens, outputs). Changed in place by the Triton kernel.
+        h_NR: first products x A^T, R columns for each adapted projection.
+        b_SR: B matrices of all adapted projections, stacked.
+        places: the columns of y and rows of b for each adapted projection.
+        tiles_T4: result of `tiles(places, rank, device)`, on the device of y.
         scaling: alpha / rank.
 
     Returns:
-        (N, O) in the dtype of y; y itself or a new tensor.
+        (N, O) in the dtype of y. `y_NO` itself with Triton, a new tensor otherwise.
     """
     if use_triton(y_NO) and not torch.is_grad_enabled():
         from areno.kernels.adapters.triton import add_lora as kernel
@@ -45,17 +46,17 @@ def add_lora(
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Add the adapters to a stacked output [y, h]. Needs Triton.
+    """Add the LoRA adapters to a stacked output [y, h], and return y. Needs Triton.
 
     Args:
-        both_NX: y and h side by side.
-        b_SR: the stacked B matrices.
-        tiles_T4: `tiles(places, ..., whole=n_columns)`, on the device of y.
+        both_NX: output y of the layer and first products h = x A^T, side by side.
+        b_SR: B matrices of all adapted projections, stacked.
+        tiles_T4: result of `tiles(places, rank, device, whole=n_columns)`, on the device of y.
         scaling: alpha / rank.
-        n_columns: O, the number of columns of y.
+        n_columns: number of columns of y, O.
 
     Returns:
-        (N, O) in the dtype of y.
+        y + scaling * h B^T, (N, O) in the dtype of y.
     """
     from areno.kernels.adapters.triton import add_lora_stacked as kernel
 
@@ -65,18 +66,18 @@ def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: f
 def swiglu_stacked(
     both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
-    """Return silu(gate) * up of a stacked output [gate, up, h] with its adapters added. Needs Triton.
+    """Add the LoRA adapters to a stacked output [gate, up, h], and return silu(gate) * up. Needs Triton.
 
     Args:
-        both_NX: gate, up and h side by side.
-        b_SR: the stacked B matrices.
-        places: where the outputs of each A are.
+        both_NX: gate, up and first products h = x A^T, side by side.
+        b_SR: B matrices of all adapted projections, stacked.
+        places: the columns of [gate, up] and rows of b for each adapted projection.
         scaling: alpha / rank.
-        n_columns: 2 I, the number of columns of gate and up.
-        gelu: use the tanh form of GELU instead of SiLU.
+        n_columns: number of columns of gate and up together, 2 I.
+        gelu: whether the activation is the tanh form of GELU instead of SiLU.
 
     Returns:
-        (N, I) in the dtype of y.
+        (N, I) in the dtype of gate and up.
     """
     from areno.kernels.adapters.triton import swiglu_stacked as kernel
 

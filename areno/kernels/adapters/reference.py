@@ -16,7 +16,13 @@ TILE = 128  # columns of y of one program of the Triton kernels
 
 
 class Place(NamedTuple):
-    """The outputs of one A: `size` columns of y from `column` on, and `size` rows of b from `row` on."""
+    """The part of a fused layer that one LoRA adapter changes.
+
+    Attributes:
+        column: first column of the adapted projection in the layer's output.
+        row: first row of its B matrix in the stacked B matrices.
+        size: number of columns and of rows.
+    """
 
     column: int
     row: int
@@ -24,17 +30,18 @@ class Place(NamedTuple):
 
 
 def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
-    """Cut the adapted columns into the tiles of the Triton kernels.
+    """Cut the columns of a layer's output that have an adapter into tiles, one for each program of a Triton kernel.
 
     Args:
-        places: where the outputs of each A are.
-        rank: the rank R of the adapters.
-        device: the device of the result.
-        whole: the number of columns of y to cover, for kernels that copy y. 0: adapted columns only.
+        places: the columns of the output and rows of b for each adapted projection.
+        rank: rank R of the adapters.
+        device: device of the result.
+        whole: number of columns of the output to cover, for kernels that also copy columns without an adapter. 0 covers
+            adapted columns only.
 
     Returns:
-        (T, 4) int32: first column in y, first row in b, number of columns, first column in h. Columns without adapter
-        have -1 as their column in h.
+        (T, 4) int32, one row per tile: first column in the output, first row in b, number of columns, first column in
+        h = x A^T. The last is -1 for columns without an adapter.
     """
     covered = [(place, index * rank) for index, place in enumerate(places)]
     end = 0
@@ -55,13 +62,13 @@ def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int
 def add_lora(
     y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: Sequence[tuple[int, int, int]], scaling: float
 ) -> Tensor:
-    """Add the adapters to the output of a layer in plain torch, differentiable.
+    """Add the LoRA adapters to the output of a layer in plain torch, differentiable.
 
     Args:
-        y_NO: the output of the layer, unchanged.
-        h_NR: the first products x A^T.
-        b_SR: the stacked B matrices.
-        places: where the outputs of each A are.
+        y_NO: output of the layer, not changed.
+        h_NR: first products x A^T, R columns for each adapted projection.
+        b_SR: B matrices of all adapted projections, stacked.
+        places: (first column of the output, first row of b, size) for each adapted projection, in the order of columns.
         scaling: alpha / rank.
 
     Returns:

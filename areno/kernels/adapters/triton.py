@@ -1,8 +1,8 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The second product of LoRA adapters as Triton kernels: all projections in one launch, summed in fp32, rounded once.
 
-The kernels for stacked outputs use programmatic dependent launch (`kernels/jit.py`): b does not depend on the previous
-kernel, so they load it first. Shape letters as in `areno.kernels.adapters`.
+The kernels for stacked outputs use programmatic dependent launch (`kernels/jit.py`). b does not depend on the previous
+kernel, so they load b first. Shape letters as in `areno.kernels.adapters`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,28 @@ MANY_ROWS = 1024  # with more rows of y, a program takes more rows
 
 
 def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
-    """Add the adapters to y in place; arguments as of `areno.kernels.adapters.add_lora`, all contiguous."""
+    """Add the LoRA adapters to the output of a layer in place, and return it.
+
+    Args:
+        y_NO: output of the layer, contiguous rows, changed in place.
+        h_NR: first products x A^T, R columns for each adapted projection.
+        b_SR: B matrices of all adapted projections, stacked.
+        tiles_T4: result of `tiles`, on the device of y.
+        scaling: alpha / rank.
+    """
     return _add_lora(y_NO, y_NO, h_NR.contiguous(), b_SR, tiles_T4, scaling)
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Add the adapters to a stacked output [y, h]; arguments as of `areno.kernels.adapters.add_lora_stacked`."""
+    """Add the LoRA adapters to a stacked output [y, h = x A^T], and return y, (N, O).
+
+    Args:
+        both_NX: y and h side by side.
+        b_SR: B matrices of all adapted projections, stacked.
+        tiles_T4: result of `tiles` with `whole=n_columns`, on the device of y.
+        scaling: alpha / rank.
+        n_columns: number of columns of y, O.
+    """
     out_NO = both_NX.new_empty((len(both_NX), n_columns))
     return _add_lora(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, pdl=True)
 
@@ -55,7 +71,16 @@ def _add_lora(
 def swiglu_stacked(
     both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
-    """Return silu(gate) * up of a stacked output; arguments as of `areno.kernels.adapters.swiglu_stacked`."""
+    """Add the LoRA adapters to a stacked output [gate, up, h = x A^T], and return silu(gate) * up, (N, I).
+
+    Args:
+        both_NX: gate, up and h side by side.
+        b_SR: B matrices of all adapted projections, stacked.
+        places: the columns of [gate, up] and rows of b for each adapted projection.
+        scaling: alpha / rank.
+        n_columns: number of columns of gate and up together, 2 I.
+        gelu: whether the activation is the tanh form of GELU instead of SiLU.
+    """
     n_rows, inner, rank = len(both_NX), n_columns // 2, b_SR.shape[1]
     out_NI = both_NX.new_empty((n_rows, inner))
     sizes = _sizes(n_rows, rank)
@@ -82,14 +107,17 @@ def swiglu_stacked(
 
 
 def _sizes(n_rows: int, rank: int) -> dict[str, int]:
-    """Return the tile sizes and warps of a program. With more rows for each warp, registers spill."""
+    """Return the tile sizes and the number of warps for a launch. With more rows per warp, registers would spill."""
     rows, n_warps = (16, 4) if n_rows <= MANY_ROWS else (32, 8)
     inputs = max(16, min(64, triton.next_power_of_2(rank)))
     return {"RANK": rank, "ROWS": rows, "COLUMNS": TILE, "INPUTS": inputs, "num_warps": n_warps}
 
 
 def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
-    """Return the first row in b and column in h of the columns from `first` on; the latter is -1 without adapter."""
+    """Return where the adapter of the columns from `first` on is stored: (first row in b, first column in h).
+
+    The column in h is -1 if these columns have no adapter.
+    """
     for index, place in enumerate(places):
         if place.column <= first < place.column + place.size:
             return place.row + first - place.column, index * rank
@@ -115,7 +143,7 @@ def _product(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return h B^T of a tile (ROWS, COLUMNS) in float32. b: what `_load_first_inputs` returned for b_place."""
+    """Return a tile of h B^T in float32, (ROWS, COLUMNS). `b` is the result of `_load_first_inputs(b_place, ...)`."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)

@@ -1,8 +1,8 @@
 """Causal attention over packed rows of any length, by the fastest installed kernel.
 
 `choose_backend` picks a backend once. `varlen_attention` runs it under autograd. `varlen_forward` and
-`varlen_backward` are the two passes for layers that write their own backward pass. The backend "sdpa" is torch's
-scaled_dot_product_attention on padded batches: for the CPU, for float32, and for GPUs without flash attention.
+`varlen_backward` are the two passes, for layers with their own backward pass. The backend "sdpa" is torch's
+scaled_dot_product_attention on padded batches. It is used on CPUs, in float32, and on GPUs without flash attention.
 
 Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head
 dimension; B rows of a padded batch of length L.
@@ -35,18 +35,19 @@ def sdpa_attention(
     starts_k: list[int],
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention of packed rows by torch's scaled_dot_product_attention.
+    """Compute causal attention of packed rows with torch's scaled_dot_product_attention, differentiable.
 
     Args:
-        q_NHD: queries of all rows.
-        k_MKD: keys of all rows. A row with more keys than queries has its queries at the end.
-        v_MKD: values of all rows.
-        starts_q: where the queries of each row begin, and N.
-        starts_k: where the keys of each row begin, and M.
-        window: the number of last keys that a query attends to. None: all.
+        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
+        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
+        v_MKD: values of all rows, packed in the same way.
+        starts_q: cumulative numbers of queries, from 0 to N, one more than there are rows.
+        starts_k: cumulative numbers of keys, from 0 to M, one more than there are rows.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
 
     Returns:
-        (N, H, D), differentiable.
+        The output (N, H, D).
     """
     return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, partial(_sdpa, window=window))
 
@@ -71,7 +72,7 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) ->
 
 
 def _each_head(x_BKLD: Tensor, n_heads: int) -> Tensor:
-    """Repeat each key head for the query heads that share it: (B, H, L, D)."""
+    """Repeat each key head for the query heads that share it, giving shape (B, n_heads, L, D)."""
     return x_BKLD.repeat_interleave(n_heads // x_BKLD.shape[1], dim=1)
 
 
@@ -89,21 +90,22 @@ def choose_backend(
     dtype: torch.dtype,
     exact: bool = False,
 ) -> str:
-    """Return the attention backend for a device and dtype.
+    """Return the name of the attention backend for a device and dtype.
 
     "auto" and "native" prefer torch's kernels, as flash-attn is not faster in training (docs/performance.md).
 
     Args:
         requested: the setting `engine.attn_backend`.
-        device: the device of the model. A GPU without flash attention always gets "sdpa".
-        dtype: the dtype of queries, keys and values.
-        exact: whether results must not depend on other rows; then the backend is "fixed_order".
+        device: device of the model. A GPU without flash attention gets "sdpa", whatever is requested.
+        dtype: dtype of queries, keys and values.
+        exact: whether a query's result must not depend on the rest of the batch (`engine.exact`). Then the backend is
+            always "fixed_order".
 
     Returns:
         A key of BACKENDS.
 
     Raises:
-        ConfigError: `engine.attn_backend` is flash, but flash-attn is not installed or lacks this dtype or device.
+        ConfigError: `requested` is "flash", but flash-attn is not installed or does not support the dtype or device.
     """
     if exact:
         return "fixed_order"
@@ -135,19 +137,20 @@ def varlen_attention(
     """Compute causal attention of packed rows, differentiable.
 
     Args:
-        q_NHD: queries of all rows.
-        k_MKD: keys of all rows. A row with more keys than queries has its queries at the end (bottom-right aligned). No
-            row has fewer keys than queries.
-        v_MKD: values of all rows.
-        cu_seqlens_q: (R + 1,) int32 on the device of q, where the queries of each row begin, and N.
-        cu_seqlens_k: (R + 1,) int32, where the keys of each row begin, and M.
-        max_q: the most queries of a row.
-        max_k: the most keys of a row.
+        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
+        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens. No row
+            may have fewer keys than queries.
+        v_MKD: values of all rows, packed in the same way.
+        cu_seqlens_q: (rows + 1,) int32 on the device of the queries, cumulative numbers of queries, from 0 to N.
+        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
+        max_q: largest number of queries in a row.
+        max_k: largest number of keys in a row.
         backend: a key of BACKENDS.
-        window: the number of last keys that a query attends to. None: all.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
 
     Returns:
-        (N, H, D).
+        The output (N, H, D).
 
     Raises:
         ValueError: the backend is unknown.
@@ -180,19 +183,20 @@ def varlen_forward(
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute causal attention of packed rows, outside autograd, for a later `varlen_backward`.
+    """Compute causal attention of packed rows outside autograd, for a later call of `varlen_backward`.
 
     Args:
-        q_NHD: queries of all rows.
+        q_NHD: queries of all rows, packed, shape (tokens, heads, head dim).
         k_NKD: keys of the same tokens.
         v_NKD: values of the same tokens.
-        cu_seqlens: (R + 1,) int32, where each row begins, and N.
-        max_len: the length of the longest row.
+        cu_seqlens: (rows + 1,) int32, cumulative lengths of the rows, from 0 to N.
+        max_len: length of the longest row.
         backend: a key of BACKENDS.
-        window: the number of last keys that a query attends to. None: all.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
 
     Returns:
-        The output (N, H, D), and further tensors that `varlen_backward` needs.
+        The output (N, H, D), and a tuple of tensors to pass to `varlen_backward` as `saved`.
     """
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
@@ -230,19 +234,19 @@ def varlen_backward(
     """Compute the gradients of causal attention of packed rows, outside autograd.
 
     Args:
-        grad_NHD: the gradient of the output.
-        q_NHD: the queries of the forward pass.
-        k_NKD: its keys.
-        v_NKD: its values.
-        out_NHD: the output of `varlen_forward`.
-        saved: the further tensors of `varlen_forward`.
-        cu_seqlens: (R + 1,) int32, where each row begins, and N.
-        max_len: the length of the longest row.
-        backend: the backend of the forward pass.
-        window: the window of the forward pass.
+        grad_NHD: gradient with respect to the output.
+        q_NHD: queries of the forward pass.
+        k_NKD: keys of the forward pass.
+        v_NKD: values of the forward pass.
+        out_NHD: output of `varlen_forward`.
+        saved: second result of `varlen_forward`.
+        cu_seqlens: (rows + 1,) int32, cumulative lengths of the rows, from 0 to N.
+        max_len: length of the longest row.
+        backend: backend of the forward pass.
+        window: window of the forward pass.
 
     Returns:
-        The gradients of q, k and v, in their shapes.
+        The gradients with respect to queries, keys and values, in their shapes.
     """
     rows = cu_seqlens, cu_seqlens, max_len, max_len
     if backend == "varlen" or (backend == "fixed_order" and has_flash_backward(q_NHD)):
@@ -273,21 +277,20 @@ def varlen_backward(
 
 
 def has_flash_backward(q_NHD: Tensor) -> bool:
-    """Return whether torch's flash kernel computes the gradient of fixed-order attention: on GPUs, not in fp32.
+    """Return whether torch's flash kernel can compute the gradient of fixed-order attention for these queries.
 
-    Args:
-        q_NHD: Queries of N tokens and H heads of size D.
+    It needs a GPU with flash attention, and half precision.
     """
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
 
 def _left(window: int | None) -> int:
-    """Return the window as flash-attn counts it: the keys before the query's own, -1 for all."""
+    """Return a sliding window as flash-attn counts it: the number of keys before the query's own, -1 for all keys."""
     return -1 if window is None else window - 1
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """Return the window as arguments of torch's flash kernel; none without a window."""
+    """Return a sliding window as arguments of torch's flash kernel. The result is empty without a window."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -300,7 +303,10 @@ def _sdpa_backward(
     cu_seqlens_k: Tensor,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. torch has no backward function of sdpa to call, so forward runs again."""
+    """Return the gradients with respect to queries, keys and values.
+
+    The forward pass runs again, because torch has no callable backward pass of scaled_dot_product_attention.
+    """
     with torch.enable_grad():
         q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
         out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
@@ -309,12 +315,15 @@ def _sdpa_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> list[Tensor]:
-    """Return the random state that torch's backward kernel requires, though there is no dropout."""
+    """Return a zero random state for torch's backward kernel, which requires it even without dropout."""
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
 class _FixedOrderAttention(torch.autograd.Function):
-    """Fixed-order attention with the gradient of `sdpa_attention`, which computes the same up to rounding."""
+    """Autograd function: fixed-order attention, with the gradient of `sdpa_attention`.
+
+    Both compute the same function up to rounding.
+    """
 
     @staticmethod
     def forward(
@@ -338,7 +347,10 @@ class _FixedOrderAttention(torch.autograd.Function):
 
 
 class _Windowed(torch.autograd.Function):
-    """torch's flash kernel with a window, which `varlen_attn` of older torch releases does not accept."""
+    """Autograd function: torch's flash kernel with a sliding window.
+
+    `varlen_attn` in older torch releases does not accept a window.
+    """
 
     @staticmethod
     def forward(
@@ -370,7 +382,10 @@ class _Windowed(torch.autograd.Function):
 
 @functools.cache
 def _varlen_kernel() -> tuple[Any, dict[str, Any]]:
-    """Return torch's varlen_attn and its keywords for causal, grouped attention; these differ between releases."""
+    """Return torch's `varlen_attn`, and its keyword arguments for causal attention with grouped heads.
+
+    The keyword arguments differ between releases of torch.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     names = inspect.signature(varlen_attn).parameters

@@ -1,6 +1,6 @@
 """Gated delta rule after a short causal convolution (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
 
-A layer keeps for each row a matrix S for each value head, and the last inputs of the convolution. For one token:
+For each row, a layer keeps a state matrix S for each value head, and the last inputs of the convolution. For one token:
 
     x = silu(convolution of the last W inputs), which is q, k and v
     S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
@@ -8,10 +8,12 @@ A layer keeps for each row a matrix S for each value head, and the last inputs o
 with q and k of length 1, q divided by the root of its size, beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias).
 The result is out / rms(out) * norm * silu(z) for each head.
 
-`delta_rows` computes packed rows in chunks of tokens. `delta_rows_backward` computes them again and returns gradients.
-`delta_step` computes one token of each row and updates the states in place; with Triton, a CUDA graph can capture it.
-All forms give the same numbers up to the order of sums and the precision of products. Arithmetic, decays, beta and
-states are fp32. With bfloat16 inputs, the Triton products of chunks are less precise (`PRECISION` in
+`delta_rows` computes packed rows in chunks of tokens. `delta_rows_backward` computes the forward pass again and returns
+gradients. `delta_step` is a decoding step: it computes one token for each row and updates the states in place. With
+Triton, a CUDA graph can capture it.
+
+All implementations give the same values up to the order of sums and the precision of products. Arithmetic, decays, beta
+and states are fp32. With bfloat16 inputs, the Triton products of chunks are less precise (`PRECISION` in
 `triton_chunks.py`). Three things are rounded to the dtype of the inputs: q, k and v before the rule, the output of the
 rule, and the result.
 
@@ -47,19 +49,20 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """Compute the gated delta rule of packed rows.
+    """Compute the gated delta rule for packed rows.
 
-    If autograd records, the torch reference runs, which is differentiable in the projections and the weights.
+    If autograd records, the torch reference runs, which is differentiable with respect to projections and weights.
 
     Args:
-        proj_NP: the projections of all tokens.
-        weights: the weights of the layer.
-        chunks: how the rows are cut into chunks.
-        initial: the states of the R rows before their first tokens. None: zeros.
-        return_states: also return the states after the last tokens.
+        proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
+        weights: weights of the layer.
+        chunks: the cut of the packed rows into chunks.
+        initial: states of the R rows before their first tokens. None means zeros.
+        return_states: whether to also return the states after the last tokens.
 
     Returns:
-        (N, I) in the dtype of the projections, and the states of the R rows, or None.
+        The output (N, I) in the dtype of the projections, and the states of the R rows, or None unless
+        `return_states`.
     """
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (proj_NP, *weights[:4]))
     rows = reference.delta_rows if recorded else form(proj_NP, __name__).delta_rows
@@ -72,29 +75,29 @@ def delta_rows_backward(
     """Compute the gradients of `delta_rows` for rows that begin with zero states, outside autograd.
 
     Args:
-        grad_NI: the gradient of the result.
-        proj_NP: the projections of the forward pass.
-        weights: its weights.
-        chunks: its chunks.
-        of_weights: also compute the gradients of the weights.
+        grad_NI: gradient with respect to the output of `delta_rows`.
+        proj_NP: projections of the forward pass.
+        weights: weights of the layer.
+        chunks: the cut of the packed rows into chunks.
+        of_weights: whether to also compute the gradients with respect to the weights.
 
     Returns:
-        The gradient of the projections (N, P) in their dtype. The gradients of the weights, summed over tokens in a
-        fixed order, or None.
+        The gradient with respect to the projections (N, P) in their dtype, and the gradients with respect to the
+        weights. The latter are summed over tokens in a fixed order. They are None unless `of_weights`.
     """
     return form(proj_NP, __name__).delta_rows_backward(grad_NI, proj_NP, weights, chunks, of_weights)
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """Compute one token of each row, and update the states of the rows in place.
+    """Compute a decoding step of the gated delta rule: one token for each row, with its state updated in place.
 
     Args:
-        proj_BP: the projections of the tokens.
-        weights: the weights of the layer.
-        states: the states of all slots.
-        slots_B: int64, the slot of each row. Rows that share a slot leave any finite numbers in it.
+        proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
+        weights: weights of the layer.
+        states: states of all slots, of which those of the rows are updated in place.
+        slots_B: int64, slot of each row. If several rows share a slot, its state is undefined but finite.
 
     Returns:
-        (B, I) in the dtype of the projections.
+        The output (B, I) in the dtype of the projections.
     """
     return form(proj_BP, __name__).delta_step(proj_BP, weights, states, slots_B)

@@ -1,6 +1,7 @@
 """The weights, gradients and states of a gated delta layer, and the cut of packed rows into chunks.
 
-Shape letters as in `areno.kernels.delta`; T chunks of C tokens, J steps: step j has the j-th chunk of every row.
+Shape letters as in `areno.kernels.delta`; T chunks of C tokens. Step j, of J steps, computes the j-th chunk of every
+row.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch import Tensor
 
 
 class DeltaWeights(NamedTuple):
-    """The weights of one layer on one rank.
+    """The weights of one gated delta layer on one rank.
 
     Attributes:
-        conv_XW: the convolution of each channel, the weight of the oldest input first.
-        A_log_H: the logarithm of the decay rate.
-        dt_bias_H: added to the projection a before softplus.
-        norm_V: the weight of the norm of each head.
-        eps: the epsilon of this norm.
-        n_key_heads: G.
+        conv_XW: weights of the causal convolution per channel, from the oldest input to the newest.
+        A_log_H: logarithm of the decay rate of each value head.
+        dt_bias_H: bias added to the projection a before softplus.
+        norm_V: weight of the RMS norm of each head.
+        eps: epsilon of this norm.
+        n_key_heads: number of key heads, G.
     """
 
     conv_XW: Tensor
@@ -35,27 +36,27 @@ class DeltaWeights(NamedTuple):
 
     @property
     def n_heads(self) -> int:
-        """H, the number of value heads."""
+        """Number of value heads, H."""
         return len(self.A_log_H)
 
     @property
     def value_dim(self) -> int:
-        """V, the size of a value head."""
+        """Size of a value head, V."""
         return len(self.norm_V)
 
     @property
     def key_dim(self) -> int:
-        """K, the size of a key head."""
+        """Size of a key head, K."""
         return (len(self.conv_XW) - self.n_heads * self.value_dim) // (2 * self.n_key_heads)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes of a token's projections: channels of the convolution, z, b, a."""
+        """Sizes of a token's projections: channels of the convolution (q, k and v), z, b, a."""
         return len(self.conv_XW), self.n_heads * self.value_dim, self.n_heads, self.n_heads
 
 
 class DeltaGradients(NamedTuple):
-    """Gradients of `DeltaWeights`, float32, in the shapes of the weights."""
+    """Gradients with respect to the tensors of `DeltaWeights`, float32, in the shapes of the weights."""
 
     conv_XW: Tensor
     A_log_H: Tensor
@@ -64,11 +65,11 @@ class DeltaGradients(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """States of one layer for S slots or rows.
+    """The recurrent states of one gated delta layer, for S slots or rows.
 
     Attributes:
-        inputs_SXw: the last inputs of the convolution, the oldest first.
-        matrices_SHKV: the matrix of each value head, float32.
+        inputs_SXw: last inputs of the convolution, the oldest first.
+        matrices_SHKV: state matrix of each value head, float32.
     """
 
     inputs_SXw: Tensor
@@ -80,21 +81,23 @@ CHUNK = 64  # tokens: enough for matrix units, and few enough for the triangular
 
 @dataclass(frozen=True)
 class RowChunks:
-    """The chunks of all packed rows, ordered by step, and within a step by the length of the row, longest first.
+    """The cut of all packed rows into chunks of C tokens.
 
-    So the chunks of a step are neighbours, and the rows of a step are the first rows of the previous step.
+    Chunks are ordered by step, and within a step by the length of the row, longest first. So the chunks of a step are
+    consecutive, and the rows of a step are the first rows of the previous step.
 
     Attributes:
-        order_R: the rows, the longest first.
-        lengths_R: the length of each row, in packed order.
-        borders: (R + 1,), where each row begins, and N.
-        rows_J: the number of rows with a chunk in each step.
-        first_chunks_J: the first chunk of each step. The j-th chunk of row order_R[i] is first_chunks_J[j] + i.
-        tokens_TC: the token at each place of a chunk, N for places after the row.
-        sizes_T: the number of tokens of each chunk.
-        places_N: the place of each token in the flattened chunks.
-        positions_N: the position of each token in its row, from 0.
-        rows_N: the row of each token, in packed order.
+        order_R: indices of the rows, the longest row first.
+        lengths_R: number of tokens in each row, in packed order.
+        borders: (R + 1,), cumulative lengths of the rows, from 0 to N.
+        rows_J: number of rows with a chunk in each step.
+        first_chunks_J: index of the first chunk of each step. The j-th chunk of row order_R[i] has the index
+            first_chunks_J[j] + i.
+        tokens_TC: index of the token at each position of a chunk, N for positions after the end of the row.
+        sizes_T: number of tokens in each chunk.
+        places_N: index of each token in the flattened chunks.
+        positions_N: position of each token in its row, from 0.
+        rows_N: index of each token's row, in packed order.
     """
 
     order_R: Tensor
@@ -110,12 +113,12 @@ class RowChunks:
 
     @classmethod
     def of(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
-        """Cut rows into chunks.
+        """Cut packed rows into chunks.
 
         Args:
-            starts: where each row begins, and the number of tokens.
-            device: the device of the tensors.
-            chunk: C.
+            starts: cumulative lengths of the rows, from 0 to the number of tokens.
+            device: device of the tensors.
+            chunk: number of tokens in a chunk, C.
         """
         starts_R = np.array(starts, dtype=np.int64)
         n_tokens, lengths_R = int(starts_R[-1]), np.diff(starts_R)
@@ -147,5 +150,5 @@ class RowChunks:
 
     @property
     def starts_R(self) -> Tensor:
-        """The first token of each row."""
+        """Index of the first token of each row."""
         return self.borders[:-1]

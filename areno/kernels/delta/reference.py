@@ -1,7 +1,8 @@
-"""The gated delta rule in plain torch: packed rows in chunks, with gradients, and one token of each row.
+"""The gated delta rule in plain torch: packed rows in chunks, with gradients, and decoding steps.
 
 Chunks follow section 3 of the paper ("extended WY representation"): the writes of a chunk's tokens solve a triangular
 system, so a chunk takes a few matrix products. Only the states pass from chunk to chunk, in one step for all rows.
+
 Shape letters as in `areno.kernels.delta` and its `parts.py`.
 """
 
@@ -19,7 +20,17 @@ _EPS = 1e-6  # added to the squared lengths of q and k
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """Compute one token of each row; arguments as of `areno.kernels.delta.delta_step`."""
+    """Compute a decoding step in plain torch: one token for each row, with its state updated in place.
+
+    Args:
+        proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
+        weights: weights of the layer.
+        states: states of all slots, of which those of the rows are updated in place.
+        slots_B: int64, slot of each row. If several rows share a slot, its state is undefined but finite.
+
+    Returns:
+        The output (B, I) in the dtype of the projections.
+    """
     x_BX, z_BI, b_BH, a_BH = proj_BP.split(weights.sizes, dim=-1)
     window_BXW = torch.cat((states.inputs_SXw.index_select(0, slots_B), x_BX.unsqueeze(-1)), dim=-1)
     states.inputs_SXw.index_copy_(0, slots_B, window_BXW[..., 1:])
@@ -42,7 +53,19 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """Compute packed rows, differentiable; arguments as of `areno.kernels.delta.delta_rows`."""
+    """Compute the gated delta rule for packed rows in plain torch, differentiable.
+
+    Args:
+        proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
+        weights: weights of the layer.
+        chunks: the cut of the packed rows into chunks.
+        initial: states of the R rows before their first tokens. None means zeros.
+        return_states: whether to also return the states after the last tokens.
+
+    Returns:
+        The output (N, I) in the dtype of the projections, and the states of the R rows, or None unless
+        `return_states`.
+    """
     x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.sizes, dim=-1)
     mixed_NX = _ConvolveRows.apply(x_NX, weights.conv_XW, chunks.positions_N)
     inputs_RXw = None
@@ -61,7 +84,19 @@ def delta_rows(
 def delta_rows_backward(
     grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
 ) -> tuple[Tensor, DeltaGradients | None]:
-    """Compute gradients by autograd; arguments as of `areno.kernels.delta.delta_rows_backward`."""
+    """Compute the gradients of `delta_rows` by autograd, for rows that begin with zero states.
+
+    Args:
+        grad_NI: gradient with respect to the output of `delta_rows`.
+        proj_NP: projections of the forward pass.
+        weights: weights of the layer.
+        chunks: the cut of the packed rows into chunks.
+        of_weights: whether to also compute the gradients with respect to the weights.
+
+    Returns:
+        The gradient with respect to the projections (N, P) in their dtype, and the gradients with respect to the
+        weights. The latter are summed over tokens. They are None unless `of_weights`.
+    """
     proj_NP = proj_NP.detach().requires_grad_()
     # Copies in float32, for gradients in float32.
     conv, log_decay, bias, norm = copies = [each.detach().float().requires_grad_() for each in weights[:4]]
@@ -73,15 +108,15 @@ def delta_rows_backward(
 
 
 def to_heads(mixed_NX: Tensor, weights: DeltaWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the convolution's result into normalised q and k, and v.
+    """Split the output of the convolution into heads of queries, keys and values, and normalise queries and keys.
 
     Args:
-        mixed_NX: silu of the convolution.
-        weights: the weights of the layer.
-        dtype: the dtype to which q, k and v are rounded.
+        mixed_NX: silu of the convolution's output, (tokens, channels).
+        weights: weights of the layer.
+        dtype: dtype to which the results are rounded.
 
     Returns:
-        q (N, G, K), divided by the root of K, k (N, G, K) and v (N, H, V), float32.
+        Queries (N, G, K), of length 1 / sqrt(K), keys (N, G, K), of length 1, and values (N, H, V). All are float32.
     """
     n_key = weights.n_key_heads * weights.key_dim
     q, k, v = mixed_NX.split((n_key, n_key, mixed_NX.shape[-1] - 2 * n_key), dim=-1)
@@ -93,27 +128,27 @@ def to_heads(mixed_NX: Tensor, weights: DeltaWeights, dtype: torch.dtype) -> tup
 
 
 def gates(b_NH: Tensor, a_NH: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Return the logarithm g of the decay of a state, and beta, the share of a state's value that a token replaces.
+    """Return the logarithm of the state's decay, and beta, the share of a stored value that the token replaces.
 
     Args:
-        b_NH: the projection b.
-        a_NH: the projection a.
-        weights: the weights of the layer.
+        b_NH: projection b.
+        a_NH: projection a.
+        weights: weights of the layer.
 
     Returns:
-        g (N, H) and beta (N, H), float32.
+        The logarithm g of the decay (N, H), at most 0, and beta (N, H), between 0 and 1. Both are float32.
     """
     decay_NH = -weights.A_log_H.float().exp() * F.softplus(a_NH.float() + weights.dt_bias_H.float())
     return decay_NH, b_NH.float().sigmoid()
 
 
 def gated_norm(out_NHV: Tensor, z_NI: Tensor, weights: DeltaWeights) -> Tensor:
-    """Return the norm of each head times silu(z).
+    """Return the RMS norm of each head of the rule's output, times silu(z).
 
     Args:
-        out_NHV: the output of the rule.
-        z_NI: the projection z.
-        weights: the weights of the layer.
+        out_NHV: output of the delta rule, (tokens, value heads, size of a head).
+        z_NI: projection z.
+        weights: weights of the layer.
 
     Returns:
         (N, H V) in the dtype of z.
@@ -132,16 +167,16 @@ def chunked_delta(
     chunks: RowChunks,
     initial_RHKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the delta rule of packed rows in chunks.
+    """Compute the delta rule for packed rows, chunk by chunk.
 
     Args:
         q_NGK: normalised and scaled queries.
         k_NGK: normalised keys.
         v_NHV: values.
-        decay_NH: g, the logarithms of decays.
-        beta_NH: beta.
-        chunks: how the rows are cut into chunks.
-        initial_RHKV: the states before the rows. None: zeros.
+        decay_NH: logarithms g of the decays.
+        beta_NH: beta, the share of a stored value that a token replaces.
+        chunks: the cut of the packed rows into chunks.
+        initial_RHKV: states before the rows. None means zeros.
 
     Returns:
         The outputs (N, H, V), and the states after the rows (R, H, K, V).
@@ -200,7 +235,10 @@ def chunked_delta(
 
 
 class _ConvolveRows(torch.autograd.Function):
-    """Convolution of each channel over the last W tokens of a row, float32. Saves its inputs alone."""
+    """Autograd function: causal convolution of each channel over the last W tokens of a row, in float32.
+
+    Only the inputs are saved for the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NX: Tensor, conv_XW: Tensor, positions_N: Tensor) -> Tensor:
@@ -225,12 +263,19 @@ class _ConvolveRows(torch.autograd.Function):
 
 
 def _shifted(x_NX: Tensor, positions_N: Tensor, shift: int) -> Tensor:
-    """Return the tokens `shift` places earlier, from token `shift` on, with zeros for tokens of another row."""
+    """Return x `shift` tokens earlier, for the tokens from index `shift` on. Tokens before the row count as zeros."""
     return x_NX[: max(0, len(x_NX) - shift)].float() * (positions_N[shift:] >= shift).unsqueeze(-1)
 
 
 def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: RowChunks) -> Tensor:
-    """Add the contribution of the inputs before the pack to the first tokens of each row."""
+    """Add the contribution of inputs before the rows to the convolution at the first tokens of each row.
+
+    Args:
+        mixed_NX: output of the convolution, which took these inputs as zeros.
+        inputs_RXw: last w inputs before each row.
+        conv_XW: weights of the convolution.
+        chunks: the rows.
+    """
     n_before = inputs_RXw.shape[-1]
     for age in range(n_before):
         has_R = (chunks.lengths_R > age).unsqueeze(-1)
@@ -242,7 +287,10 @@ def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: 
 
 
 def _conv_states(x_NX: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
-    """Return the last w inputs of each row, (R, X, w), including those before the pack, or zeros."""
+    """Return the last w inputs of the convolution in each row, (R, X, w), the oldest first.
+
+    In a row with fewer than w tokens, inputs before the row (`initial_RXw`, or zeros) fill up the first places.
+    """
     n_before = weights.conv_XW.shape[1] - 1
     if initial_RXw is None:
         initial_RXw = x_NX.new_zeros(len(chunks.order_R), x_NX.shape[1], n_before)

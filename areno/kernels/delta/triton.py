@@ -1,11 +1,11 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-"""The gated delta rule as Triton kernels: packed rows forward and backward, one token of each row, and the gated norm.
+"""The gated delta rule as Triton kernels: packed rows forward and backward, decoding steps, and the gated norm.
 
 Packed rows combine `triton_rows.py` (convolution and gates), `triton_chunks.py` (the rule) and the gated norm, which is
-here. One token of each row takes two kernels: the convolution, then everything else of a head. If a program has only
-some of a state's columns, the norm is a third kernel.
+here. A decoding step takes two kernels: the convolution, then all other operations on a head. If a program computes
+only some columns of a state, the norm is a third kernel.
 
-Shape letters as in `areno.kernels.delta`; L programs of a kernel. A head of a token is a line of the norm.
+Shape letters as in `areno.kernels.delta`; L programs of a kernel. A line of the norm is one head of one token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,17 @@ NORM_PROGRAMS = 8  # of its backward kernel, for each multiprocessor
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    """Compute one token of each row; arguments as of `areno.kernels.delta.delta_step`."""
+    """Compute a decoding step with Triton kernels: one token for each row, with its state updated in place.
+
+    Args:
+        proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
+        weights: weights of the layer.
+        states: states of all slots, of which those of the rows are updated in place.
+        slots_B: int64, slot of each row. If several rows share a slot, its state is undefined but finite.
+
+    Returns:
+        The output (B, I) in the dtype of the projections.
+    """
     n_rows, proj_size = proj_BP.shape
     n_channels, n_inner, n_heads, _ = weights.sizes
     out_BI = proj_BP.new_empty(n_rows, n_inner)
@@ -70,7 +80,7 @@ def _convolve_kernel(
     BLOCK: tl.constexpr,
     NEXT_USES_PDL: tl.constexpr,
 ):
-    """Compute silu of the convolution for some channels of a row, and shift the row's last inputs by one."""
+    """Compute silu of the convolution for some channels of a row, and append the input to the row's last inputs."""
     if NEXT_USES_PDL:
         jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -115,9 +125,10 @@ def _head_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the gates and the state update of some columns of a head of a row, and the norm if these are all columns.
+    """Compute the gates, and the state update for some columns of a head's state in a row.
 
-    With PDL, everything but q, k and v is loaded before the convolution has ended.
+    If these are all columns, the gated norm is computed, too. With PDL, everything but q, k and v is loaded before the
+    convolution has ended.
     """
     if PDL:
         jit.launch_dependents()
@@ -161,7 +172,19 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    """Compute packed rows, outside autograd; arguments as of `areno.kernels.delta.delta_rows`."""
+    """Compute the gated delta rule for packed rows with Triton kernels, outside autograd.
+
+    Args:
+        proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
+        weights: weights of the layer.
+        chunks: the cut of the packed rows into chunks.
+        initial: states of the R rows before their first tokens. None means zeros.
+        return_states: whether to also return the states after the last tokens.
+
+    Returns:
+        The output (N, I) in the dtype of the projections, and the states of the R rows, or None unless
+        `return_states`.
+    """
     proj_NP = proj_NP.contiguous()
     inputs_RXw, matrices_RHKV = (None, None) if initial is None else initial
     mixed = conv_and_gates(proj_NP, weights, chunks, inputs_RXw)
@@ -175,7 +198,21 @@ def delta_rows(
 def delta_rows_backward(
     grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
 ) -> tuple[Tensor, DeltaGradients | None]:
-    """Compute gradients of packed rows; arguments as of `areno.kernels.delta.delta_rows_backward`."""
+    """Compute the gradients of `delta_rows` with Triton kernels, for rows that begin with zero states.
+
+    The forward pass runs again first.
+
+    Args:
+        grad_NI: gradient with respect to the output of `delta_rows`.
+        proj_NP: projections of the forward pass.
+        weights: weights of the layer.
+        chunks: the cut of the packed rows into chunks.
+        of_weights: whether to also compute the gradients with respect to the weights.
+
+    Returns:
+        The gradient with respect to the projections (N, P) in their dtype, and the gradients with respect to the
+        weights. The latter are summed over tokens in a fixed order. They are None unless `of_weights`.
+    """
     proj_NP = proj_NP.contiguous()
     mixed = conv_and_gates(proj_NP, weights, chunks)  # the forward pass, again
     out_NHV, _, saved = chunks_forward(*mixed, chunks)
@@ -191,13 +228,13 @@ def delta_rows_backward(
 
 
 def gated_norm(out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, pdl: bool = False) -> Tensor:
-    """Return the norm of each head of the rule's output times silu(z).
+    """Return the RMS norm of each head of the rule's output, times silu(z).
 
     Args:
-        out_NHV: the output of the rule.
-        proj_NP: the projections, contiguous, which include z.
-        weights: the weights of the layer.
-        pdl: the previous kernel made out and lets this kernel begin early (`kernels/jit.py`).
+        out_NHV: output of the delta rule, (tokens, value heads, size of a head).
+        proj_NP: projections, contiguous, which include z.
+        weights: weights of the layer.
+        pdl: whether the previous kernel computes `out_NHV` and lets this kernel begin early (`kernels/jit.py`).
 
     Returns:
         (N, H V) in the dtype of the projections.
@@ -219,15 +256,16 @@ def gated_norm_backward(
     """Compute the gradients of `gated_norm`.
 
     Args:
-        grad_NI: the gradient of its result.
-        out_NHV: the output of the rule.
-        proj_NP: the projections, contiguous, which include z.
-        weights: the weights of the layer.
-        grad_proj_NP: the gradient of the projections, whose part z is written.
-        of_weights: also compute the gradient of the norm's weight.
+        grad_NI: gradient with respect to the result of `gated_norm`.
+        out_NHV: output of the delta rule.
+        proj_NP: projections, contiguous, which include z.
+        weights: weights of the layer.
+        grad_proj_NP: gradient with respect to the projections. Its columns of z are written.
+        of_weights: whether to also compute the gradient with respect to the norm's weight.
 
     Returns:
-        The gradient of the rule's output in its dtype, and of the norm's weight (V,) float32, or None.
+        The gradient with respect to the rule's output, in its dtype, and with respect to the norm's weight, (V,)
+        float32. The latter is None unless `of_weights`.
     """
     n, n_heads, value_dim = out_NHV.shape
     grad_out_NHV = torch.empty_like(out_NHV, memory_format=torch.contiguous_format)
@@ -246,7 +284,7 @@ def gated_norm_backward(
 
 
 def _norm_sizes(weights: DeltaWeights) -> dict[str, int]:
-    """Return the compile-time constants of the norm kernels, and their warps."""
+    """Return the compile-time constants of the gated norm's kernels, and the number of warps."""
     return {
         "CHANNELS": weights.sizes[0],
         "HEADS": weights.n_heads,
@@ -304,7 +342,7 @@ def _gated_norm_backward_kernel(
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Compute every n_programs-th tile of LINES lines in each program, with a partial sum of the weight's gradient."""
+    """Compute every n_programs-th tile of LINES lines in each program, and a partial sum of the weight's gradient."""
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)
     weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]

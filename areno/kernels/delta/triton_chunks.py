@@ -46,19 +46,20 @@ _BASE = tl.constexpr(16)  # rows of the diagonal blocks that are inverted row by
 
 @dataclass
 class Saved:
-    """Tensors that the backward pass needs, fp32.
+    """Tensors that the backward pass of `chunks_forward` needs, fp32.
 
-    They take (C + K + 2 V + K V / C) H numbers for each token, which is 88 KiB with H = 32, K = V = 128, C = 64. States
-    are kept for each chunk, also for a chunk of few tokens: 2 MiB with these sizes.
+    They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64. A
+    state
+    is kept for each chunk, even if the chunk has few tokens: 2 MiB with these sizes.
 
     Attributes:
-        g_THC: running sums of the logarithms of decay.
-        g_low_THC: their rounding errors.
-        inverse_NHC: (1 + A)^-1.
+        g_THC: running sums of the logarithms of decay within each chunk.
+        g_low_THC: rounding errors of `g_THC`.
+        inverse_NHC: (1 + A)^-1, with A and the following as defined at the top of the module.
         w_NHK: w.
         u_NHV: u.
         v_new_NHV: v_new.
-        states_THKV: the states before each chunk.
+        states_THKV: state before each chunk.
     """
 
     g_THC: Tensor
@@ -80,21 +81,21 @@ def chunks_forward(
     initial_RHKV: Tensor | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, Tensor | None, Saved]:
-    """Compute the delta rule of packed rows.
+    """Compute the delta rule for packed rows, chunk by chunk.
 
     Args:
         q_NGK: normalised and scaled queries, bf16 or fp32. With fp32, products are fp32.
         k_NGK: normalised keys, in the dtype of q.
         v_NHV: values, in the dtype of q.
-        decay_NH: the logarithms of decays, fp32, at most 0.
-        beta_NH: beta, fp32.
-        chunks: how the rows are cut into chunks.
-        initial_RHKV: the states before the rows, fp32. None: zeros.
-        return_states: also return the states after the rows.
+        decay_NH: logarithms of the decays, fp32, at most 0.
+        beta_NH: beta, the share of a stored value that a token replaces, fp32.
+        chunks: the cut of the packed rows into chunks.
+        initial_RHKV: states before the rows, fp32. None means zeros.
+        return_states: whether to also return the states after the rows.
 
     Returns:
-        The outputs (N, H, V) in the dtype of v, the states after the rows (R, H, K, V) in fp32 or None, and what the
-        backward pass needs.
+        The outputs (N, H, V) in the dtype of v, the states after the rows (R, H, K, V) in fp32 (None unless
+        `return_states`), and tensors for `chunks_backward`.
     """
     n_tokens, n_heads, value_dim = v_NHV.shape
     key_dim = q_NGK.shape[2]
@@ -142,7 +143,7 @@ def chunks_forward(
 def kernel_sizes(
     q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, precision: str, keys: int = _PART, values: int = _PART
 ) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel.
+    """Return the compile-time constants of a kernel for chunks.
 
     Blocks are at least 32 wide: with 16 columns, fp32 products and 8 warps, Triton 3.6 reads outside of shared memory
     on Hopper.
@@ -150,10 +151,10 @@ def kernel_sizes(
     Args:
         q_NGK: queries.
         v_NHV: values.
-        chunks: how the rows are cut into chunks.
-        precision: the precision of products, as of `dot`.
-        keys: the largest number of columns of q and k that a program takes at once.
-        values: the largest number of columns of v that a program takes at once.
+        chunks: the cut of the packed rows into chunks.
+        precision: `PRECISION` of products, see `dot`.
+        keys: largest number of columns of q and k that a program loads at once.
+        values: largest number of columns of v that a program loads at once.
     """
     n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
     return {
@@ -169,27 +170,41 @@ def kernel_sizes(
 
 
 def state_columns(v_NHV: Tensor, n_rows: int) -> int:
-    """Return the columns of a state that one program takes along a row. Fewer rows get more programs.
+    """Return the number of columns of a state that one program computes along a row.
+
+    With few rows, fewer columns give more programs.
 
     Args:
         v_NHV: values.
-        n_rows: R.
+        n_rows: number of rows, R.
     """
     return 64 if n_rows * v_NHV.shape[1] * v_NHV.shape[2] >= 64 * _ENOUGH else 32
 
 
 @triton.jit
 def chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE: tl.constexpr):
-    """Return the first token of a chunk, int64, and which of its places have a token."""
+    """Return the index of a chunk's first token, int64, and which of the chunk's SIZE positions have a token."""
     return tl.load(tokens_ptr + chunk * SIZE), tl.arange(0, SIZE) < tl.load(sizes_ptr + chunk).to(tl.int32)
 
 
 @triton.jit
 def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Load every STEP-th line of SIZE numbers, from the line `first` on: (lines, BLOCK), zeros outside.
+    """Load a tile whose rows are every STEP-th line of a matrix with lines of SIZE elements, zeros outside.
 
-    start: the first number of each line. Differences between the addresses of a thread are constants, as addresses
-    would otherwise take more registers than the numbers.
+    Differences between the addresses of a thread are constants, as addresses would otherwise take more registers than
+    the elements.
+
+    Args:
+        ptr: the matrix.
+        first: index of the first line to load.
+        inside: which rows of the tile exist.
+        STEP: distance between the lines to load.
+        SIZE: number of elements in a line.
+        BLOCK: number of columns of the tile.
+        start: index of the first element to load from each line.
+
+    Returns:
+        (rows, BLOCK).
     """
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
     return tl.load(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[:, None] & (column < SIZE), 0.0)
@@ -197,14 +212,14 @@ def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK:
 
 @triton.jit
 def load_columns(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Load the transpose of `load_rows`: (BLOCK, lines)."""
+    """Load the transpose of the tile that `load_rows` loads, (BLOCK, rows)."""
     line, column = tl.arange(0, inside.shape[0])[None, :], start + tl.arange(0, BLOCK)[:, None]
     return tl.load(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[None, :] & (column < SIZE), 0.0)
 
 
 @triton.jit
 def store_rows(ptr, x, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Store x (lines, BLOCK) to the places that `load_rows` reads."""
+    """Store a tile x (rows, BLOCK) to the addresses from which `load_rows` loads."""
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
     place = ptr + first * SIZE + (line * (STEP * SIZE) + column)
     tl.store(place, x.to(ptr.dtype.element_ty), inside[:, None] & (column < SIZE))
@@ -212,7 +227,10 @@ def store_rows(ptr, x, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BL
 
 @triton.jit
 def decay_between(g, g_low, visible, TRANSPOSED: tl.constexpr):
-    """Return exp(g_row - g_column) where `visible`, else 0. TRANSPOSED: exp(g_column - g_row)."""
+    """Return exp(g_row - g_column) where `visible`, else 0, or exp(g_column - g_row) if TRANSPOSED.
+
+    g + g_low are the running sums of the logarithms of decay.
+    """
     more = (g[:, None] - g[None, :]) + (g_low[:, None] - g_low[None, :])
     if TRANSPOSED:
         more = -more
@@ -221,7 +239,7 @@ def decay_between(g, g_low, visible, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def decay_to_end(g_ptr, g_low_ptr, at, SIZE: tl.constexpr):
-    """Return exp(g_last - g) of each token, and exp(g_last)."""
+    """Return the decay from each token to the end of its chunk, exp(g_last - g), and exp(g_last)."""
     each, last = at + tl.arange(0, SIZE), at + SIZE - 1
     end = tl.load(g_ptr + last)
     more = (end - tl.load(g_ptr + each)) + (tl.load(g_low_ptr + last) - tl.load(g_low_ptr + each))
@@ -230,7 +248,7 @@ def decay_to_end(g_ptr, g_low_ptr, at, SIZE: tl.constexpr):
 
 @triton.jit
 def _on_diagonal(SIZE: tl.constexpr):
-    """Return which entries of a matrix lie in its diagonal blocks."""
+    """Return which elements of a SIZE x SIZE matrix lie in its diagonal blocks."""
     block = tl.arange(0, SIZE) // _BASE
     return block[:, None] == block[None, :]
 
@@ -245,10 +263,11 @@ def _diagonal_blocks(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _inverse(system, transposed, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (1 + system)^-1 of a strictly lower matrix. transposed: the diagonal blocks of its transpose.
+    """Return (1 + system)^-1 for a strictly lower triangular matrix.
 
-    The diagonal blocks are inverted row by row, all blocks at once, so that each of 4 warps has one. Then neighbouring
-    blocks x, z with y below x become ((x, 0), (-z y x, z)). No large terms cancel, unlike in a series of powers.
+    `transposed` has the diagonal blocks of the matrix's transpose. The diagonal blocks are inverted row by row, all
+    blocks at once, so that each of 4 warps has one block. Then neighbouring blocks x, z with y below x become
+    ((x, 0), (-z y x, z)). No large terms cancel, unlike in a series of powers.
     """
     BLOCKS: tl.constexpr = SIZE // _BASE
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
@@ -293,7 +312,7 @@ def _prepare_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute `inverse`, `w` and `u` of a chunk and a head."""
+    """Compute `inverse`, `w` and `u` for a chunk and a head in each program."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
@@ -349,7 +368,7 @@ def _states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute some columns of a head's state along a row: the states before chunks, and `v_new` of their tokens."""
+    """Compute some columns of a head's state along a row: the state before each chunk, and `v_new` of its tokens."""
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
@@ -393,7 +412,7 @@ def _out_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the outputs of a chunk and a head."""
+    """Compute the outputs for a chunk and a head in each program."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED

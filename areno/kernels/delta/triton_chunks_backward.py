@@ -61,21 +61,21 @@ def chunks_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `chunks_forward`.
 
-    Temporary tensors take (K + V + K V / C) H + C G numbers for each token. They have 4 bytes; with products in "bf16",
-    all but C G have 2 bytes, which is 36 KiB with G = 16, H = 32, K = V = 128, C = 64.
+    Temporary tensors take (K + V + K V / C) H + C G elements of 4 bytes for each token. With products in "bf16", all
+    but the C G elements have 2 bytes. This is 36 KiB with G = 16, H = 32, K = V = 128, C = 64.
 
     Args:
-        grad_out_NHV: the gradient of the outputs, bf16 or fp32.
-        q_NGK: the queries of the forward pass.
-        k_NGK: its keys.
-        v_NHV: its values.
-        decay_NH: its logarithms of decays.
-        beta_NH: its beta.
-        chunks: its chunks.
-        saved: the tensors that it saved.
+        grad_out_NHV: gradient with respect to the outputs, bf16 or fp32.
+        q_NGK: queries of the forward pass.
+        k_NGK: keys of the forward pass.
+        v_NHV: values of the forward pass.
+        decay_NH: logarithms of the decays in the forward pass.
+        beta_NH: beta in the forward pass.
+        chunks: the cut of the packed rows into chunks.
+        saved: tensors that the forward pass has returned.
 
     Returns:
-        The gradients of q, k, v, decay and beta, fp32.
+        The gradients with respect to q, k, v, decay and beta, fp32, in their shapes.
     """
     n_tokens, n_heads, _ = v_NHV.shape
     n_key_heads, key_dim = q_NGK.shape[1:]
@@ -137,7 +137,7 @@ def _local_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradient of v_new from the outputs of the same chunk, for a chunk and a head."""
+    """Compute the gradient of v_new from the outputs of its own chunk, for a chunk and a head in each program."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
@@ -176,9 +176,9 @@ def _grad_states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute some columns of the gradients of a head's states after chunks, and add their part to that of v_new.
+    """Compute some columns of the gradients of a head's state after each chunk, and add their term to that of v_new.
 
-    A program goes from a row's last chunk to its first.
+    A program goes from the last chunk of a row to the first.
     """
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
@@ -232,7 +232,7 @@ def _chunks_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients of q and w, and those of k and g without A, for a chunk and the heads of a key head."""
+    """Compute gradients for a chunk and the heads of a key head: of q and w, and the terms of k and g without A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
@@ -311,9 +311,9 @@ def _systems_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients through w and u for a chunk and the heads of a key head.
+    """Compute the gradients that pass through w and u, for a chunk and the heads of a key head in each program.
 
-    They are the gradients of v, beta, g and decay, of k without A, and of k_i k_j in A.
+    These are the gradients of v, beta, g and decay, of k without A, and of the products k_i k_j in A.
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
@@ -375,7 +375,7 @@ def _keys_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Add the gradient of k through A for a chunk and a key head. Each key is a row and a column of A."""
+    """Add the term of A to the gradient of k, for a chunk and a key head. Each key is a row and a column of A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     key_line = first * (HEADS // SHARED) + key_head

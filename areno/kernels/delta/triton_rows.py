@@ -1,9 +1,9 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 """Convolution, q, k, v and gates of packed rows before the delta rule, and the last inputs of rows, as Triton kernels.
 
-A program has some tokens of one head of q, k or v, or the gates of some tokens. It reads the inputs of a token once for
-each place of the convolution, mostly from the L1 cache. The helpers at the top also serve the backward pass
-(`triton_rows_backward.py`) and decode steps (`triton.py`). Shape letters as in `areno.kernels.delta`.
+A program computes some tokens of one head of q, k or v, or the gates of some tokens. It reads a token's input once for
+each tap of the convolution, mostly from the L1 cache. The helpers at the top are also used by the backward pass
+(`triton_rows_backward.py`) and by decoding steps (`triton.py`). Shape letters as in `areno.kernels.delta`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as i
 
 
 def sizes_of(weights: DeltaWeights) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels for rows. Blocks are padded to powers of two.
+    """Return the compile-time constants of the kernels for packed rows. `*_BLOCK` are padded to powers of two.
 
     Args:
-        weights: the weights of the layer.
+        weights: weights of the layer.
     """
     key, value = weights.key_dim, weights.value_dim
     return {
@@ -48,7 +48,7 @@ def softplus(x):
 
 @triton.jit
 def rounded(x, ptr):
-    """Round x to the dtype of a pointer, and return it in fp32."""
+    """Round x to the element type of a pointer, and return it in fp32."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
 
 
@@ -67,9 +67,23 @@ def convolved(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the convolution of some channels of some tokens. The token itself is added first, then the oldest input.
+    """Return the causal convolution for some channels of some tokens, in fp32.
 
-    position: of each token in its row. real: which channels exist.
+    The token's own input is added first, then the earlier inputs from the oldest on.
+
+    Args:
+        proj_ptr: projections, whose first columns are the channels of the convolution.
+        conv_ptr: weights of the convolution.
+        initial_ptr: inputs before each row. None means zeros.
+        rows_ptr: row of each token.
+        token: indices of the tokens.
+        position: position of each token in its row.
+        is_token: which of the tokens exist.
+        channel: indices of the channels.
+        real: which of the channels exist.
+        PROJ: number of columns of the projections.
+        CHANNELS: number of channels.
+        WIDTH: width of the convolution.
     """
     inside = is_token[:, None] & real[None, :]
     place = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
@@ -95,17 +109,17 @@ _CHANNELS = 256  # channels of a program of `conv_states`
 def conv_and_gates(
     proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, initial_RXw: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute q, k, v and the gates of all tokens.
+    """Compute queries, keys, values and gates of all tokens from the projections.
 
     Args:
-        proj_NP: the projections, contiguous.
-        weights: the weights of the layer.
-        chunks: the rows.
-        initial_RXw: the inputs of the convolution before each row. None: zeros.
+        proj_NP: projections, contiguous.
+        weights: weights of the layer.
+        chunks: the packed rows.
+        initial_RXw: last inputs of the convolution before each row. None means zeros.
 
     Returns:
-        q and k (N, G, K), normalised, and v (N, H, V) in the dtype of the projections; the logarithm of decay and beta
-        (N, H), float32.
+        Normalised queries and keys (N, G, K) and values (N, H, V), in the dtype of the projections. The logarithm of
+        the decay and beta, (N, H) float32 each.
     """
     n, sizes = len(proj_NP), sizes_of(weights)
     q_NGK = proj_NP.new_empty(n, weights.n_key_heads, weights.key_dim)
@@ -132,13 +146,15 @@ def conv_and_gates(
 
 
 def conv_states(proj_NP: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
-    """Return the last w inputs of the convolution of each row, including inputs before the row.
+    """Return the last w inputs of the convolution in each row.
+
+    In a row with fewer than w tokens, inputs before the row fill up the first places.
 
     Args:
-        proj_NP: the projections, contiguous.
-        initial_RXw: the inputs before each row. None: zeros.
-        weights: the weights of the layer.
-        chunks: the rows.
+        proj_NP: projections, contiguous.
+        initial_RXw: last inputs before each row. None means zeros.
+        weights: weights of the layer.
+        chunks: the packed rows.
 
     Returns:
         (R, X, w) in the dtype of the projections, the oldest input first.

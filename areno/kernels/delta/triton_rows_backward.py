@@ -1,8 +1,10 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 """The backward pass of `triton_rows.py` as two Triton kernels: through silu and head norms, then the convolution.
 
-The first kernel overwrites the gradients of q, k and v by the gradients of the convolution's output. In the second,
-each program sums its tokens' part of the weights' gradients, and the parts are added in a fixed order.
+The first kernel overwrites the gradients with respect to q, k and v by those with respect to the convolution's output.
+In the second kernel, each program sums the gradients of the weights over its tokens, and these partial sums are added
+in a fixed order.
+
 Shape letters as in `areno.kernels.delta`; L blocks of tokens.
 """
 
@@ -30,18 +32,19 @@ def conv_and_gates_backward(
     grad_proj_NP: Tensor,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Compute the gradients of `conv_and_gates` for rows that begin with zeros.
+    """Compute the gradients of `conv_and_gates` for rows without earlier inputs.
 
     Args:
-        grads: the gradients of q, k, v, decay and beta, contiguous. The first three are overwritten.
-        proj_NP: the projections, contiguous.
-        weights: the weights of the layer.
-        chunks: the rows.
-        grad_proj_NP: the gradient of the projections, which is written except for its part z.
-        of_weights: also compute the gradients of the weights.
+        grads: gradients with respect to q, k, v, decay and beta, contiguous. The first three are overwritten.
+        proj_NP: projections, contiguous.
+        weights: weights of the layer.
+        chunks: the packed rows.
+        grad_proj_NP: gradient with respect to the projections. All columns but those of z are written.
+        of_weights: whether to also compute the gradients with respect to the weights.
 
     Returns:
-        The gradients of the convolution (X, W), of A_log and dt_bias (H,), float32, or None.
+        The gradients with respect to the weights of the convolution (X, W), A_log (H,) and dt_bias (H,), float32. None
+        unless `of_weights`.
     """
     n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads
@@ -73,14 +76,22 @@ def conv_and_gates_backward(
 
 @triton.jit
 def _silu_gradient(x):
-    """Return the derivative of silu."""
+    """Return the derivative of silu at x."""
     sigmoid = tl.sigmoid(x)
     return sigmoid * (1.0 + x * (1.0 - sigmoid))
 
 
 @triton.jit
 def _norm_backward(grad_ptr, place, inside, x, scale):
-    """Replace the gradient of a normalised head by that of the convolution's output x."""
+    """Replace the gradient of a normalised head in memory by that of the convolution's output x.
+
+    Args:
+        grad_ptr: gradients with respect to the normalised heads.
+        place: offsets of the head's elements.
+        inside: which of these elements exist.
+        x: output of the convolution for the head.
+        scale: factor of the normalised head.
+    """
     grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
     key = x * tl.sigmoid(x)
     per_length = tl.rsqrt(tl.sum(key * key, axis=1) + LENGTH_EPS)[:, None]
@@ -158,9 +169,8 @@ def _conv_backward(
 ):
     """Compute the gradients of the convolution's inputs and weights for the channels of one head.
 
-    Token n gets a gradient from token n + shift if both are in the same row, and so do the weights.
-
-    first: where the head's gradients begin among the STRIDE gradients of a token. size: of a row of partial sums.
+    The gradient of token n has a term from token n + shift if both are in the same row. `first` is the offset of the
+    head among the STRIDE gradients of a token, and `size` is the number of partial sums in a row of `sums_ptr`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < n)[:, None] & is_channel[None, :]
@@ -208,9 +218,9 @@ def _conv_backward_kernel(
     HEAD_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute the gradients of the convolution for a head, or of the gates, in each program.
+    """Compute the gradients of the convolution for one head, or of the gates, in each program.
 
-    size: the number of partial sums of weight gradients of a block of tokens.
+    `size` is the number of partial sums of weight gradients for each block of tokens.
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS

@@ -1,8 +1,8 @@
 """Elementwise operations between the matrix products of a layer, each as one Triton kernel with its gradient.
 
-They compute in fp32 and round where the plain layers in `areno.layers` do; tests compare the two. Launches depend on
-shapes alone, so a CUDA graph can capture them, and every sum has a fixed order. The files import Triton at their top:
-import them only if `backend.use_triton` returns True.
+The kernels compute in fp32 and round where the plain layers in `areno.layers` do, and tests compare both. Launches
+depend on shapes alone, so a CUDA graph can capture them, and every sum has a fixed order. The modules import Triton at
+their top. Import them only if `backend.use_triton` returns True.
 
 Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, F = C / 2, I inner size; P
 programs of a backward kernel.

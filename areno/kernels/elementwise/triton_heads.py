@@ -32,23 +32,23 @@ def qk_norm_rope(
     plus_one: bool = False,
     next_uses_pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise and rotate each head of q and k.
+    """Apply RMS norm (if any) and rotary embedding to each query and key head.
 
     Args:
-        qkv_NX: the heads of q, k and v, side by side.
-        cos_N1F: float32, the cosines of the rotation.
-        sin_N1F: float32, its sines.
-        q_weight_C: the weight of the query norm. None: there are no norms.
-        k_weight_C: the weight of the key norm. None: there are no norms.
-        eps: the epsilon of the norms.
-        n_heads: H.
-        n_kv_heads: K.
-        head_dim: C.
-        plus_one: the factor of a norm is 1 + weight.
-        next_uses_pdl: the next kernel may be launched with `jit.pdl_options`.
+        qkv_NX: heads of queries, keys and values, side by side, (tokens, (H + 2 K) C).
+        cos_N1F: float32 cosines of the rotary embedding, for half the head dimension.
+        sin_N1F: float32 sines of the rotary embedding, for half the head dimension.
+        q_weight_C: weight of the query norm. None if the model has no query and key norms.
+        k_weight_C: weight of the key norm. None if the model has no query and key norms.
+        eps: epsilon of the norms.
+        n_heads: number of query heads, H.
+        n_kv_heads: number of key heads, K.
+        head_dim: head dimension, C.
+        plus_one: whether a norm multiplies by 1 + weight instead of weight.
+        next_uses_pdl: whether the next kernel may be launched with `jit.pdl_options`, to begin early.
 
     Returns:
-        q (N, H, C) and k (N, K, C), normalised and rotated, and v (N, K, C), a view of qkv.
+        q (N, H, C) and k (N, K, C), normalised and rotated, and v (N, K, C), a view of `qkv_NX`.
     """
     n = qkv_NX.shape[0]
     q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
@@ -92,19 +92,20 @@ def qk_norm_rope_backward(
     """Compute the gradients of `qk_norm_rope`.
 
     Args:
-        grad_q_NHC: the gradient of its q.
-        grad_k_NKC: the gradient of its k.
-        grad_v_NKC: the gradient of its v.
-        qkv_NX: its input.
-        cos_N1F: float32, the cosines of the rotation.
-        sin_N1F: float32, its sines.
-        q_weight_C: the weight of the query norm. None: there are no norms.
-        k_weight_C: the weight of the key norm. None: there are no norms.
-        eps: the epsilon of the norms.
-        plus_one: the factor of a norm is 1 + weight.
+        grad_q_NHC: gradient with respect to the result q.
+        grad_k_NKC: gradient with respect to the result k.
+        grad_v_NKC: gradient with respect to the result v.
+        qkv_NX: input of the forward pass.
+        cos_N1F: float32 cosines of the rotary embedding, for half the head dimension.
+        sin_N1F: float32 sines of the rotary embedding, for half the head dimension.
+        q_weight_C: weight of the query norm. None if the model has no query and key norms.
+        k_weight_C: weight of the key norm. None if the model has no query and key norms.
+        eps: epsilon of the norms.
+        plus_one: whether a norm multiplies by 1 + weight instead of weight.
 
     Returns:
-        The gradient of qkv (N, X), and of the two norm weights, (C,) float32 each. None for the latter without norms.
+        The gradients with respect to qkv (N, X), the weight of the query norm and that of the key norm, (C,) float32
+        each. The last two are None without norms.
     """
     n, n_heads, head_dim = grad_q_NHC.shape
     n_kv_heads = grad_k_NKC.shape[1]
@@ -194,7 +195,7 @@ def _qk_norm_rope_kernel(
 
 @triton.jit
 def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
-    """Return the norm weights of each head: those of the query norm or of the key norm."""
+    """Return the norm weight of each head: the query norm's where `is_q`, the key norm's elsewhere."""
     q_weight = tl.load(q_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     weight = tl.where(is_q, q_weight, k_weight)
@@ -226,7 +227,7 @@ def _qk_norm_rope_backward_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute every n_programs-th token in each program, with a partial sum of the weights' gradients."""
+    """Compute every n_programs-th token in each program, and a partial sum of the norm weights' gradients."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     real = half < HALF

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """Residual addition with the RMS norm after it, and sums of partial gradients, as Triton kernels.
 
-The plain form is `areno/layers/norm.py`. Shape letters as in `areno.kernels.elementwise`.
+The plain form is in `areno/layers/norm.py`. Shape letters as in `areno.kernels.elementwise`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
 def add_rms_norm(
     x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add a layer's output to the residual stream, and normalise the sum.
+    """Add a layer's output to the residual stream, and return the stream and its RMS norm.
 
     Args:
-        x_ND: the residual stream.
-        delta_ND: the output to add. None: normalise x itself.
-        weight_D: the weight of the norm.
-        eps: the epsilon of the norm.
-        plus_one: the factor of the norm is 1 + weight.
+        x_ND: residual stream, (tokens, hidden size).
+        delta_ND: output to add. None normalises x itself.
+        weight_D: weight of the norm.
+        eps: epsilon of the norm.
+        plus_one: whether the norm multiplies by 1 + weight instead of weight.
 
     Returns:
         The new residual stream (N, D) in the dtype of x, and the norm of its rounded values (N, D) in the dtype of the
@@ -61,20 +61,21 @@ def rms_norm_backward(
     weight_grad_D: Tensor | None,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of the residual stream before a norm.
+    """Compute the gradient with respect to the residual stream before an RMS norm.
 
     Args:
-        grad_ND: the gradient of the norm's output.
-        grad_sum_ND: the gradient of the stream from its other uses. None: there are none.
-        sum_ND: the stream, the first result of `add_rms_norm`.
-        weight_D: the weight of the norm.
-        eps: the epsilon of the norm.
-        weight_grad_D: float32, to which the weight's gradient is added. None: the weight is frozen.
-        plus_one: the factor of the norm is 1 + weight.
+        grad_ND: gradient with respect to the output of the norm.
+        grad_sum_ND: gradient with respect to the stream from its other uses, which is added. None if there are none.
+        sum_ND: the stream, which is the first result of `add_rms_norm`.
+        weight_D: weight of the norm.
+        eps: epsilon of the norm.
+        weight_grad_D: float32 buffer, to which the gradient with respect to the weight is added. None if the weight is
+            frozen.
+        plus_one: whether the norm multiplies by 1 + weight instead of weight.
 
     Returns:
-        The gradient of the stream (N, D) in the dtype of sum, and again in the dtype of grad. The same tensor if the
-        dtypes are equal.
+        The gradient with respect to the stream (N, D) twice: in the dtype of `sum_ND`, and in the dtype of `grad_ND`.
+        Both are one tensor if the dtypes are equal.
     """
     n, size = sum_ND.shape
     grad_ND, sum_ND = grad_ND.contiguous(), sum_ND.contiguous()
@@ -109,11 +110,11 @@ def rms_norm_backward(
 
 
 def add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
-    """Add the sum over programs to out, in a fixed order.
+    """Add the sum of partial sums over programs to a vector, in a fixed order.
 
     Args:
-        partial_PD: float32 partial sums.
-        out_D: float32, changed in place.
+        partial_PD: float32 partial sums, (programs, elements).
+        out_D: float32 vector, changed in place.
     """
     n_programs, size = partial_PD.shape
     _add_sums_kernel[(triton.cdiv(size, 32),)](partial_PD, out_D, n_programs, size, ROWS=128, BLOCK=32, num_warps=8)
@@ -121,7 +122,7 @@ def add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
 
 @functools.cache
 def n_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU, and 1 for other devices.
+    """Return the number of streaming multiprocessors of a GPU, or 1 for other devices.
 
     Args:
         device: a device of this machine.
@@ -165,7 +166,7 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute every n_programs-th tile of ROWS rows in each program, with a partial sum of the weight's gradient."""
+    """Compute every n_programs-th tile of ROWS rows in each program, and a partial sum of the weight's gradient."""
     column = tl.arange(0, BLOCK)
     real = column < size
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)

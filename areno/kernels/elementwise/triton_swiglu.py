@@ -15,11 +15,11 @@ from areno.kernels.jit import kernel
 
 
 def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
-    """Return silu(gate) * up.
+    """Return silu(gate) * up, the activation of a gated MLP.
 
     Args:
-        gate_up_N2I: gate and up, side by side.
-        gelu: use the tanh form of GELU instead of SiLU.
+        gate_up_N2I: gate and up, side by side, (tokens, 2 * inner size).
+        gelu: whether the activation is the tanh form of GELU instead of SiLU.
 
     Returns:
         (N, I) in the dtype of gate and up.
@@ -32,15 +32,15 @@ def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
 
 
 def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of `swiglu`, and its forward result again, which costs no further pass over memory.
+    """Compute the gradient of `swiglu`, and its result again, which needs no further pass over memory.
 
     Args:
-        grad_NI: the gradient of its result.
+        grad_NI: gradient with respect to the result of `swiglu`.
         gate_up_N2I: gate and up, side by side.
-        gelu: the activation is the tanh form of GELU.
+        gelu: whether the activation is the tanh form of GELU instead of SiLU.
 
     Returns:
-        The gradient of gate and up, side by side (N, 2 I), and silu(gate) * up (N, I).
+        The gradient with respect to gate and up, side by side (N, 2 I), and the result silu(gate) * up (N, I).
     """
     n, inner = grad_NI.shape
     grad_gate_up_N2I = torch.empty_like(gate_up_N2I)
@@ -54,13 +54,16 @@ def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) ->
 
 @triton.jit
 def _gelu_argument(gate):
-    """Return 2 sqrt(2 / pi) (x + 0.044715 x^3); x times its sigmoid is the tanh form of GELU (arXiv 1606.08415)."""
+    """Return 2 sqrt(2 / pi) (x + 0.044715 x^3) for x = gate.
+
+    x times the sigmoid of this is the tanh form of GELU (arXiv 1606.08415).
+    """
     return gate * (1.5957691216057308 + 0.0713548162726 * gate * gate)
 
 
 @triton.jit
 def activated(gate, up, out_ptr, GELU: tl.constexpr):
-    """Return silu(gate) * up, rounded after each step to the dtype of out_ptr."""
+    """Return silu(gate) * up, or gelu(gate) * up if GELU, rounded after each step to the dtype of `out_ptr`."""
     dtype = out_ptr.dtype.element_ty
     silu = (gate * tl.sigmoid(_gelu_argument(gate) if GELU else gate)).to(dtype).to(tl.float32)
     return (silu * up).to(dtype)

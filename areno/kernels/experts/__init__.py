@@ -1,9 +1,9 @@
-"""Mixture of experts: the choice of experts, sorting of tokens by expert, and products with each expert's matrix.
+"""Mixture of experts: choice of experts, sorting of tokens by expert, and products with each expert's matrix.
 
-Tokens are copied once for each of their experts and sorted by expert, so the copies of one expert are neighbours: a
-group. Copies for experts of other ranks come last, and are not computed. With Triton, nothing here waits for the
-device and launches depend on shapes alone, so a CUDA graph can capture them. Each row is computed by itself, with sums
-in a fixed order.
+Each token is copied once for each of its experts, and the copies are sorted by expert. The copies of one expert are
+then consecutive rows, a group. Copies for experts of other ranks come last, and are not computed. With Triton, nothing
+here waits for the device and launches depend on shapes alone, so a CUDA graph can capture them. Each row is computed by
+itself, with sums in a fixed order.
 
 Shape letters: N tokens, k experts of a token, M = N k copies, E experts of this rank, X experts of all ranks, I inputs,
 O outputs, D hidden size.
@@ -20,13 +20,13 @@ from areno.kernels.backend import form, use_triton
 
 
 class Groups(NamedTuple):
-    """The order of copies after sorting by expert.
+    """The copies of tokens after sorting by expert. There is one copy for each (token, chosen expert) pair.
 
     Attributes:
-        tokens_M: int64, the token of each copy.
-        choices_M: int64, which choice of which token a copy is: token * k + choice.
-        places_Nk: int64, the index of the copy of each choice.
-        ends_E: int32, where the group of each expert ends.
+        tokens_M: int64, index of the token that each copy comes from.
+        choices_M: int64, index of the (token, choice) pair of each copy: token * k + choice.
+        places_Nk: int64, index of the copy of each (token, choice) pair. This is the inverse of `choices_M`.
+        ends_E: int32, index after the last copy of each expert of this rank.
     """
 
     tokens_M: Tensor
@@ -36,15 +36,15 @@ class Groups(NamedTuple):
 
 
 def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts with the largest router logits, the largest first.
+    """Choose the experts with the largest router logits for each token, the largest first.
 
     Args:
-        logits_NX: router logits over all experts.
-        top_k: k, the number of experts of a token.
-        normalised: divide the weights of a token by their sum.
+        logits_NX: router logits over all experts, (tokens, experts).
+        top_k: number of experts for each token, k.
+        normalised: whether the weights of a token are divided by their sum.
 
     Returns:
-        The chosen experts (N, k) int64, and their weights (N, k) float32: the softmax over all experts.
+        The chosen experts (N, k) int64, and their weights (N, k) float32 from the softmax over all experts.
     """
     return form(logits_NX, __name__).choose_experts(logits_NX, top_k, normalised)
 
@@ -53,12 +53,12 @@ def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
     """Sort the copies of tokens by expert, and the copies of one expert by token.
 
     Args:
-        chosen_Nk: int64, the experts of each token.
-        first: this rank's first expert.
-        n_experts: E, the number of this rank's experts.
+        chosen_Nk: int64, indices of the experts that each token has chosen, among the experts of all ranks.
+        first: index of this rank's first expert.
+        n_experts: number of experts on this rank, E.
 
     Returns:
-        The sorted order.
+        The sorted order. Copies for experts of other ranks are after `ends_E[-1]`.
     """
     if use_triton(chosen_Nk):
         from areno.kernels.experts.triton_routing import MAX_COPIES, sorted_copies
@@ -79,14 +79,15 @@ def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
 def grouped_matmul(
     x_MI: Tensor, weight: Tensor, ends_E: Tensor, *, transposed: bool = False, row_multiple: int = 1
 ) -> Tensor:
-    """Multiply each row with its expert's matrix. Only the torch reference is differentiable.
+    """Multiply each row with the matrix of its expert. Only the torch reference is differentiable.
 
     Args:
-        x_MI: copies, sorted by expert.
-        weight: (E, O, I), of which the transpose is used; (E, I, O) if transposed.
-        ends_E: int32, where the group of each expert ends.
-        transposed: use the matrix itself.
-        row_multiple: the torch reference pads groups to a multiple of so many rows, for `engine.exact`.
+        x_MI: copies of tokens, sorted by expert, (copies, inputs).
+        weight: weight matrix of each expert, (E, O, I). (E, I, O) if `transposed`.
+        ends_E: int32, index after the last row of each expert.
+        transposed: whether each row is multiplied with the matrix itself instead of its transpose.
+        row_multiple: the torch reference pads each group to a multiple of this number of rows, for `engine.exact`. Must
+            be 1 with Triton, whose kernel computes each row by itself.
 
     Returns:
         (M, O) in the dtype of x. Rows after the last group are undefined.
@@ -95,25 +96,25 @@ def grouped_matmul(
 
 
 def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    """Add a^T b of each group's rows to out, in the precision of out.
+    """Add a^T b, computed over the rows of each expert, to the weight gradient of the expert.
 
     Args:
-        out_EOI: the weight gradients, changed in place.
-        a_MO: gradients of the outputs, sorted by expert.
-        b_MI: the inputs, sorted by expert.
-        ends_E: int32, where the group of each expert ends.
+        out_EOI: weight gradients, (experts, outputs, inputs), changed in place. Sums are in their precision.
+        a_MO: gradients with respect to the outputs, sorted by expert.
+        b_MI: inputs, sorted by expert.
+        ends_E: int32, index after the last row of each expert.
     """
     form(a_MO, __name__).add_grouped_matmul(out_EOI, a_MO, b_MI, ends_E)
 
 
 def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
-    """Sum the weighted copies of each token, in the order of its choices and in at least fp32.
+    """Sum the weighted expert outputs of each token, in the order of its choices and in at least fp32.
 
     Args:
-        y_MD: results of the copies, sorted by expert.
-        places_Nk: int64, the index of the copy of each choice.
-        weights_Nk: the weight of each choice. None: 1.
-        ends_E: int32, where the group of each expert ends.
+        y_MD: expert outputs of the copies, sorted by expert.
+        places_Nk: int64, index of the copy of each (token, choice) pair, from `Groups`.
+        weights_Nk: weight of each choice. None means 1.
+        ends_E: int32, index after the last row of each expert.
 
     Returns:
         (N, D) in the dtype of y. Experts of other ranks count as 0.
@@ -124,16 +125,16 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of w * silu(gate) * up, and that product.
+    """Compute y = w * silu(gate) * up again, and its gradients.
 
     Args:
-        grad_MI: the gradient of the product.
+        grad_MI: gradient with respect to y.
         gate_up_M2I: gate and up, side by side.
-        weights_M: w.
-        ends_E: int32, where the group of each expert ends.
+        weights_M: w, the router weight of each row.
+        ends_E: int32, index after the last row of each expert.
 
     Returns:
-        The gradient of gate and up, side by side (M, 2 I); w * silu(gate) * up (M, I); the gradient of w (M,) float32.
-        Rows after the last group have 0 as gradient of w and are undefined otherwise.
+        The gradient with respect to gate and up, side by side (M, 2 I), y (M, I), and the gradient with respect to w
+        (M,) in float32. After the last group, the gradient with respect to w is 0 and the other rows are undefined.
     """
     return form(grad_MI, __name__).weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)

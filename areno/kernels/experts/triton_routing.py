@@ -1,7 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""Routing as two Triton kernels: from router logits to experts, and from experts to sorted copies.
+"""Routing as two Triton kernels: from router logits to experts, and from experts to copies sorted by expert.
 
-torch would launch some twenty small kernels in each layer of a decode step.
+torch would launch some twenty small kernels in each layer of a decoding step.
+
 Shape letters as in `areno.kernels.experts`.
 """
 
@@ -19,7 +20,15 @@ _BLOCK = 1024
 
 
 def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the top_k experts of each token and their weights. Of equal logits the first expert is chosen."""
+    """Return the top_k experts of each token (N, k), and their weights (N, k) from the softmax over all experts.
+
+    Among equal logits, the expert with the lower index is chosen.
+
+    Args:
+        logits_NX: router logits over all experts.
+        top_k: number of experts for each token.
+        normalised: whether the weights of a token are divided by their sum.
+    """
     n_tokens, n_experts = logits_NX.shape
     chosen_Nk = torch.empty((n_tokens, top_k), dtype=torch.int64, device=logits_NX.device)
     weights_Nk = torch.empty((n_tokens, top_k), dtype=torch.float32, device=logits_NX.device)
@@ -72,12 +81,14 @@ def _choose_kernel(
 
 
 def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort copies by expert. A program has an expert; the last program has the copies for experts of other ranks.
+    """Sort the copies of tokens by expert, with one program for each expert.
+
+    The last program handles the copies for experts of other ranks.
 
     Args:
-        chosen_Nk: int64, the experts of each token.
-        first: this rank's first expert.
-        n_experts: E, the number of this rank's experts.
+        chosen_Nk: int64, indices of the experts that each token has chosen, among the experts of all ranks.
+        first: index of this rank's first expert.
+        n_experts: number of experts on this rank, E.
 
     Returns:
         The fields of `Groups`.
@@ -95,7 +106,10 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
 
 @triton.jit
 def _local(chosen_ptr, copy, n_copies, first, n_experts):
-    """Return the local expert of each copy: n_experts on other ranks, n_experts + 1 after the last copy."""
+    """Return the index of each copy's expert among the experts of this rank.
+
+    It is n_experts for experts of other ranks, and n_experts + 1 for indices after the last copy.
+    """
     expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
     expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)
     return tl.where(copy < n_copies, expert, n_experts + 1)

@@ -1,9 +1,9 @@
-"""Attention in a fixed order of operations, whatever else is computed beside a query; `engine.exact` uses it.
+"""Attention in a fixed order of operations, so that a query's result is exact; for `engine.exact`.
 
 Keys are taken in spans that begin at fixed positions: at 0, 64, 128, and at the multiples of SPAN. The order within a
-span is fixed, and spans are joined from the first to the last (running softmax, arXiv 1805.02867). So the result of a
-query is exactly the same in training, in a whole or chunked prefill, and in a decode step. The torch form and the
-Triton kernels each have their own order.
+span is fixed, and the results of spans are combined from the first to the last (running softmax, arXiv 1805.02867). So
+the result of a query is exactly the same in training, in a whole or chunked prefill, and in a decoding step, whatever
+else is in the batch. The torch reference and the Triton kernels each have their own order.
 
 Shape letters: N query tokens, M key tokens, H query heads, K key heads, C head dimension; R packed rows.
 """
@@ -30,15 +30,17 @@ def packed_attention(
     """Compute causal attention of packed rows in a fixed order, outside autograd.
 
     Args:
-        q_NHC: queries of all rows, packed.
-        k_MKC: keys of all rows. A row with more keys than queries has its queries at the end.
-        v_MKC: values of all rows.
-        cu_seqlens_q: (R + 1,) int32, where the queries of each row begin, and N.
-        cu_seqlens_k: (R + 1,) int32, where the keys of each row begin, and M.
-        max_q: the most queries of a row.
-        window: the number of last positions that a query attends to. None: all.
+        q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).
+        k_MKC: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
+        v_MKC: values of all rows, packed in the same way.
+        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
+        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
+        max_q: largest number of queries in a row.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
 
     Returns:
-        The output (N, H, C), and the log-sum-exp of the scores (H, N) float32 from the Triton kernels, None from torch.
+        The output (N, H, C), and the log-sum-exp of the scaled scores (H, N) in float32. The latter is None from the
+        torch reference, which runs on a CPU.
     """
     return form(q_NHC, __name__).packed_attention(q_NHC, k_MKC, v_MKC, cu_seqlens_q, cu_seqlens_k, max_q, window)

@@ -1,7 +1,7 @@
-"""Fixed-order attention in plain torch, for the CPU, and the borders of its spans.
+"""Fixed-order attention in plain torch, for the CPU, and the positions at which its spans of keys begin.
 
-Products of matrices have a multiple of `row_multiple` rows: a library then computes each row in the same way, whatever
-the other rows are.
+Matrices are padded to a multiple of `row_multiple` rows before they are multiplied. The CPU's matrix library then
+computes each row in the same way, whatever the other rows are.
 
 Shape letters: B rows of queries, H query heads, K key heads, L queries and M keys of a row, C head dimension; X pairs
 of a row and a key head; P queries of the heads that share a key head, padded.
@@ -27,25 +27,28 @@ ROWS = 16  # of a product, for each thread; MKL has other kernels for fewer
 
 
 def border(span: int) -> int:
-    """Return the position at which a span begins: 0, 64, 128, 256, 512, 768 and so on.
+    """Return the position at which a span of keys begins: 0, 64, 128, 256, 512, 768 and so on.
 
     Args:
-        span: the index of the span, from 0.
+        span: index of the span, from 0.
     """
     return (0, *_SHORT)[span] if span <= len(_SHORT) else (span - len(_SHORT)) * SPAN
 
 
 def n_spans(length: _Ints) -> _Ints:
-    """Return the number of spans that cover the first `length` positions.
+    """Return the number of spans of keys that cover the first `length` positions of a row.
 
     Args:
-        length: a number of positions, or an array of such numbers.
+        length: number of positions, or an array of such numbers.
     """
     return sum(length > start for start in _SHORT) - (-length // SPAN)
 
 
 def row_multiple() -> int:
-    """Return the number of rows of which a product on the CPU must have a multiple, to compute each row alike."""
+    """Return the number to whose multiple the rows of a matrix are padded before a product on the CPU.
+
+    The matrix library then computes each row in the same way, whatever the other rows are.
+    """
     return ROWS * torch.get_num_threads()
 
 
@@ -58,22 +61,37 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention of packed rows; arguments as of `areno.kernels.fixed_order.packed_attention`."""
+    """Compute causal attention of packed rows in plain torch, in a fixed order of operations.
+
+    Args:
+        q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).
+        k_MKC: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
+        v_MKC: values of all rows, packed in the same way.
+        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
+        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
+        max_q: largest number of queries in a row.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
+
+    Returns:
+        The output (N, H, C), and None in place of a log-sum-exp.
+    """
     attend = partial(causal, window=window)
     return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), attend), None
 
 
 def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, window: int | None = None) -> Tensor:
-    """Compute causal attention of queries at the last L of M positions.
+    """Compute causal attention in a fixed order, for rows whose L queries are the last of their M tokens.
 
     Args:
-        q_BHLC: queries.
-        k_BKMC: keys.
-        v_BKMC: values.
-        window: the number of last positions that a query attends to. None: all.
+        q_BHLC: queries, shape (rows, heads, L, head dim).
+        k_BKMC: keys, shape (rows, key heads, M, head dim).
+        v_BKMC: values, in the shape of the keys.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
 
     Returns:
-        (B, H, L, C).
+        The output (B, H, L, C).
     """
     n_q, n_k = q_BHLC.shape[2], k_BKMC.shape[2]
     return padded_attention(q_BHLC, k_BKMC, v_BKMC, torch.arange(n_k - n_q, n_k).expand(len(q_BHLC), -1), window)
@@ -82,17 +100,18 @@ def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, window: int | None = 
 def padded_attention(
     q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None = None
 ) -> Tensor:
-    """Compute softmax(q k / sqrt(C)) v of padded rows over the positions up to that of each query.
+    """Compute softmax(q k / sqrt(C)) v of padded rows, in which a query attends to all positions up to its own.
 
     Args:
-        q_BHLC: queries.
-        k_BKMC: keys; key m of a row is at position m. Keys that no query attends to must be finite.
-        v_BKMC: values; finite as the keys.
-        positions_BL: int64, the positions of the queries.
-        window: the number of last positions that a query attends to. None: all.
+        q_BHLC: queries, shape (rows, heads, queries, head dim).
+        k_BKMC: keys, shape (rows, key heads, positions, head dim). Keys that no query attends to must be finite.
+        v_BKMC: values, finite, in the shape of the keys.
+        positions_BL: int64, position of each query in its row.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
 
     Returns:
-        (B, H, L, C).
+        The output (B, H, L, C).
     """
     n_rows, n_heads, n_q, dim = q_BHLC.shape
     n_kv_heads = k_BKMC.shape[1]

@@ -1,14 +1,14 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""Fixed-order attention of packed rows as a Triton kernel, and the functions that it shares with decode steps.
+"""Fixed-order attention of packed rows as a Triton kernel, and the functions that it shares with decoding steps.
 
-`kernels/paged/triton_fixed_order.py` has the kernels of decode steps. Both give exactly the same result, because they
-fix these things: tiles of TILE keys are taken in order within a span, each span begins with an empty softmax, and spans
-are joined in order. Sums over keys are matrix products, as the order of `tl.sum` depends on the layout of a tile.
-Multiply-adds are written out, as a compiler may fuse them in one kernel and not in another.
+`kernels/paged/triton_fixed_order.py` has the kernels of decoding steps. Both give exactly the same result, because
+these are fixed: tiles of TILE keys are taken in order within a span of keys, each span begins with an empty softmax,
+and the results of spans are combined in order. Sums over keys are matrix products, as the order of `tl.sum` depends on
+the layout of a tile. Multiply-adds are written out, as a compiler may fuse them in one kernel and not in another.
 
-Three things may differ, because a matrix unit computes each number by itself: how many queries share a program, whether
-they are the rows or the columns of its products, and whether one program joins the first spans itself or a second
-kernel joins spans of several programs.
+Three things may differ, because a matrix unit computes each element by itself: how many queries share a program,
+whether queries are the rows or the columns of a product, and whether one program combines the first spans itself or a
+second kernel combines spans from several programs.
 
 Shape letters as in `areno/kernels/fixed_order`.
 """
@@ -40,7 +40,21 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of packed rows; arguments as of `areno.kernels.fixed_order.packed_attention`."""
+    """Compute causal attention of packed rows as a Triton kernel, in a fixed order of operations.
+
+    Args:
+        q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).
+        k_MKC: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
+        v_MKC: values of all rows, packed in the same way.
+        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
+        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
+        max_q: largest number of queries in a row.
+        window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
+            means full causal attention.
+
+    Returns:
+        The output (N, H, C), and the log-sum-exp of the scaled scores (H, N) in float32.
+    """
     q_NHC, k_MKC, v_MKC = (heads_together(x) for x in (q_NHC, k_MKC, v_MKC))
     n_tokens, n_heads, dim = q_NHC.shape
     out_NHC = q_NHC.new_empty((n_tokens, n_heads, dim))
@@ -71,41 +85,41 @@ def packed_attention(
 
 
 def heads_together(x: Tensor) -> Tensor:
-    """Return a tensor in which the heads of each row lie side by side in memory.
+    """Return a tensor in which the heads of each token are contiguous in memory.
 
     Args:
-        x: (N, heads, C), with any stride between rows.
+        x: shape (tokens, heads, head dim), with any stride between tokens.
 
     Returns:
-        x itself if its heads lie side by side, else a contiguous copy.
+        `x` itself if its heads are already contiguous, otherwise a contiguous copy.
     """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 @triton.jit
 def border(span):
-    """Return the position at which a span begins, as `reference.border` does."""
+    """Return the position at which a span of keys begins: 0, 64, 128, 256, 512, 768 and so on."""
     return tl.where(span < 3, span * 64, (span - 2) * _SPAN)
 
 
 @triton.jit
 def n_spans(length):
-    """Return the number of spans that cover the first `length` positions, as `reference.n_spans` does."""
+    """Return the number of spans of keys that cover the first `length` positions of a row."""
     return tl.where(length <= 128, (length + 63) // 64, 2 + (length + _SPAN - 1) // _SPAN)
 
 
 @triton.jit
 def take(q, k, v, visible, best, total, acc, rate):
-    """Add a tile of keys to a running softmax.
+    """Add a tile of TILE keys to a running softmax.
 
     Args:
-        q: queries (queries, C).
-        k: keys, transposed (C, TILE).
-        v: values (TILE, C).
-        visible: which keys each query attends to, (queries, TILE).
-        best: the largest score so far (queries,), -inf at first.
-        total: the sum of weights so far, repeated in each of its columns (queries, _ONES).
-        acc: the weighted sum of values so far (queries, C).
+        q: queries, (queries, C).
+        k: keys, transposed, (C, TILE).
+        v: values, (TILE, C).
+        visible: bool (queries, TILE), whether each query attends to each key.
+        best: largest score so far, (queries,), initially -inf.
+        total: sum of weights so far, (queries, _ONES). All columns are equal.
+        acc: weighted sum of values so far, (queries, C).
         rate: log2(e) / sqrt(C), the factor of scores.
 
     Returns:
@@ -124,25 +138,29 @@ def take(q, k, v, visible, best, total, acc, rate):
 
 @triton.jit
 def rescale(best, new_best, rate):
-    """Return the summand of scaled scores and the factor of earlier sums when the largest score becomes `new_best`."""
+    """Return how a running softmax changes when its largest score grows from `best` to `new_best`.
+
+    Returns:
+        (the summand to add to scores times `rate`, the factor for sums that were computed with `best`).
+    """
     origin = tl.where(new_best == float("-inf"), 0.0, new_best)
     return 0.0 - origin * rate, tl.exp2((best - origin) * rate)
 
 
 @triton.jit
 def join(best, total, span_best, span_total, rate):
-    """Join a span to the earlier spans of a running softmax.
+    """Combine the softmax over a span of keys with the softmax over all earlier spans.
 
     Args:
-        best: the largest score of the earlier spans, (queries,).
-        total: their sum of weights, relative to `best`, (queries,).
-        span_best: the largest score of the span, (queries,).
-        span_total: its sum of weights, relative to `span_best`, (queries,).
+        best: largest score in the earlier spans, (queries,).
+        total: sum of weights in the earlier spans, relative to `best`, (queries,).
+        span_best: largest score in the span, (queries,).
+        span_total: sum of weights in the span, relative to `span_best`, (queries,).
         rate: log2(e) / sqrt(C), the factor of scores.
 
     Returns:
-        The largest score and the sum of weights of all, and the factors for the weighted values of the earlier spans
-        and of the span; (queries,) each.
+        The new largest score, the new sum of weights, the factor for the weighted values of the earlier spans, and the
+        factor for those of the span; (queries,) each.
     """
     new_best = tl.maximum(best, span_best)
     decay, weight = rescale(best, new_best, rate)[1], rescale(span_best, new_best, rate)[1]
@@ -169,7 +187,7 @@ def _packed_kernel(
     PADDED_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute QUERIES queries of a row and a head in each program. Programs with the most keys begin first."""
+    """Compute QUERIES queries of a row and a head in each program. Programs with the most keys start first."""
     head, row = tl.program_id(1), tl.program_id(2)
     start_q, start_k = tl.load(starts_q_ptr + row).to(tl.int64), tl.load(starts_k_ptr + row).to(tl.int64)
     n_q = (tl.load(starts_q_ptr + row + 1) - start_q).to(tl.int32)

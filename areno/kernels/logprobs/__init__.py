@@ -1,9 +1,10 @@
 """Log-probabilities of given tokens under the LM head, without the logits of all positions in memory at once.
 
-`selected_logprobs` is differentiable and serves training and scoring. `sampled_logprobs` serves the decoder, and gives
-exactly the same numbers for the same logits.
+`selected_logprobs` is differentiable and is used in training and scoring. `sampled_logprobs` is used by the decoder,
+and gives exactly the same values for the same logits.
 
-Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D hidden size, B sampled tokens.
+Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D hidden size, B sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -38,29 +39,32 @@ def selected_logprobs(
     keep_bytes: int = KEEP_BYTES,
     logits: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log softmax(hidden W^T / temperature)[target] and the entropy of that softmax, in chunks of positions.
+    """Return the log-probability of each position's target token, and the entropy at each position.
 
-    Numbers are fp32 (float64 for float64 inputs). For any loss, the gradient of a position's logits is a factor times
-    onehot - softmax. The forward pass computes onehot - softmax while the logits exist, and keeps it for as many
-    positions as keep_bytes allows; their backward pass is two matrix products. The backward pass computes the logits of
-    all other positions again.
+    Both are under softmax(hidden W^T / temperature), computed in chunks of positions in fp32 (float64 for float64
+    inputs). The gradient of the log-probability is onehot - softmax, times 1 / temperature. The forward pass keeps
+    onehot - softmax for as many positions as `keep_bytes` allows. For all other positions, the backward pass computes
+    the logits again.
 
     Args:
-        hidden_KD: hidden states.
-        weight_VD: this rank's rows of the LM head.
-        targets_K: int64, the token of each position.
+        hidden_KD: hidden states, (positions, hidden size).
+        weight_VD: this rank's rows of the LM head, (vocabulary rows, hidden size).
+        targets_K: int64, vocabulary index of the target token at each position.
         temperature: divides the logits.
-        chunk: the number of positions computed at once. None: CHUNK, or FUSED_CHUNK with Triton.
-        first: the vocabulary index of this rank's first row, under tensor parallelism.
-        all_reduce: all_reduce(x, op=SUM) reduces x over the tensor-parallel ranks in place. hidden and targets are the
-            same on every rank, and so are the results and the gradient of hidden. None: one rank has all rows.
-        weight_grad: (V, D) float32, to which the gradient of the weight is added. Autograd then gets none, which saves
-            two copies of the weight.
-        keep_bytes: bytes of onehot - softmax, in the dtype of hidden, to keep for the backward pass.
-        logits: computes hidden W^T (C, V) in fp32 from hidden (C, D), outside autograd. None: `float32_matmul`.
+        chunk: number of positions computed at once. None means CHUNK, or FUSED_CHUNK with Triton.
+        first: vocabulary index of this rank's first row, under tensor parallelism.
+        all_reduce: function `all_reduce(x, op=SUM)` that reduces x over the tensor-parallel ranks in place. `hidden_KD`
+            and `targets_K` must be equal on every rank, and so are the results and the gradient with respect to
+            `hidden_KD`. None if this rank has all rows of the LM head.
+        weight_grad: float32 buffer (V, D), to which the gradient with respect to the weight is added. Autograd then
+            gets None for the weight, which saves two copies of it.
+        keep_bytes: largest number of bytes of onehot - softmax, in the dtype of `hidden_KD`, to keep for the backward
+            pass.
+        logits: function that computes hidden W^T in fp32, (C, V), from hidden states (C, D), outside autograd. None
+            means `float32_matmul`.
 
     Returns:
-        The log-probabilities (K,), and the entropies (K,), detached.
+        The log-probabilities (K,), and the entropies (K,), which are detached.
     """
     kernels = _kernels_for(hidden_KD)
     chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
@@ -76,15 +80,15 @@ def sampled_logprobs(
     first: int = 0,
     all_reduce: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return the log-probabilities of tokens, exactly as `selected_logprobs` computes them from these logits.
+    """Return the log-probability of each sampled token, exactly as `selected_logprobs` computes it.
 
     Args:
-        logits_BV: float32, this rank's columns of the logits.
-        tokens_B: int64.
-        temperature_B: float32, divides the logits.
-        first: the vocabulary index of this rank's first column.
-        all_reduce: all_reduce(x, op=SUM) reduces x over the tensor-parallel ranks in place. None: one rank has all
-            columns.
+        logits_BV: float32, this rank's columns of the logits, (rows, vocabulary columns).
+        tokens_B: int64, sampled token id of each row.
+        temperature_B: float32, divides the logits of each row.
+        first: vocabulary index of this rank's first column, under tensor parallelism.
+        all_reduce: function `all_reduce(x, op=SUM)` that reduces x over the tensor-parallel ranks in place. None if
+            this rank has all columns.
 
     Returns:
         (B,) float32.
@@ -105,7 +109,10 @@ def _log_softmax(
     temperature: float | Tensor,
     all_reduce: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, entropies and log-sum-exp of logits / temperature, (C,) each, over all ranks."""
+    """Return log-probability, entropy and log-sum-exp of logits / temperature per position, (C,) each.
+
+    If `all_reduce` is not None, the softmax is over the columns of all tensor-parallel ranks.
+    """
     stats = kernels.softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
     if all_reduce is not None:
@@ -127,7 +134,7 @@ def _log_softmax(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The arguments of `selected_logprobs` besides its tensors. kernels: the module that implements the softmax."""
+    """The keyword arguments of `selected_logprobs`, and the module that computes the softmax (`kernels`)."""
 
     kernels: Any
     temperature: float
@@ -139,15 +146,24 @@ class _Head:
     own_logits: Callable[[Tensor], Tensor] | None
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Return the logits (C, V), in at least fp32."""
+        """Return the logits (C, V) of a chunk of positions, in fp32 or float64."""
         return float32_matmul(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities, entropies and log-sum-exp of logits / temperature, (C,) each, over all ranks."""
+        """Return log-probability, entropy and log-sum-exp of logits / temperature per position, (C,) each."""
         return _log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
-        """Write onehot - softmax, temperature times the gradient of the log-probability. May destroy the logits."""
+        """Write onehot - softmax to `out_CV`. This is temperature times the gradient of the log-probability.
+
+        The logits may be overwritten.
+
+        Args:
+            logits_CV: this rank's columns of the logits.
+            lse_C: log-sum-exp of logits / temperature over all ranks.
+            targets_C: int64, vocabulary index of the target token at each position.
+            out_CV: the result, in its own dtype.
+        """
         self.kernels.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
 
 

@@ -10,17 +10,20 @@ from torch import Tensor
 
 
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
-    """Return statistics of x = logits / temperature over this rank's rows, to be combined over ranks.
+    """Return the softmax statistics of x = logits / temperature over this rank's columns.
+
+    They are combined over the tensor-parallel ranks afterwards.
 
     Args:
-        logits_CV: this rank's columns of the logits.
-        targets_C: int64, the token of each position.
-        first: the vocabulary index of this rank's first column.
-        temperature: one number, or (C,) float32.
+        logits_CV: this rank's columns of the logits, for the C positions of a chunk.
+        targets_C: int64, vocabulary index of the target token at each position.
+        first: vocabulary index of this rank's first column.
+        temperature: divides the logits. A number, or a float32 tensor (C,).
 
     Returns:
-        (4, C) float32 (float64 for float64 logits): the maximum of x; with x measured from the maximum, the sum of
-        exp x, the sum of x exp x, and x of the target, which is 0 if another rank has the target.
+        (4, C) float32, or float64 for float64 logits. Row 0 is the maximum of x. The other rows use y = x - maximum:
+        the sum of exp(y), the sum of y exp(y), and y at the target, which is 0 if another rank has the target's
+        column.
     """
     if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
         none_C = logits_CV.new_zeros(logits_CV.shape[0])
@@ -40,12 +43,12 @@ def logprob_gradient(
     """Write d log softmax(x)[target] / dx = onehot - softmax(x), with x = logits / temperature.
 
     Args:
-        logits_CV: this rank's columns of the logits; destroyed.
+        logits_CV: this rank's columns of the logits, for the C positions of a chunk. Overwritten.
         lse_C: log-sum-exp of x over all ranks.
-        targets_C: int64, the token of each position.
-        first: the vocabulary index of this rank's first column.
+        targets_C: int64, vocabulary index of the target token at each position.
+        first: vocabulary index of this rank's first column.
         temperature: divides the logits.
-        out_CV: the result, in its dtype.
+        out_CV: the result, in its own dtype.
     """
     if logits_CV.shape[1]:
         grad_CV = logits_CV.div_(temperature).sub_(lse_C.unsqueeze(-1)).exp_().neg_()
@@ -55,15 +58,16 @@ def logprob_gradient(
 
 
 def local_rows(targets_C: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the local index of each target, and whether this rank has it.
+    """Return the index of each target among this rank's rows of the vocabulary, and whether it is there.
 
     Args:
-        targets_C: int64 vocabulary indices.
-        first: the vocabulary index of this rank's first row.
-        n_rows: the number of this rank's rows.
+        targets_C: int64, vocabulary index of each target.
+        first: vocabulary index of this rank's first row.
+        n_rows: number of rows on this rank.
 
     Returns:
-        (C, 1) int64, 0 for targets of other ranks, and (C,) bool.
+        Local indices (C, 1) int64, which are 0 for targets of other ranks. Whether this rank has the target, (C,)
+        bool.
     """
     local_C = targets_C - first
     here_C = (local_C >= 0) & (local_C < n_rows)

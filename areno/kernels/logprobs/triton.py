@@ -17,7 +17,18 @@ _BLOCK = 4096
 
 
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
-    """Return statistics of the softmax (4, C) float32; arguments as of `reference.softmax_statistics`."""
+    """Return the softmax statistics of x = logits / temperature over this rank's columns.
+
+    Args:
+        logits_CV: this rank's columns of the logits, for the C positions of a chunk.
+        targets_C: int64, vocabulary index of the target token at each position.
+        first: vocabulary index of this rank's first column.
+        temperature: divides the logits. A number, or a float32 tensor (C,).
+
+    Returns:
+        (4, C) float32. Row 0 is the maximum of x. The other rows use y = x - maximum: the sum of exp(y), the sum of
+        y exp(y), and y at the target, which is 0 if another rank has the target's column.
+    """
     n_positions, n_rows = logits_CV.shape
     out_4C = logits_CV.new_empty((4, n_positions))
     block = min(_BLOCK, triton.next_power_of_2(max(n_rows, 1)))
@@ -40,7 +51,16 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
 def logprob_gradient(
     logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, first: int, temperature: float, out_CV: Tensor
 ) -> None:
-    """Write onehot - softmax to out; arguments as of `reference.logprob_gradient`, whose logits stay unchanged."""
+    """Write onehot - softmax(logits / temperature), the gradient of the log-probability, to `out_CV`.
+
+    Args:
+        logits_CV: this rank's columns of the logits, for the C positions of a chunk. Not changed.
+        lse_C: log-sum-exp of logits / temperature over all ranks.
+        targets_C: int64, vocabulary index of the target token at each position.
+        first: vocabulary index of this rank's first column.
+        temperature: divides the logits.
+        out_CV: the result, in its own dtype.
+    """
     n_positions, n_rows = logits_CV.shape
     if not n_positions or not n_rows:
         return
@@ -51,7 +71,7 @@ def logprob_gradient(
 
 
 def _rate(temperature: float | Tensor) -> float | Tensor:
-    """Return 1 / temperature, divided in float32, so that a number and a tensor give exactly the same result."""
+    """Return 1 / temperature, divided in float32, so that a float and a tensor give exactly the same result."""
     return 1.0 / temperature if isinstance(temperature, Tensor) else float(np.float32(1.0) / np.float32(temperature))
 
 

@@ -1,7 +1,7 @@
 """Matrix products that torch lacks: sums in a higher precision than the factors, and sums in a fixed order.
 
-`add_matmul` and `float32_matmul` serve weight gradients and logits. `FixedOrderMatmul` serves `engine.exact`: a row of
-its result does not depend on the number of other rows.
+`add_matmul` and `float32_matmul` compute weight gradients and logits. `FixedOrderMatmul` is for `engine.exact`: a row
+of its result does not depend on the number of other rows.
 
 Shape letters: N rows, I inputs, O outputs, D columns.
 """
@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to out, in the precision of out where the device supports it.
+    """Add a @ b to `out` in place. On CUDA, the product is summed in the precision of `out`.
+
+    On other devices, the product is computed in the dtype of a and then added.
 
     Args:
         out: (M, N), changed in place.
@@ -34,14 +36,14 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in at least fp32. In bf16, a logit of 20 would be off by 0.06.
+    """Return x W^T in at least fp32. In bfloat16, a logit of 20 would be off by 0.06.
 
-    On CUDA and outside autograd, half-precision products are accumulated and returned in fp32. Otherwise the product is
+    On CUDA and outside autograd, half-precision products are summed and returned in fp32. Otherwise the product is
     computed in the dtype of x and converted.
 
     Args:
-        x_NI: inputs.
-        weight_OI: the weight, in the dtype of x.
+        x_NI: inputs, (rows, inputs).
+        weight_OI: weight, (outputs, inputs), in the dtype of x.
 
     Returns:
         (N, O) float32, or float64 for float64 inputs.
@@ -53,28 +55,27 @@ def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def pad_rows(x_ND: Tensor, multiple: int) -> Tensor:
-    """Pad a matrix with rows of zeros.
+    """Append rows of zeros to a matrix until the number of rows is a multiple of `multiple`.
 
     Args:
         x_ND: the matrix.
-        multiple: the number of rows becomes a multiple of this.
-
-    Returns:
-        The padded matrix.
+        multiple: number of rows, of which the result has a multiple.
     """
     return F.pad(x_ND, (0, 0, 0, -len(x_ND) % multiple))
 
 
 def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T without split-K: each sum over I is computed in order, whatever N. Outside autograd; needs Triton.
+    """Return x W^T without split-K: each sum over the inputs is in order, for any number of rows.
+
+    Runs outside autograd, and needs Triton.
 
     Args:
-        x_NI: inputs.
-        weight_OI: the weight, in the dtype of x.
-        dtype: the dtype of the result.
+        x_NI: inputs, (rows, inputs).
+        weight_OI: weight, (outputs, inputs), in the dtype of x.
+        dtype: dtype of the result.
 
     Returns:
-        (N, O).
+        (N, O) in `dtype`.
     """
     from areno.kernels.matmul.triton import fixed_order_matmul as product
 
@@ -83,21 +84,21 @@ def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> T
 
 @dataclass(frozen=True)
 class FixedOrderMatmul:
-    """Computes x W^T in an order of operations that does not depend on the number of rows, outside autograd.
+    """A function that computes x W^T so that a row's result does not depend on the number of rows, outside autograd.
 
     Call it with x (N, I), the weight (O, I) and the dtype of the result (N, O).
 
     Attributes:
-        triton_rows: products of up to so many rows run as a Triton kernel.
-        library_rows: larger products of up to so many rows run in cuBLASLt with split-K switched off. It never uses
-            split-K for even larger ones.
+        triton_rows: products of at most this number of rows run as a Triton kernel.
+        library_rows: larger products of at most this number of rows run in cuBLASLt with split-K switched off. For
+            products with more rows, cuBLASLt never uses split-K.
     """
 
     triton_rows: int = 0
     library_rows: int = 0
 
     def __call__(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x W^T in the given dtype."""
+        """Return x W^T, shape (rows, outputs), in the given dtype."""
         if len(x_NI) <= self.triton_rows:
             return fixed_order_matmul(x_NI, weight_OI, dtype)
         with _without_split_k() if len(x_NI) <= self.library_rows else nullcontext():
@@ -106,7 +107,7 @@ class FixedOrderMatmul:
 
 @contextmanager
 def _without_split_k() -> Iterator[None]:
-    """Switch split-K of cuBLASLt off within this context."""
+    """Switch split-K in cuBLASLt off during this `with` block."""
     library, matmul = torch.backends.cuda.preferred_blas_library(), torch.backends.cuda.matmul
     bf16 = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     fp16 = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k

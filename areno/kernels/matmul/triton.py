@@ -1,8 +1,9 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""Matrix products in Triton: a kernel without split-K, and `dot`, the products of other kernels in several precisions.
+"""Matrix products in Triton: a kernel without split-K, and `dot`, which other kernels use for products of tiles.
 
 The kernel computes each row of its result independently of the number of other rows.
+
 Shape letters: N rows, I inputs, O outputs.
 """
 
@@ -23,7 +24,13 @@ _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (6
 
 
 def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T (N, O) in `dtype`. One program loops over all of I for a tile of rows and columns."""
+    """Return x W^T (N, O) in `dtype`. A program computes one tile of it, in a loop over all inputs.
+
+    Args:
+        x_NI: inputs.
+        weight_OI: weight, in the dtype of x.
+        dtype: dtype of the result.
+    """
     x_NI = x_NI.contiguous()
     (n_rows, n_inputs), n_columns = x_NI.shape, len(weight_OI)
     out_NO = x_NI.new_empty((n_rows, n_columns), dtype=dtype)
@@ -77,14 +84,15 @@ def _product_kernel(
 
 
 def dot_precision(x: Tensor, half: str) -> str:
-    """Return the precision of `dot` in a kernel.
+    """Return the `PRECISION` with which a kernel calls `dot`.
 
     Args:
-        x: an operand; its dtype and device count.
-        half: the precision for bfloat16.
+        x: an operand. Only its dtype and device matter.
+        half: precision for bfloat16 operands.
 
     Returns:
-        `half` in bfloat16. In float32, "tf32x3" on GPUs that have TF32, which is as precise as "ieee" and faster.
+        `half` for bfloat16. For float32, "tf32x3" on GPUs with TF32, where it is as precise as "ieee" and faster, and
+        "ieee" on other devices.
     """
     if x.dtype == torch.bfloat16:
         return half
@@ -93,11 +101,15 @@ def dot_precision(x: Tensor, half: str) -> str:
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """Return a b in fp32.
+    """Return the product a b of two tiles in fp32.
 
-    PRECISION is "bf16", "bf16x3" (operands are sums of two bfloat16), "tf32", "tf32x3" or "ieee". The transpose of a
-    result must not be an operand: on Hopper, Triton 3.4 to 3.7.0 then give wrong numbers
+    The transpose of a result must not be an operand: on Hopper, Triton 3.4 to 3.7.0 then give wrong results
     (github.com/fla-org/flash-linear-attention/issues/640).
+
+    Args:
+        a: left tile, float32 or bfloat16.
+        b: right tile, float32 or bfloat16.
+        PRECISION: "bf16", "bf16x3" (each operand as a sum of two bfloat16), "tf32", "tf32x3" or "ieee".
     """
     if PRECISION == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter is exact
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
@@ -111,9 +123,9 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _dot_bf16x3(a, b):
-    """Return a b of operands cut into a high and a low part, without the product of the low parts.
+    """Return a b in fp32 from bfloat16 products, with each fp32 operand split into a high and a low part.
 
-    Products with a low part are added first, as they are small.
+    The product of both low parts is left out. Products with one low part are added first, as they are small.
     """
     if a.dtype == tl.bfloat16:
         high, low = _high_and_low(b)
@@ -131,10 +143,10 @@ def _dot_bf16x3(a, b):
 
 @triton.jit
 def _high_and_low(x):
-    """Cut fp32 into the sum of two bfloat16, which have 16 of its 24 bits.
+    """Split fp32 into a sum of two bfloat16, which keep 16 of its 24 bits.
 
-    The high part is rounded by integer arithmetic, as a GPU converts pairs of numbers faster than single ones. It may
-    be 0 for NaN, but the low part is NaN then.
+    The high part is rounded by integer arithmetic, because a GPU converts pairs of values faster than single values.
+    The high part of a NaN may be 0, but its low part is then NaN.
     """
     high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
     low = (x - high).to(tl.bfloat16)
@@ -143,7 +155,7 @@ def _high_and_low(x):
 
 @triton.jit
 def _to_tf32(x):
-    """Round to the nearest TF32 number. A matrix unit would truncate, and all errors would have the same sign."""
+    """Round to the nearest TF32 value. A matrix unit would truncate, so that all errors had the same sign."""
     if x.dtype == tl.float32:
         rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         return tl.where(x == x, rounded, x)  # the rounded bits of a NaN may be those of -0

@@ -1,4 +1,4 @@
-"""The inputs of a decode step's attention, and paged decode attention in plain torch.
+"""The inputs to the attention of a decoding step, and paged decode attention in plain torch.
 
 The KV cache is divided into blocks. A block holds consecutive positions of one sequence, and a block table lists the
 blocks of each sequence. Rows that sample the same prompt share its blocks. Up to GROUP_SIZE of these rows form a prefix
@@ -23,40 +23,41 @@ _FIXED_ORDER_QUERIES = 16  # queries of a key head in a prefix group; more would
 
 
 def max_group_rows(heads_per_key: int, fixed_order: bool) -> int:
-    """Return the largest number of rows in a prefix group.
+    """Return the largest number of rows in a prefix group, whose shared KV blocks are read once.
 
     Args:
-        heads_per_key: query heads that share a key head, H / K.
-        fixed_order: whether attention runs in a fixed order (`PagedBatch.fixed_order`).
+        heads_per_key: number of query heads that share a key head.
+        fixed_order: whether attention runs in a fixed order of operations, for `engine.exact`.
     """
     return min(GROUP_SIZE, max(2, _FIXED_ORDER_QUERIES // heads_per_key)) if fixed_order else GROUP_SIZE
 
 
 @dataclass(slots=True)
 class PagedBatch:
-    """The block tables of a decode step, and the splits of its attention that run in parallel.
+    """The block tables of a decoding step, and the split of its attention into parts that run in parallel.
 
-    A row has its own positions, and positions that it shares with its prefix group. Both are cut into splits.
+    A row has positions of its own, and positions that it shares with its prefix group. Both are cut into splits.
 
     Attributes:
         table_TW: int32 block tables. Position n of the sequence in table row t lies in block `table[t, n // S]` at
-            offset `n % S`.
-        slots_B: int64, the table row of each batch row.
-        lengths_B: int64, the number of positions of each row, at least 1. The last position is the new token.
-        shared_lens_B: int64, how many of its first positions a row shares with its prefix group. They are whole blocks
-            and fewer than lengths_B. 0 for a row outside of all groups.
-        split_lens: int64 (2,), the number of positions in a split of a row's own positions, and in a split of a
-            group's shared positions. Changes the speed, not the result, unless `fixed_order`.
-        prefix_groups_GR: int64, the batch rows of each group, then -1. Unused groups are all -1. A row is in at most
-            one group. None: there are no groups.
-        splits: the largest number of splits of a row's own positions, and of a group's shared positions.
-        fixed_order: compute exactly the numbers of `varlen_attention` with the backend "fixed_order". The splits are
-            then the spans of `kernels.fixed_order`, shared_lens_B is the begin of a span, and split_lens[1] is the
-            length of a group's first split in positions, a whole number of spans.
-        pdl: attention may begin before the previous kernel has ended (`kernels/jit.py`). Neither the previous kernel
-            nor one that may run at the same time may write a tensor of this batch. Changes the speed, not the result.
-        max_len: an upper bound of lengths_B that the host knows. The torch reference reads no further. None: the whole
-            width of the table. The Triton kernels read lengths_B on the device, so a CUDA graph stays valid.
+            offset `n % S`, with S positions per block.
+        slots_B: int64, index of each batch row's table row.
+        lengths_B: int64, number of positions in each row, at least 1. The last position is the new token.
+        shared_lens_B: int64, number of leading positions that a row shares with its prefix group. They fill whole
+            blocks and are fewer than lengths_B. 0 for a row without a group.
+        split_lens: int64 (2,), number of positions in a split of a row's own positions, and in a split of a group's
+            shared positions. Changes the speed but not the result, unless `fixed_order` is set.
+        prefix_groups_GR: int64, batch rows of each group, padded with -1. Unused groups are all -1. A row is in at most
+            one group. None if there are no groups.
+        splits: largest number of splits of a row's own positions, and of a group's shared positions.
+        fixed_order: whether to compute exactly the result of `varlen_attention` with the backend "fixed_order". The
+            splits are then the spans of `kernels.fixed_order`, shared_lens_B is the begin of a span, and split_lens[1]
+            is the length of a group's first split in positions, a whole number of spans.
+        pdl: whether attention may begin before the previous kernel has ended (`kernels/jit.py`). Then neither the
+            previous kernel nor another kernel that runs at the same time may write a tensor of this batch. Changes the
+            speed, not the result.
+        max_len: upper bound of lengths_B that the host knows. The torch reference reads no further. None means the
+            whole width of the table. The Triton kernels read lengths_B on the device, so a CUDA graph stays valid.
     """
 
     table_TW: Tensor
@@ -74,18 +75,22 @@ class PagedBatch:
 def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """Gather the keys and values of every row up to `max_len`, and compute one masked attention over the batch.
+    """Compute the attention of a decoding step in plain torch, as one masked attention over all rows.
+
+    The keys and values of each row are gathered from the cache, up to `batch.max_len` positions.
 
     Args:
-        q_BHC: queries of the new tokens.
-        k_BKC: their keys, written to the cache.
-        v_BKC: their values, written to the cache.
-        kv_blocks: the cache (2, P, S, K, C), keys then values, changed in place.
-        batch: block tables and lengths.
-        window: the number of last positions that a row attends to. None: all.
+        q_BHC: queries of the new tokens, shape (rows, heads, head dim).
+        k_BKC: keys of the new tokens, written to the cache at the last position of each row.
+        v_BKC: values of the new tokens, written to the same positions.
+        kv_blocks: the KV cache (2, blocks, positions per block, key heads, head dim), keys then values, changed in
+            place.
+        batch: block tables and lengths of the rows.
+        window: size of the sliding window: a row attends to its last `window` positions, including the new token. None
+            means all positions.
 
     Returns:
-        (B, H, C) in the dtype of q.
+        The output (B, H, C) in the dtype of q.
     """
     n_rows, n_heads, head_dim = q_BHC.shape
     _, _, block_size, n_kv_heads, _ = kv_blocks.shape

@@ -1,10 +1,10 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Paged decode attention as Triton kernels (flash-decoding; running softmax: arXiv 1805.02867).
 
-The work of a step is cut into pieces that run in parallel, and a second kernel joins the partial results of each row. A
-piece is a part of one row's own positions, or a part of the positions that a prefix group shares. A piece of a group
-computes all of its rows: their queries that use one key head are the rows of one matrix product, so shared blocks are
-read once for the group (the idea of cascade attention, arXiv 2402.05099).
+The work of a step is cut into pieces that run in parallel, and a second kernel combines the partial results of each
+row. A piece is a split of one row's own positions, or a split of the positions that a prefix group shares. A piece of a
+group computes all rows of the group: their queries for one key head are the rows of one matrix product, so shared
+blocks are read once for the group (the idea of cascade attention, arXiv 2402.05099).
 
 The grid depends on shapes alone and programs read lengths on the device, so a CUDA graph can capture the launches.
 Shape letters as in `reference.py`.
@@ -31,7 +31,21 @@ _JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel, a po
 def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """Compute paged decode attention; arguments as of `areno.kernels.paged.decode_attention`."""
+    """Compute the attention of a decoding step with Triton kernels.
+
+    Args:
+        q_BHC: queries of the new tokens, shape (rows, heads, head dim).
+        k_BKC: keys of the new tokens, written to the cache at the last position of each row.
+        v_BKC: values of the new tokens, written to the same positions.
+        kv_blocks: the KV cache (2, blocks, positions per block, key heads, head dim), keys then values, changed in
+            place.
+        batch: block tables and lengths of the rows.
+        window: size of the sliding window: a row attends to its last `window` positions, including the new token. None
+            means all positions.
+
+    Returns:
+        The output (B, H, C) in the dtype of q.
+    """
     if batch.fixed_order:
         return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
     n_rows, n_heads, head_dim = q_BHC.shape
@@ -129,9 +143,28 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Add the positions [start, end) of one table row and one key head to the running softmax.
+    """Add the positions [start, end) of one table row and one key head to a running softmax.
 
-    least: with a WINDOW, the first position that each row of q attends to.
+    Args:
+        q: queries, (queries, PADDED_DIM).
+        best: largest score so far, (queries,).
+        total: sum of weights so far, (queries,).
+        acc: weighted sum of values so far, (queries, PADDED_DIM).
+        start: first position.
+        end: position after the last.
+        least: with a WINDOW, the first position to which each query attends.
+        k_ptr: keys of the key head in the cache.
+        v_ptr: values of the key head in the cache.
+        table_row: block numbers of the row.
+        scale: factor of scores.
+        stride: elements between two positions of a block.
+        dim: indices of the head dimension, padded.
+        real_dim: which of these indices exist.
+        BLOCK_SIZE: positions per block.
+        WINDOW: size of the sliding window, or None.
+
+    Returns:
+        The new `best`, `total` and `acc`.
     """
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)
@@ -198,9 +231,9 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the partial result of a piece and a key head in each program. A piece without positions writes nothing.
+    """Compute the partial result of a split and a key head in each program. An empty split writes nothing.
 
-    With PDL, every row's first piece calls `wait_for_previous`.
+    With PDL, the first split of every row calls `wait_for_previous`.
     """
     if PDL:
         jit.launch_dependents()
@@ -345,7 +378,7 @@ def _combine_splits_kernel(
     MAX_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Join the partial results of a row. Parts without positions are skipped."""
+    """Combine the partial results of a row's splits. Splits without positions are skipped."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)

@@ -1,8 +1,8 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""Paged decode attention in a fixed order, as Triton kernels: one computes parts of rows, a second joins the parts.
+"""Paged decode attention in a fixed order, as two Triton kernels: parts of rows, and the combination of the parts.
 
-`kernels/fixed_order/triton.py` says which operations are fixed. The first part of a row is some spans joined; each
-later part is one span. Shape letters as in `areno/kernels/paged`.
+`kernels/fixed_order/triton.py` describes the operations that are fixed. The first part of a row covers several spans of
+keys, already combined. Each later part is one span. Shape letters as in `areno/kernels/paged`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,21 @@ _JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel
 def paged_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
 ) -> Tensor:
-    """Compute paged decode attention of a batch with `fixed_order`; arguments as of `paged.decode_attention`."""
+    """Compute the attention of a decoding step in a fixed order of operations, for a batch with `fixed_order`.
+
+    Args:
+        q_BHC: queries of the new tokens, shape (rows, heads, head dim).
+        k_BKC: keys of the new tokens, written to the cache at the last position of each row.
+        v_BKC: values of the new tokens, written to the same positions.
+        kv_blocks: the KV cache (2, blocks, positions per block, key heads, head dim), keys then values, changed in
+            place.
+        batch: block tables and lengths of the rows.
+        window: size of the sliding window: a row attends to its last `window` positions, including the new token. None
+            means all positions.
+
+    Returns:
+        The output (B, H, C) in the dtype of q.
+    """
     q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
@@ -89,7 +103,13 @@ def paged_attention(
 
 @triton.jit
 def _first_split_end(length, shared, first_group_split_len):
-    """Return the number of positions in the first part of a row."""
+    """Return the number of positions in the first part of a row.
+
+    Args:
+        length: number of positions in the row.
+        shared: number of leading positions that the row shares with its prefix group, or 0.
+        first_group_split_len: number of positions in the first part of a group's shared positions.
+    """
     return tl.where(shared > 0, tl.minimum(shared, first_group_split_len), tl.minimum(length, _FIRST_OWN_SPLIT_LEN))
 
 
@@ -128,9 +148,9 @@ def _split_kernel(
     HAS_GROUPS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute a part of a prefix group's shared positions, or of a row's own, and a key head in each program.
+    """Compute one part of a row's own positions, or of a group's shared positions, for a key head in each program.
 
-    The first part of a row is several spans joined. Each later part is one span.
+    The first part of a row covers several spans of keys, combined. Each later part is one span.
     """
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     n_heads, n_parts = tl.num_programs(0) * HEADS_PER_KEY, own_splits + shared_splits
@@ -257,12 +277,12 @@ def _attend_spans(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Write the partial result of the positions from a span's begin up to `end`, for ROWS pairs of a row and a head.
+    """Write the partial result over the positions from a span's begin up to `end`, for ROWS (row, head) pairs.
 
     Keys are the rows of the products and queries their columns: a Hopper GPU then multiplies the tiles directly from
     shared memory, and its registers hold little more than the sums.
 
-    row_length: the number of positions of each row, for a WINDOW.
+    `row_length` is the number of positions in each row, used with a WINDOW.
     """
     dim = tl.arange(0, PADDED_DIM)
     mask = (dim < DIM)[:, None] & real[None, :]
@@ -311,9 +331,9 @@ def _load_tile(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Return keys and values (TILE, PADDED_DIM) of the positions from `first` on, a multiple of TILE.
+    """Load keys and values (TILE, PADDED_DIM) of TILE positions from `first` on, a multiple of TILE.
 
-    Positions from `end` on get the numbers that the cache holds there.
+    Rows for positions from `end` on have undefined but stored values of the cache.
     """
     offset = tl.arange(0, TILE)
     dim = tl.arange(0, PADDED_DIM)
@@ -356,7 +376,7 @@ def _combine_splits_kernel(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Join the parts of some heads of a row, from the first to the last."""
+    """Combine the parts of a row from the first to the last, for some heads in each program."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)

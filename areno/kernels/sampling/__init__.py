@@ -1,7 +1,7 @@
-"""Sampling of tokens from logits: a counter-based random number, an inverse CDF, and the log-probability.
+"""Sampling of tokens from logits, by a counter-based random number and the inverse CDF, with the log-probability.
 
-The Triton kernels read the logits once. They compute by the same rule as the torch reference, so both sample the same
-tokens, unless a random number falls on the border of two tokens up to rounding.
+The Triton kernels read the logits once. They follow the same rule as the torch reference, so both sample the same
+tokens, unless a random number falls on the border between two tokens up to rounding.
 
 Shape letters: B rows (one token is sampled for each), V vocabulary.
 """
@@ -22,18 +22,18 @@ __all__ = ["SamplingFlags", "SamplingSettings", "can_sample_columns", "sample_co
 def sample_slots(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Sample one token for each row with the settings of its slot, and update `settings.last_token` and `counts`.
+    """Sample one token for each row, with the sampling settings in the row's slot.
 
     Args:
-        logits_BV: float32; bans and penalties may be written into it.
-        slots_B: int64, the slot of each row.
-        positions_B: int64, the index of the sampled token in the completion.
-        settings: the sampling settings of all slots.
-        flags: which operations some row needs.
+        logits_BV: float32 logits, shape (rows, vocabulary). Bans and penalties may be written into them.
+        slots_B: int64, slot of each row in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots. `last_token` and `counts` are updated.
+        flags: the operations that at least one row needs.
 
     Returns:
-        (2, B) float64: tokens, and their log-probabilities under the policy, in one tensor for one transfer. A
-        log-probability is NaN if the row's logits were not finite.
+        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before edits,
+        top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
     """
     if not use_triton(logits_BV):
         return reference.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
@@ -43,11 +43,11 @@ def sample_slots(
 
 
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_columns` supports the operations that some row needs.
+    """Return whether `sample_columns` supports the operations that the rows need.
 
     Args:
-        logits_BV: logits; only the device counts.
-        flags: which operations some row needs.
+        logits_BV: logits. Only their device matters.
+        flags: the operations that at least one row needs.
     """
     return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
 
@@ -62,22 +62,24 @@ def sample_columns(
     rank: int,
     all_gather: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Sample one token for each row from logits whose columns are divided equally over tensor-parallel ranks.
+    """Sample one token for each row from logits whose columns are split equally over tensor-parallel ranks.
 
-    The ranks exchange a few numbers of each row. Only the rank that holds a sampled token's column updates its slot.
+    The ranks exchange a few statistics of each row instead of logits. Only the rank with a sampled token's column
+    updates `last_token` of its slot in `settings`.
 
     Args:
-        columns_BV: float32, this rank's columns. Columns after the vocabulary are padding.
-        vocab: the size of the vocabulary.
-        slots_B: int64, the slot of each row.
-        positions_B: int64, the index of the sampled token in the completion.
-        settings: the sampling settings of all slots.
-        flags: which operations some row needs, as `can_sample_columns` accepts them.
-        rank: this rank.
-        all_gather: returns x of each rank, (ranks, *x.shape).
+        columns_BV: float32, this rank's columns of the logits. Columns after the vocabulary are padding.
+        vocab: size of the vocabulary.
+        slots_B: int64, slot of each row in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots.
+        flags: the operations that at least one row needs, such that `can_sample_columns` is True.
+        rank: tensor-parallel rank.
+        all_gather: function that returns the tensors x of all ranks, shape (ranks, *x.shape).
 
     Returns:
-        (2, B) float64 as of `sample_slots`, the same on every rank.
+        (2, B) float64, the same on every rank: sampled token ids, and their log-probabilities under
+        softmax(logits / temperature).
     """
     from areno.kernels.sampling import triton
 

@@ -1,8 +1,8 @@
-"""Sampling in plain torch, with the settings of each slot, random numbers, and masks of allowed tokens.
+"""Sampling in plain torch, with sampling settings per slot, random numbers, and masks of allowed tokens.
 
-The random number of a sampled token is a hash of (key of the sample, position in the completion). It depends on no
-other row, device or earlier call. The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-generators") in wrapping int64, the same bits on every device.
+The random number of a sampled token is a hash of (key of the sample, position in the completion). It does not depend on
+other rows, the device or earlier calls. The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+number generators") in wrapping int64, with the same bits on every device.
 
 Shape letters: B rows (one token is sampled for each), V vocabulary, C chunks of the vocabulary; S slots; W words of 32
 tokens.
@@ -26,19 +26,20 @@ _WORD = (1 << 64) - 1
 
 @dataclass(slots=True)
 class SamplingSettings:
-    """The sampling settings of all slots: tensors with one entry for each slot.
+    """The sampling settings of all slots, as tensors with one entry per slot.
 
     Attributes:
-        key: int64, seeds the random numbers of the sample.
+        key: int64 seed of the sample's random numbers, from `sample_key`.
         temperature: float32, above 0.
-        greedy: bool, take the most likely token.
-        top_k: int64, sample from the k most likely tokens. Below 1: from all.
+        greedy: bool, whether to take the most likely token.
+        top_k: int64, number of most likely tokens to sample from. Below 1 means all tokens.
         top_p: float32, sample from the most likely tokens whose probabilities sum to this.
-        min_new: int64, tokens of `banned` are not sampled before the completion has this many tokens.
-        banned: int64 (slots, n_banned) token ids, padded with -1.
-        penalty: float32, subtracted from a logit for each time the completion has the token.
-        counts: int32 (slots, vocab), how often the completion has each token. None until a slot has a penalty.
-        last_token: int64, the token sampled last.
+        min_new: int64, length of the completion below which the tokens in `banned` are not sampled.
+        banned: int64 (slots, n_banned), token ids, padded with -1.
+        penalty: float32 frequency penalty: it is subtracted from a token's logit for each occurrence in the completion.
+        counts: int32 (slots, vocabulary), number of occurrences of each token in the completion. None until some slot
+            has a penalty.
+        last_token: int64, the token that was sampled last.
     """
 
     key: Tensor
@@ -54,13 +55,13 @@ class SamplingSettings:
 
 
 class SamplingFlags(NamedTuple):
-    """The operations that some row of a batch needs. They are constants of a captured CUDA graph.
+    """The operations that at least one row of a batch needs. A captured CUDA graph is valid for one value of these.
 
     Attributes:
-        filtered: some row has top-k or top-p.
-        n_banned: the width of `SamplingSettings.banned`, or 0 if no row is below its `min_new`.
-        penalized: some row has a penalty.
-        masked: some row may sample only the tokens of a mask.
+        filtered: whether a row has top-k or top-p.
+        n_banned: width of `SamplingSettings.banned`, or 0 if every row has reached its `min_new`.
+        penalized: whether a row has a frequency penalty.
+        masked: whether a row may sample only the tokens allowed by a mask.
     """
 
     filtered: bool = False
@@ -70,14 +71,26 @@ class SamplingFlags(NamedTuple):
 
     @property
     def edits(self) -> bool:
-        """Whether tokens are sampled from edited logits: with bans or penalties."""
+        """Whether a row samples from logits that bans or penalties have changed."""
         return self.penalized or self.n_banned > 0
 
 
 def sample_slots(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Sample one token for each row in plain torch; arguments as of `areno.kernels.sampling.sample_slots`."""
+    """Sample one token for each row in plain torch, with the sampling settings in the row's slot.
+
+    Args:
+        logits_BV: float32 logits, shape (rows, vocabulary). Not changed.
+        slots_B: int64, slot of each row in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots. `last_token` and `counts` are updated.
+        flags: the operations that at least one row needs.
+
+    Returns:
+        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before edits,
+        top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
+    """
     tokens_B, logprobs_B = sample_tokens(
         logits_BV,
         settings.temperature[slots_B],
@@ -97,7 +110,7 @@ def sample_slots(
 def _edited(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Return a copy of the logits with penalties and bans."""
+    """Return a copy of the logits with penalties subtracted, and -inf for banned tokens."""
     edited_BV = logits_BV.clone()
     if flags.penalized:
         assert settings.counts is not None
@@ -106,13 +119,13 @@ def _edited(
 
 
 def without_banned(logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return a copy of the logits with -inf for the banned tokens of each row that is below its `min_new`.
+    """Return a copy of the logits with -inf for the banned tokens in rows that are shorter than their `min_new`.
 
     Args:
-        logits_BV: float32.
-        slots_B: int64, the slot of each row.
-        positions_B: int64, the index of the sampled token in the completion.
-        settings: the sampling settings of all slots.
+        logits_BV: float32 logits.
+        slots_B: int64, slot of each row in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots.
     """
     banned_BK, vocab = settings.banned[slots_B], logits_BV.shape[1]
     holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
@@ -130,20 +143,22 @@ def sample_tokens(
     top_p_B: Tensor | None = None,
     edited_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row.
+    """Sample one token for each row by the inverse CDF.
 
     Args:
-        logits_BV: float32 logits of the policy.
+        logits_BV: float32 logits of the policy, (rows, vocabulary).
         temperature_B: float32, above 0.
-        greedy_B: bool, rows that take the most likely token.
-        uniform_B: float64 in [0, 1).
-        top_k_B: int64; below 1: all tokens. Given with top_p_B, or not at all.
-        top_p_B: float32. None: no row has top-k or top-p.
-        edited_BV: float32, the logits to sample from. None: the logits of the policy.
+        greedy_B: bool, whether the row takes the most likely token.
+        uniform_B: float64 random number of each row, in [0, 1).
+        top_k_B: int64, number of most likely tokens to sample from. Below 1 means all. Set both this and `top_p_B`, or
+            neither.
+        top_p_B: float32, probability mass to sample from. None if no row has top-k or top-p.
+        edited_BV: float32 logits to sample from, with penalties and bans. None samples from the logits of the policy.
 
     Returns:
-        Tokens (B,) int64, and their logprobs (B,) float32 under softmax(logits / temperature), before top-k, top-p and
-        edits. A row with a logit that is NaN or +inf gets logprob NaN and any token of the vocabulary.
+        Token ids (B,) int64, and their log-probabilities (B,) float32 under softmax(logits / temperature), before
+        top-k, top-p and edits. A row with a NaN or +inf logit gets log-probability NaN and any token of the
+        vocabulary.
     """
     scaled_BV = logits_BV / temperature_B[:, None]
     weights_BV, best_B, sums_BC, log_norm_B = _weights(scaled_BV)
@@ -161,7 +176,12 @@ def sample_tokens(
 
 
 def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each row's weights relative to its maximum, most likely token, chunk sums, and log of the norm."""
+    """Return statistics of each row of logits / temperature.
+
+    Returns:
+        Weights exp(x - maximum) (B, V), the most likely token (B,), sums of weights by chunk (B, C), and the
+        log-sum-exp (B,).
+    """
     top_B, best_B = scaled_BV.max(dim=-1)
     weights_BV = (scaled_BV - top_B[:, None]).exp_()
     sums_BC = _chunk_sums(weights_BV)
@@ -169,9 +189,10 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """Return (B, V) bool: the k most likely tokens, of which the fewest whose share reaches top_p (at least one).
+    """Return which tokens top-k and top-p keep, (B, V) bool.
 
-    Of equally likely tokens the lower ids come first. Rows without top-k and top-p keep all tokens.
+    Of the k most likely tokens, the fewest are kept whose share reaches top_p, but at least one. Among equally likely
+    tokens, lower ids come first. Rows without top-k and top-p keep all tokens.
     """
     sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     all_k_B, all_p_B = top_k_B < 1, top_p_B >= 1
@@ -184,18 +205,21 @@ def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _chunks(weights_BV: Tensor) -> Tensor:
-    """Cut rows into chunks, (B, C, _CHUNK), padded with zeros."""
+    """Split each row into chunks of _CHUNK entries, (B, C, _CHUNK). The last chunk is padded with zeros."""
     n_rows, vocab = weights_BV.shape
     return F.pad(weights_BV, (0, -vocab % _CHUNK)).view(n_rows, -1, _CHUNK)
 
 
 def _chunk_sums(weights_BV: Tensor) -> Tensor:
-    """Return the sums of chunks (B, C) float64. Two levels need no (B, V) float64 tensor for exact sums."""
+    """Return the sum of each chunk, (B, C) float64.
+
+    With sums on two levels, exact sums need no float64 tensor of shape (B, V).
+    """
     return _chunks(weights_BV).sum(-1, dtype=torch.float64)
 
 
 def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the first entry at which the running sum of the weights exceeds `uniform` of the total: (B,) int64."""
+    """Return the index of the first entry at which the running sum exceeds `uniform` times the total, (B,) int64."""
     cumulated_BC = sums_BC.cumsum(-1)
     chunk_B, rest_B = _first_above(cumulated_BC, uniform_B * cumulated_BC[:, -1])
     index = chunk_B[:, None, None].expand(-1, 1, _CHUNK)
@@ -205,7 +229,12 @@ def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tens
 
 
 def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of the first entry above `target`, and the rest of the target after the entries before it."""
+    """Return the index of the first running sum above the target, and the target minus the sum before that index.
+
+    Args:
+        cumulated_BC: running sums of each row.
+        target_B: target of each row.
+    """
     target_B = torch.minimum(target_B.clamp(min=0), cumulated_BC[:, -1] * (1 - 2.0**-50))
     index_B1 = torch.searchsorted(cumulated_BC, target_B[:, None], right=True)
     index_B1 = index_B1.clamp_(max=cumulated_BC.shape[1] - 1)
@@ -214,13 +243,13 @@ def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits as an unsigned number."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mix(value: int) -> int:
-    """Return the finalizer of splitmix64."""
+    """Return the finalizer of splitmix64 applied to a 64-bit number."""
     value &= _WORD
     value = (value ^ (value >> 30)) * _MIX_1 & _WORD
     value = (value ^ (value >> 27)) * _MIX_2 & _WORD
@@ -228,29 +257,29 @@ def _mix(value: int) -> int:
 
 
 def sample_key(seed: int, sample: int) -> int:
-    """Return the key of one sample of a request, which seeds its random numbers.
+    """Return the key that seeds the random numbers of one sample of a request.
 
     Args:
-        seed: the seed of the request.
-        sample: the index of the sample.
+        seed: seed of the request.
+        sample: index of the sample within the request.
 
     Returns:
-        An int64 hash of the two.
+        An int64 hash of both.
     """
     return _signed(_mix(_mix(seed + _GOLDEN) + (sample + 1) * _GOLDEN))
 
 
 def _shift(value_B: Tensor, bits: int) -> Tensor:
-    """Shift int64 right logically (torch's own shift is arithmetic)."""
+    """Shift int64 right by `bits` and fill with zeros. torch's own shift fills with the sign."""
     return (value_B >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return a random number in [0, 1) for each row, a function of key and position alone.
+    """Return a random number in [0, 1) for each row, which depends only on key and position.
 
     Args:
-        key_B: int64, the keys of the samples.
-        position_B: int64, the index of the sampled token in the completion.
+        key_B: int64 key of each row's sample, from `sample_key`.
+        position_B: int64, index in the completion of the token to sample.
 
     Returns:
         (B,) float64 with 53 random bits.
@@ -267,12 +296,12 @@ _FORBIDDEN = -1e30
 
 
 def allowed_tokens(masks_SW: Tensor, slots_B: Tensor, vocab_size: int) -> Tensor:
-    """Return the allowed tokens of each row.
+    """Return which tokens the mask of each row allows.
 
     Args:
-        masks_SW: int32; token t of a slot is allowed if bit t % 32 of word t // 32 is set.
-        slots_B: int64, the slot of each row.
-        vocab_size: V.
+        masks_SW: int32 mask of each slot. Token t is allowed if bit t % 32 of word t // 32 is set.
+        slots_B: int64, slot of each row.
+        vocab_size: size of the vocabulary, V.
 
     Returns:
         (B, V) bool.
@@ -283,23 +312,23 @@ def allowed_tokens(masks_SW: Tensor, slots_B: Tensor, vocab_size: int) -> Tensor
 
 
 def apply_masks(logits_BV: Tensor, masks_SW: Tensor, slots_B: Tensor) -> Tensor:
-    """Return a copy of the logits in which no forbidden token can be sampled.
+    """Return a copy of the logits with -1e30 for tokens that the mask of the row does not allow.
 
     Args:
-        logits_BV: float32.
-        masks_SW: int32 masks, as of `allowed_tokens`.
-        slots_B: int64, the slot of each row.
+        logits_BV: float32 logits.
+        masks_SW: int32 mask of each slot, see `allowed_tokens`.
+        slots_B: int64, slot of each row.
     """
     return logits_BV.masked_fill(~allowed_tokens(masks_SW, slots_B, logits_BV.shape[1]), _FORBIDDEN)
 
 
 def policy_logprobs(logits_BV: Tensor, temperature_B: Tensor, tokens_B: Tensor) -> Tensor:
-    """Return log-probabilities of tokens under softmax(logits / temperature) over the whole vocabulary.
+    """Return the log-probability of each row's token under softmax(logits / temperature) over all tokens.
 
     Args:
-        logits_BV: logits.
-        temperature_B: float32.
-        tokens_B: int64.
+        logits_BV: logits, (rows, vocabulary).
+        temperature_B: float32 temperature of each row.
+        tokens_B: int64 token id of each row.
 
     Returns:
         (B,) float64.

@@ -1,14 +1,15 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Sampling as Triton kernels: one pass over the logits, then the choice of a token within a single span of them.
 
-The vocabulary is cut into spans. `_scan_kernel` reads each span once and writes its maximum, the first entry with the
-maximum, and the sum of exp((x - maximum) / temperature). If bans or a penalty edit the logits, it writes the maximum
-and sum for the policy's own logits too, and stores the edited logits. `_draw_kernel` joins the spans of a row, which
-gives the normaliser. It finds the span in which the running sum passes the row's random number, and reads that span
-again to find the token. With top-k or top-p, the kernels of `triton_truncate.py` run in between.
+The vocabulary is cut into spans of consecutive logits. `_scan_kernel` reads each span once and writes three statistics:
+its maximum, the index of the first logit with the maximum, and the sum of exp((x - maximum) / temperature). If bans or
+a penalty edit the logits, it also writes the maximum and sum of the policy's own logits, and stores the edited logits.
+`_draw_kernel` combines the spans of a row, which gives the normaliser. It finds the span in which the running sum
+passes the row's random number, and reads that span again to find the token. With top-k or top-p, the kernels in
+`triton_truncate.py` run in between.
 
-Under tensor parallelism a rank scans its own columns and sends the statistics of its spans to the other ranks. All
-ranks then know the sampled span, and the rank that has the span samples from it.
+Under tensor parallelism, a rank scans its own columns and sends the statistics of its spans to the other ranks. All
+ranks then know the span of the sampled token, and the rank with this span finds the token.
 
 Launches depend on shapes alone, so a CUDA graph can capture them. Shape letters as in `reference.py`; S spans, P
 statistics of a span, R ranks.
@@ -43,7 +44,19 @@ def sample_slots(
     *,
     span: int = _SPAN,
 ) -> Tensor:
-    """Sample one token for each row; arguments as of `areno.kernels.sampling.sample_slots`. span: a power of two."""
+    """Sample one token for each row with Triton kernels, with the sampling settings in the row's slot.
+
+    Args:
+        logits_BV: float32 logits, shape (rows, vocabulary). Bans and penalties are written into them.
+        slots_B: int64, slot of each row in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots. `last_token` and `counts` are updated.
+        flags: the operations that at least one row needs.
+        span: number of logits in a span of the vocabulary, a power of two.
+
+    Returns:
+        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature).
+    """
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
     n_spans = triton.cdiv(logits_BV.shape[1], span)
@@ -66,7 +79,22 @@ def sample_columns(
     *,
     span: int = _SPAN,
 ) -> Tensor:
-    """Sample from this rank's columns; arguments as of `areno.kernels.sampling.sample_columns`."""
+    """Sample one token for each row from this rank's columns of the logits. All tensor-parallel ranks call this.
+
+    Args:
+        columns_BV: float32, this rank's columns of the logits. Columns after the vocabulary are padding.
+        vocab: size of the vocabulary.
+        slots_B: int64, slot of each row in `settings`.
+        positions_B: int64, index in the completion of the token to sample.
+        settings: sampling settings of all slots.
+        flags: the operations that at least one row needs.
+        rank: tensor-parallel rank.
+        all_gather: function that returns the tensors x of all ranks, shape (ranks, *x.shape).
+        span: number of logits in a span of the vocabulary, a power of two.
+
+    Returns:
+        (2, B) float64, the same on every rank: sampled token ids, and their log-probabilities.
+    """
     n_columns = columns_BV.shape[1]
     n_spans = triton.cdiv(n_columns, span)
     first = min(rank * n_columns, vocab)
@@ -89,10 +117,22 @@ def _scan(
     span: int,
     first: int = 0,
 ) -> Tensor:
-    """Return statistics of each span: maximum, sum of weights and, as int32 bits, the first entry with the maximum.
+    """Compute statistics of each span of the logits.
 
-    With bans or a penalty these are of the edited logits. Maximum and sum of the policy's own logits follow, from which
-    the log-probability is computed. first: the vocabulary index of the first column.
+    Args:
+        logits_BV: float32, this rank's columns of the logits. Bans and penalties are written into them.
+        slots_B: slot of each row in `settings`.
+        positions_B: index in the completion of the token to sample.
+        settings: sampling settings of all slots.
+        flags: the operations that at least one row needs.
+        n_spans: number of spans.
+        span: number of logits in a span.
+        first: vocabulary index of the first column.
+
+    Returns:
+        Float32 (3, B, n_spans): maximum, sum of weights and, as int32 bits, index of the first logit with the maximum.
+        With bans or a penalty, these are of the edited logits. Then two more statistics follow, the maximum and sum of
+        weights of the policy's own logits, for the log-probability.
     """
     n_rows, vocab = logits_BV.shape
     stats_PBS = logits_BV.new_empty((5 if flags.edits else 3, n_rows, n_spans))
@@ -117,9 +157,23 @@ def _draw(
     n_columns: int = 0,
     whole_vocab: int | None = None,
 ) -> Tensor:
-    """Return tokens and log-probabilities, (2, B) float64, with zeros in rows whose span another rank has.
+    """Sample a token for each row from the statistics of all spans.
 
-    n_columns: the columns of each rank. whole_vocab: the vocabulary of all ranks; None: the logits have all of it.
+    Args:
+        logits_BV: this rank's columns of the logits, edited by bans and penalties.
+        slots_B: slot of each row in `settings`.
+        positions_B: index in the completion of the token to sample.
+        settings: sampling settings of all slots. `last_token` and `counts` are updated.
+        flags: the operations that at least one row needs.
+        stats_RPBS: statistics of the spans on all ranks, from `_scan`.
+        truncated: result of `truncate`, or three times None without top-k and top-p.
+        span: number of logits in a span.
+        rank: tensor-parallel rank.
+        n_columns: number of columns on each rank.
+        whole_vocab: size of the vocabulary. None if this rank has all columns.
+
+    Returns:
+        (2, B) float64: token ids and log-probabilities, or zeros in rows whose token is on another rank.
     """
     n_rows, vocab = logits_BV.shape
     n_ranks, n_stats, _, n_spans = stats_RPBS.shape
@@ -201,7 +255,7 @@ def _scan_kernel(
 
 @triton.jit
 def _top_and_sum(x, rate):
-    """Return the maximum, and the sum of the weights relative to the maximum."""
+    """Return the maximum of x, and the sum of exp2((x - maximum) * rate). The sum is 0 if all x are -inf."""
     top = tl.max(x, axis=0)
     # A span of -inf only has weight 0; without this line it would be NaN.
     return top, tl.sum(tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * rate), axis=0)
@@ -209,7 +263,12 @@ def _top_and_sum(x, rate):
 
 @triton.jit
 def _join(stats_ptr, n_cells, cell, real, rate):
-    """Return the maximum of a row, the maxima of its spans, and their sums relative to the row's maximum in float64."""
+    """Combine the statistics of a row's spans.
+
+    Returns:
+        The maximum of the row, the maxima of its spans, and the sums of weights in the spans relative to the row's
+        maximum, in float64.
+    """
     tops = tl.load(stats_ptr + cell, mask=real, other=float("-inf"))
     sums = tl.load(stats_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
     top = tl.max(tops, axis=0)
@@ -218,7 +277,7 @@ def _join(stats_ptr, n_cells, cell, real, rate):
 
 @triton.jit
 def _uniform(key, position):
-    """Return splitmix64 of key and position as float64 in [0, 1), as `reference.uniform` does."""
+    """Return a random float64 in [0, 1), the splitmix64 hash of key and position, as the torch reference does."""
     value = key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB

@@ -1,11 +1,11 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Candidates for the smallest logit of each row that top-k or top-p keeps.
+"""Candidates for the smallest logit in each row that top-k or top-p keeps.
 
-`_bracket_kernel` guesses from a sample of the row two logits that have the smallest kept logit between them.
-`_gather_kernel` collects the logits between the two, the candidates, in the order of the vocabulary, and sums the
-weights above them. The caller has to check that the guess was right.
+`_bracket_kernel` guesses two bounds, from a sample of the row's logits, between which the smallest kept logit lies.
+`_gather_kernel` collects the logits between the bounds, the candidates, in the order of the vocabulary. It also sums
+the weights above the upper bound. The caller has to check that the guess was right.
 
-Shape letters as in `reference.py`; S spans, R room for the candidates of a span.
+Shape letters as in `reference.py`; S spans of the vocabulary, R room for the candidates in a span.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _INFINITY = tl.constexpr(2139095040)  # the ordered number of infinity; that of 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates of each row.
+    """The candidates of each row for the smallest logit that top-k or top-p keeps.
 
     Attributes:
-        logits_BSR: float32, the candidates of each span.
-        n_BS: int32, the number of candidates of each span. Above R, some are missing.
-        bracket_2B: float32, the smallest logit of a candidate of the row, and the logit that candidates are below.
-        above_BS: float32, the sum of the weights that reach the latter, relative to the row's maximum.
+        logits_BSR: float32, the candidates in each span of the vocabulary.
+        n_BS: int32, number of candidates in each span. If it is above R, some are missing in `logits_BSR`.
+        bracket_2B: float32, lower bound (included) and upper bound (excluded) of the candidates in each row.
+        above_BS: float32, sum of the weights at or above the upper bound, relative to the row's maximum.
     """
 
     logits_BSR: Tensor
@@ -47,15 +47,18 @@ class Candidates:
 def find_candidates(
     logits_BV: Tensor, slots_B: Tensor, settings: SamplingSettings, tops_BS: Tensor, sums_BS: Tensor, span: int
 ) -> Candidates:
-    """Find the candidates of the rows with top-k or top-p. Results of other rows are undefined.
+    """Find the candidates for the smallest kept logit in rows with top-k or top-p.
 
     Args:
-        logits_BV: float32.
-        slots_B: int64, the slot of each row.
-        settings: the sampling settings of all slots.
-        tops_BS: float32, the maximum of each span.
-        sums_BS: float32, the sum of exp((x - maximum) / temperature) of each span.
-        span: the entries of a span.
+        logits_BV: float32 logits, shape (rows, vocabulary).
+        slots_B: int64, slot of each row in `settings`.
+        settings: sampling settings of all slots.
+        tops_BS: float32, largest logit in each span of the vocabulary.
+        sums_BS: float32, sum of exp((x - largest) / temperature) in each span.
+        span: number of logits in a span.
+
+    Returns:
+        The candidates. Those of rows without top-k and top-p are undefined.
     """
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     found = Candidates(
@@ -78,26 +81,35 @@ def find_candidates(
 
 @triton.jit
 def ordered(x):
-    """Return int32 numbers in the order of the floats. Both zeros have the same number."""
+    """Map floats to int32 keys with the same order. 0.0 and -0.0 have the same key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ _LAST_INT, bits)
 
 
 @triton.jit
 def from_ordered(number):
-    """Return the float of an int32 number of `ordered`."""
+    """Map an int32 key of `ordered` back to the float."""
     return tl.where(number < 0, number ^ _LAST_INT, number).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def mark_of(number):
-    """Return the float of an int64 number of `ordered`, clamped so that it is never NaN."""
+    """Map an int64 key of `ordered` to the float, after clamping the key so that the float is never NaN."""
     return from_ordered(tl.minimum(tl.maximum(number, -_INFINITY - 1), _INFINITY).to(tl.int32))
 
 
 @triton.jit
 def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr):
-    """Return the maximum of a row, and the sum of its weights relative to the maximum in float64."""
+    """Return the maximum of a row, and the sum of its weights relative to the maximum, in float64.
+
+    Args:
+        tops_ptr: maximum of each span of each row.
+        sums_ptr: sum of weights in each span of each row, relative to the span's maximum.
+        row: index of the row.
+        n_spans: number of spans.
+        rate: log2(e) / temperature.
+        PADDED_SPANS: number of spans, padded to a power of two.
+    """
     span = tl.arange(0, PADDED_SPANS)
     tops = tl.load(tops_ptr + row * n_spans + span, mask=span < n_spans, other=float("-inf"))
     sums = tl.load(sums_ptr + row * n_spans + span, mask=span < n_spans, other=0.0).to(tl.float64)
@@ -107,13 +119,19 @@ def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr
 
 @triton.jit
 def _margin(total, weight):
-    """Return four standard deviations of a sampled sum of weights of up to `weight`, and a margin for small samples."""
+    """Return a safety margin for a sum of sampled weights that are at most `weight` each.
+
+    It is four standard deviations of the sum, and a constant for small samples.
+    """
     return 4.0 * tl.sqrt(total * weight) + 4.0 * weight
 
 
 @triton.jit
 def _number_with(x, n_wanted):
-    """Return nearly the largest number that at least `n_wanted` entries reach, by its 20 highest bits."""
+    """Return nearly the largest key of `ordered` such that at least `n_wanted` entries of x reach it.
+
+    Only the 20 highest bits of the key are searched.
+    """
     least = tl.full([], -2147483648, tl.int64)
     for step in range(10):
         unit = tl.full([], 1, tl.int64) << (30 - 2 * step)
@@ -127,10 +145,10 @@ def _number_with(x, n_wanted):
 
 @triton.jit
 def _last_within(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr, GROWS: tl.constexpr):
-    """Return nearly the largest value from `first` on such that the weights below the value sum to at most `limit`.
+    """Return nearly the largest value v >= `first` such that the weights of entries below v sum to at most `limit`.
 
-    The largest is less than width / 4^STEPS above the result, or at first + width. GROWS: the sum includes a margin for
-    chance, for weights as large as that of the value itself.
+    The search is over `first` to `first + width`, and its result is too small by less than width / 4^STEPS. If GROWS, a
+    safety margin is added to the sum, for weights as large as that of v.
     """
     for _ in range(STEPS):
         width /= 4

@@ -1,11 +1,13 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Top-k and top-p without sorting: the smallest kept logit of each row, and the kept weight of each span.
+"""Top-k and top-p without sorting: the smallest kept logit in each row, and the kept weight in each span.
 
 `_truncate_kernel` searches among candidates (`triton_candidates.py`). If the candidates do not contain the smallest
 kept logit, or are too many (for example many equal logits), `_truncate_row_kernel` searches the whole row, which takes
-about ten times as long. So the guess changes the speed and never the result.
+about ten times as long. So a wrong guess of candidates changes the speed and never the result.
 
-Shape letters as in `reference.py`; S spans, N candidates of a row, as K blocks of C.
+Below, the measure of an entry is what is summed: 1 for top-k, its weight exp((x - maximum) / temperature) for top-p.
+
+Shape letters as in `reference.py`; S spans of the vocabulary, N candidates of a row, as K blocks of C.
 """
 
 from __future__ import annotations
@@ -37,21 +39,22 @@ def truncate(
     sums_BS: Tensor,
     span: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the entries of each row that top-k and top-p keep.
+    """Find the logits of each row that top-k and top-p keep.
 
     Args:
-        logits_BV: float32.
-        slots_B: int64, the slot of each row.
-        settings: the sampling settings of all slots.
-        tops_BS: float32, the maximum of each span.
-        sums_BS: float32, the sum of exp((x - maximum) / temperature) of each span.
-        span: the entries of a span.
+        logits_BV: float32 logits, shape (rows, vocabulary).
+        slots_B: int64, slot of each row in `settings`.
+        settings: sampling settings of all slots.
+        tops_BS: float32, largest logit in each span of the vocabulary.
+        sums_BS: float32, sum of exp((x - largest) / temperature) in each span.
+        span: number of logits in a span.
 
     Returns:
-        kept_BS: float32, the sum of the weights above the smallest kept logit, relative to the row's maximum.
-        equal_BS: int32, the number of entries equal to the smallest kept logit.
-        bounds_3B: int32, the smallest kept logit as a number of `ordered`, how many of its equals are kept, and whether
-            it was found among candidates. Rows without top-k and top-p have -1 kept equals, and undefined numbers else.
+        kept_BS: float32, sum of the weights above the smallest kept logit in each span, relative to the row's maximum.
+        equal_BS: int32, number of logits equal to the smallest kept logit in each span.
+        bounds_3B: int32 per row: the smallest kept logit as a key of `ordered`, how many of the logits equal to it are
+            kept, and whether it was found among candidates. In rows without top-k and top-p the second is -1 and all
+            other results are undefined.
     """
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     kept_BS, equal_BS = torch.empty_like(tops_BS), torch.empty_like(tops_BS, dtype=torch.int32)
@@ -76,22 +79,28 @@ def truncate(
 
 @triton.jit
 def _weight_of(mark, top, rate):
-    """Return the weight of a logit relative to the row's maximum, in float64."""
+    """Return the weight exp2((mark - top) * rate) of a logit `mark`, relative to the row's maximum, in float64."""
     return tl.exp2((mark - top) * rate).to(tl.float64)
 
 
 @triton.jit
 def _n_wanted(missing, weight):
-    """Return how many entries of this weight sum to `missing` or more: at least one."""
+    """Return how many entries of equal weight are needed for a sum of `missing` or more. At least 1."""
     return tl.maximum(tl.ceil(tl.where(weight > 0, missing / weight, 1.0)), 1.0).to(tl.int32)
 
 
 @triton.jit
 def _least_among(x, measure, wanted, low, high):
-    """Return the largest number from `low` on such that the measure of the entries that reach it is at least `wanted`.
+    """Return the largest key >= `low` such that the entries that reach it have a total measure of at least `wanted`.
 
-    The entries that reach `low` have this measure, the entries that reach `high` do not. Both are int64 numbers of
-    `ordered`, `wanted` is float64.
+    The total measure of an entry set is a count for top-k or a sum of weights for top-p.
+
+    Args:
+        x: logits.
+        measure: measure of each entry.
+        wanted: float64.
+        low: int64 key of `ordered`, for which the condition holds.
+        high: int64 key of `ordered`, for which the condition does not hold.
     """
     n_bits = tl.sum(((high - low) >> tl.arange(0, 32).to(tl.int64) > 0).to(tl.int32), axis=0)
     n_steps = (n_bits + 1) // 2
@@ -107,13 +116,13 @@ def _least_among(x, measure, wanted, low, high):
 
 @triton.jit
 def _reaching(x, measure, mark):
-    """Return the measure of the entries that reach a logit, in float64."""
+    """Return the total measure of the entries x >= mark, in float64."""
     return tl.sum(tl.where(x >= mark, measure, 0.0), axis=0).to(tl.float64)
 
 
 @triton.jit
 def _beyond(x, measure, mark):
-    """Return the measure of the entries above a logit, in float64."""
+    """Return the total measure of the entries x > mark, in float64."""
     return tl.sum(tl.where(x > mark, measure, 0.0), axis=0).to(tl.float64)
 
 
@@ -134,7 +143,11 @@ def _search(
     ROOM: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Search a row of up to N candidates: return whether it was found, smallest kept number, and kept equals."""
+    """Search among up to N candidates of a row for the smallest kept logit.
+
+    Returns:
+        Whether it was found, its key of `ordered`, and how many of the logits equal to it are kept.
+    """
     # Candidates are loaded as a matrix, each row of which belongs to one span.
     span_S = tl.arange(0, PADDED_SPANS)
     n_blocks_S = (n_found_S + _BLOCK - 1) // _BLOCK
@@ -200,7 +213,10 @@ def _truncate_kernel(
     FEWEST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Search rows with FEWEST to MOST candidates. The launch with FEWEST = 0 first marks every row as not found."""
+    """Search among the candidates of rows that have FEWEST to MOST candidates.
+
+    The launch with FEWEST = 0 first marks every row as not found.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     rate = _LOG2_E / tl.load(temperature_ptr + slot)
@@ -260,7 +276,7 @@ def _keep_kernel(
     PADDED_SPANS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Sum the kept weights of a span, if the smallest kept logit was found among candidates."""
+    """Sum the kept weights in each span, for rows whose smallest kept logit was found among candidates."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) > 0:
         span_S = tl.arange(0, PADDED_SPANS)
@@ -278,7 +294,7 @@ def _keep_kernel(
 
 @triton.jit
 def _measure(x, top, rate, inside, COUNT: tl.constexpr):
-    """Return the measure of entries: 1 if COUNT, else their weight."""
+    """Return the measure of each entry: 1 if COUNT (top-k), otherwise its weight (top-p). 0 where not `inside`."""
     if COUNT:
         return tl.where(inside, 1.0, 0.0)
     else:
@@ -287,7 +303,10 @@ def _measure(x, top, rate, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Return the largest number such that the measure of the entries that reach it is at least `wanted` (float64)."""
+    """Return the largest key of `ordered` such that the entries of the whole row that reach it have enough measure.
+
+    Enough is a total of at least `wanted`, float64. It counts entries if COUNT, otherwise it sums weights.
+    """
     lane = tl.arange(0, SPAN)
     least = tl.full([], -2147483648, tl.int64)
     for step in range(16):
@@ -314,7 +333,7 @@ def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN:
 
 @triton.jit
 def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Return the measure of the entries above `least`, in float64."""
+    """Return the total measure of the row's entries whose key of `ordered` is above `least`, in float64."""
     lane = tl.arange(0, SPAN)
     sums = tl.zeros([SPAN], tl.float32)
     for first in range(0, vocab, SPAN):

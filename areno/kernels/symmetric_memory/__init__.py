@@ -1,7 +1,7 @@
-"""Small collectives between the GPUs of one machine through torch's symmetric memory over NVLink.
+"""Small collectives between the GPUs of one machine, through torch's symmetric memory over NVLink.
 
-A decode step sums two small tensors for each layer, and NCCL's latency would be a large part of its time. Here a GPU
-writes its numbers into the memory of the others, or reads theirs, in one kernel that a CUDA graph can capture. NVLink
+A decoding step sums two small tensors for each layer, and NCCL's latency would be a large part of its time. Here a GPU
+writes its data into the memory of the other GPUs, or reads theirs, in one kernel that a CUDA graph can capture. NVLink
 multicast is not used. `open_symmetric_memory` opens and tests the memory of a process group.
 """
 
@@ -23,17 +23,18 @@ _ALIGNMENT = 16  # bytes
 
 
 class SymmetricMemory:
-    """Buffers on each GPU of a process group which the other GPUs can write and read.
+    """Buffers on each GPU of a process group, which the other GPUs can write and read, and collectives on them.
 
-    Created by `open_symmetric_memory`. `connect` has to be called before anything else.
+    `open_symmetric_memory` creates it. `connect` has to be called before the collectives.
 
     Args:
-        group: the process group.
-        device: the GPU of this rank.
+        group: process group, whose GPUs are all in one machine.
+        device: GPU of this rank.
 
     Attributes:
-        device: the GPU of this rank.
-        max_bytes: the size of the largest tensor; NCCL is as fast for larger ones.
+        device: GPU of this rank.
+        max_bytes: size in bytes of the largest tensor that `all_gather` accepts. `all_reduce` may accept less, see
+            `can_sum`. NCCL is as fast for larger tensors.
 
     Raises:
         RuntimeError: the device has no symmetric memory.
@@ -63,7 +64,7 @@ class SymmetricMemory:
         self._whole = empty(self.max_bytes, torch.uint8) if self._size in _TWO_SHOT_SIZES else None
 
     def connect(self) -> None:
-        """Map the buffers of the other GPUs. A collective call.
+        """Map the buffers of the other GPUs into this process. All ranks of the group must call this.
 
         Raises:
             RuntimeError: the GPUs cannot access each other's memory.
@@ -90,23 +91,23 @@ class SymmetricMemory:
             symmetric_memory.rendezvous(self._whole, self._group)
 
     def can_sum(self, x: Tensor) -> bool:
-        """Return whether `all_reduce` accepts a tensor, by its size, dtype and alignment.
+        """Return whether `all_reduce` accepts a tensor of this size, dtype and alignment.
 
         Args:
-            x: the tensor.
+            x: the tensor to sum.
         """
         is_aligned = x.nbytes % _ALIGNMENT == 0  # for torch's two-shot all-reduce
         fits = is_aligned and self._fits(x) and x.nbytes <= self._max_summed
         return fits and x.dtype in (torch.bfloat16, torch.float32)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks. A collective call.
+        """Return the sum of x over the ranks. All ranks of the group must call this.
 
-        Sums are in float32 in the order of the ranks. torch's two-shot all-reduce rounds to the dtype of x after each
-        addition.
+        Sums are in float32, in the order of the ranks. Large tensors in a group of 4 or 8 GPUs use torch's two-shot
+        all-reduce instead, which rounds to the dtype of x after each addition.
 
         Args:
-            x: a contiguous tensor that `can_sum` accepts; unchanged.
+            x: a contiguous tensor that `can_sum` accepts. Not changed.
 
         Returns:
             A new tensor in the shape and dtype of x.
@@ -118,26 +119,28 @@ class SymmetricMemory:
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._group.group_name, torch.empty_like(x))
 
     def can_add_and_norm(self, n: int, size: int, dtype: torch.dtype) -> bool:
-        """Return whether `add_and_norm` accepts rows of this size.
+        """Return whether `add_and_norm` accepts rows of this number, size and dtype.
 
         Args:
-            n: the number of rows.
-            size: the elements of a row.
-            dtype: their dtype.
+            n: number of rows.
+            size: number of elements in a row.
+            dtype: dtype of the elements.
         """
         return 0 < n <= self._max_rows and size * dtype.itemsize <= self._row_bytes and dtype == torch.bfloat16
 
     def add_and_norm(
         self, x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
-        """Add the sum of `part` over the ranks to x, and return the sum and its RMS norm. A collective call.
+        """All-reduce a layer's output, add it to the residual stream, and return the stream and its RMS norm.
+
+        All ranks of the group must call this.
 
         Args:
-            x_ND: the residual stream, the same on all ranks.
-            part_ND: this rank's summand, bfloat16, rows that `can_add_and_norm` accepts.
-            weight_D: the weight of the norm.
-            eps: the epsilon of the norm.
-            plus_one: the factor of the norm is 1 + weight.
+            x_ND: residual stream, (tokens, hidden size), the same on all ranks.
+            part_ND: this rank's summand of the layer's output, bfloat16, in a size that `can_add_and_norm` accepts.
+            weight_D: weight of the norm.
+            eps: epsilon of the norm.
+            plus_one: whether the norm multiplies by 1 + weight instead of weight.
 
         Returns:
             The new residual stream (N, D) in the dtype of x, and its norm (N, D) in the dtype of the weight.
@@ -146,18 +149,18 @@ class SymmetricMemory:
         return self._kernels.add_and_norm(x_ND, part_ND.contiguous(), weight_D, eps, plus_one, self._shared)
 
     def can_gather(self, x: Tensor) -> bool:
-        """Return whether `all_gather` accepts a tensor, by its size and shape.
+        """Return whether `all_gather` accepts a tensor of this size and shape.
 
         Args:
-            x: the tensor.
+            x: the tensor to gather.
         """
         return self._fits(x) and x.dim() > 0 and x.shape[-1] * x.element_size() % 4 == 0
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return x of each rank, (ranks, *x.shape). A collective call.
+        """Return the tensors x of all ranks, shape (ranks, *x.shape). All ranks of the group must call this.
 
         Args:
-            x: a contiguous tensor that `can_gather` accepts.
+            x: a contiguous tensor that `can_gather` accepts, of the same shape and dtype on all ranks.
         """
         return self._kernels.all_gather(x.view(torch.int32), self._shared).view(x.dtype)
 
@@ -166,14 +169,15 @@ class SymmetricMemory:
 
 
 def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory | None:
-    """Open the symmetric memory of a process group, and test its results. A collective call.
+    """Open the symmetric memory of a process group, and test it. All ranks of the group must call this.
 
     Args:
-        group: the process group; all of its GPUs are in this machine.
-        device: the GPU of this rank.
+        group: process group, whose GPUs are all in this machine.
+        device: GPU of this rank.
 
     Returns:
-        The memory, or None if it does not work on some GPU of the group; the reason is logged.
+        The memory, ready for collectives. None if it does not work on some GPU of the group. The reason is then
+        logged.
     """
     found: list[SymmetricMemory] = []
     # All ranks agree after each step: a rank without memory must not let the others wait in `connect`.
@@ -199,7 +203,10 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
 
 
 def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
-    """Return whether `all_reduce` and `all_gather` of random numbers are right. A collective call."""
+    """Return whether `all_reduce` and `all_gather` of random tensors give right results on this rank.
+
+    All ranks of the group must call this.
+    """
     x = torch.randint(-4, 5, (n_bytes // 2,), generator=generator, device=memory.device).bfloat16()  # sums are exact
     expected = x.clone()
     dist.all_reduce(expected, group=group)
@@ -209,7 +216,7 @@ def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torc
 
 
 def _is_any(here: bool, group: Any, device: torch.device) -> bool:
-    """Return whether `here` is true on any rank. A collective call."""
+    """Return whether `here` is True on any rank. All ranks of the group must call this."""
     found = torch.tensor(float(here), device=device)
     dist.all_reduce(found, group=group)
     return bool(found.item())

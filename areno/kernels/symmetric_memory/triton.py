@@ -1,16 +1,16 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Collectives through symmetric memory as Triton kernels. A program waits for the same program of the other GPUs only.
+"""Collectives through symmetric memory as Triton kernels. A program waits only for the same program on other GPUs.
 
-`all_reduce` and `add_and_norm`: a program writes its piece into the inboxes of the other GPUs, and adds their pieces as
-soon as they arrive in its own inbox. Inboxes are filled with EMPTY, a bit pattern that no summand has, so a number's
-arrival needs no signal and no fence. A piece has three slots, used by calls in turn. Each call empties the slot of the
-previous call. The other GPUs write to that slot only in the next call but one. Before, they need this GPU's numbers of
-the next call, which it sends after the slot is empty.
+`all_reduce` and `add_and_norm`: a program writes its part of the tensor into the inboxes of the other GPUs, and adds
+their parts as soon as they arrive in its own inbox. Inboxes are filled with EMPTY, a bit pattern that no summand has,
+so the arrival of an element needs no signal and no fence. An inbox has three slots for each part, used by calls in
+turn. Each call empties the slot of the previous call. The other GPUs write to that slot only in the next call but one.
+Before, they need this GPU's data of the next call, which it sends after the slot is empty.
 
-`all_gather`, for int32 numbers of any bit pattern: a program copies its piece into its region of this GPU's outbox,
+`all_gather`, for int32 elements of any bit pattern: a program copies its part into its region of this GPU's outbox,
 signals the other GPUs, waits for their signals, and reads their regions. Each region exists twice, and calls alternate
-between the two. So no program waits until others have read: the barrier of the call in between guarantees it.
+between the two. So no program waits until others have read, because the barrier of the call in between guarantees it.
 
 Programs count their calls in device memory, so a CUDA graph can capture the launches. The counts may wrap around.
 """
@@ -37,20 +37,20 @@ _EMPTY_32 = tl.constexpr(EMPTY * (2**16 + 1) - 2**32)
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """The symmetric memory of a process group, as the kernels use it.
+    """The symmetric memory of a process group, in the form that the kernels take.
 
-    The fields `inboxes`, `outboxes` and `signals` are device addresses of tables. A table has the address of a tensor
+    The fields `inboxes`, `outboxes` and `signals` are device addresses of tables. A table lists the address of a tensor
     on each GPU.
 
     Attributes:
         rank: this GPU's rank in the group.
-        size: the number of GPUs.
-        inboxes: tensors of 3 x size x PROGRAMS regions, initially EMPTY.
-        turns: int32 (2, PROGRAMS) of this GPU, initially zero: the slot of the next call, and how many units of
-            _CLEARED bytes the last call used.
-        outboxes: tensors of 2 x PROGRAMS regions.
-        signals: tensors of size x PROGRAMS int32 counters, initially zero.
-        counts: int32 (PROGRAMS,) of this GPU, initially zero: the number of calls of `all_gather`.
+        size: number of GPUs.
+        inboxes: table of tensors with 3 x size x PROGRAMS regions, initially EMPTY.
+        turns: int32 (2, PROGRAMS) on this GPU, initially zero: the slot of the next call, and the number of units of
+            _CLEARED bytes that the last call used.
+        outboxes: table of tensors with 2 x PROGRAMS regions.
+        signals: table of tensors with size x PROGRAMS int32 counters, initially zero.
+        counts: int32 (PROGRAMS,) on this GPU, initially zero: the number of calls of `all_gather`.
     """
 
     rank: int
@@ -63,11 +63,11 @@ class GroupMemory:
 
 
 def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
-    """Return the sum of x over the GPUs, added in float32 in the order of the ranks. A collective call.
+    """Return the sum of x over the GPUs, added in float32 in the order of the ranks. All ranks must call this.
 
     Args:
         x: contiguous, bfloat16 or float32, at most REGION * PROGRAMS bytes.
-        memory: the symmetric memory of the group.
+        memory: symmetric memory of the group.
 
     Returns:
         A new tensor in the shape and dtype of x.
@@ -83,18 +83,18 @@ def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
 def add_and_norm(
     x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool, memory: GroupMemory
 ) -> tuple[Tensor, Tensor]:
-    """Add the sum of `part` over the GPUs to x, and return the sum and its RMS norm. A collective call.
+    """All-reduce a layer's output, add it to the residual stream, and return the stream and its RMS norm.
 
-    The result is that of `all_reduce` and `elementwise.triton_norm.add_rms_norm`, except for the order in which the
-    squares of a row are added.
+    All ranks must call this. The result is that of `all_reduce` and `elementwise.triton_norm.add_rms_norm`, except for
+    the order in which the squares of a row are added.
 
     Args:
-        x_ND: the residual stream; at most PROGRAMS rows.
-        part_ND: this GPU's summand; at most REGION bytes a row.
-        weight_D: the weight of the norm.
-        eps: the epsilon of the norm.
-        plus_one: the factor of the norm is 1 + weight.
-        memory: the symmetric memory of the group.
+        x_ND: residual stream, at most PROGRAMS rows.
+        part_ND: this GPU's summand of the layer's output, at most REGION bytes per row.
+        weight_D: weight of the norm.
+        eps: epsilon of the norm.
+        plus_one: whether the norm multiplies by 1 + weight instead of weight.
+        memory: symmetric memory of the group.
 
     Returns:
         The new residual stream (N, D) in the dtype of x, and its norm (N, D) in the dtype of the weight.
@@ -111,11 +111,11 @@ def add_and_norm(
 
 
 def all_gather(x: Tensor, memory: GroupMemory) -> Tensor:
-    """Return x of all GPUs, (size, *x.shape). A collective call.
+    """Return the tensors x of all GPUs, shape (size, *x.shape). All ranks must call this.
 
     Args:
         x: contiguous, int32, at most REGION * PROGRAMS bytes.
-        memory: the symmetric memory of the group.
+        memory: symmetric memory of the group.
     """
     out = x.new_empty((memory.size, *x.shape))
     piece = REGION // x.element_size()
@@ -138,7 +138,10 @@ def _sum_of_all(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Return the sum of x over the GPUs in float32. x: a piece or its first n_inside numbers."""
+    """Return the sum over the GPUs of this program's part x of a tensor, in float32.
+
+    n_inside is the number of elements that exist, from the first element of x on.
+    """
     program = tl.program_id(0)
     IS_WIDE: tl.constexpr = x.dtype == tl.float32
     NUMBER: tl.constexpr = tl.int32 if IS_WIDE else tl.int16
@@ -187,7 +190,7 @@ def _all_reduce_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Sum one piece in each program."""
+    """Sum PIECE elements of x over the GPUs in each program."""
     first, lane = tl.program_id(0) * PIECE, tl.arange(0, PIECE)
     inside = first + lane < n
     x = tl.load(x_ptr + first + lane, mask=inside, other=0.0)
@@ -234,7 +237,7 @@ def _all_reduce_norm_kernel(
 
 @triton.jit
 def _barrier(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRAMS: tl.constexpr):
-    """Signal that this program has written its piece, and wait for the signals of the other GPUs."""
+    """Signal that this program has written its part of a tensor, and wait for the signals of the other GPUs."""
     signals = signals_ptr.to(tl.pointer_type(tl.uint64))
     tl.debug_barrier()  # all threads have written
     for step in tl.static_range(1, SIZE):
@@ -262,7 +265,7 @@ def _all_gather_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Gather one piece in each program."""
+    """Gather PIECE elements from every GPU in each program."""
     program = tl.program_id(0)
     count = tl.load(counts_ptr + program) + 1
     outboxes = outboxes_ptr.to(tl.pointer_type(tl.uint64))
