@@ -94,17 +94,6 @@ def warm_workers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def own_algorithms_are_forgotten() -> Iterator[None]:
-    """An algorithm that a test registers is unknown to the next test, whose messages list the algorithms."""
-    module = sys.modules.get("areno.api.algorithms")
-    before = dict(module.registered) if module else {}
-    yield
-    if module := sys.modules.get("areno.api.algorithms"):
-        module.registered.clear()
-        module.registered.update(before)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def quick_compositions() -> Iterator[None]:
     """Hydra does not parse the same texts again; see quick_hydra.py."""
