@@ -1,4 +1,4 @@
-"""The public names for code of agents and of their reward functions."""
+"""Public names that agents and their reward functions import."""
 
 from areno.agents.recorder import Recorder
 from areno.agents.trajectories import AgentBatch, AgentItem, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.cli.train_flags import HEADINGS, Flag, flags
+from areno.launch.hints import listed
 from areno.schema.fields import Row, rows
 
 _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of the generated tables -->"
@@ -75,7 +76,7 @@ def _about(by_recipe: dict[str, Row]) -> str:
         recipes.setdefault(row.setting.help, []).append(recipe)
     if len(recipes) == 1:
         return f"{next(iter(recipes))}."
-    return " ".join(f"{', '.join(names)}: {help}." for help, names in recipes.items())
+    return " ".join(f"*With {listed(names)}:* {help}." for help, names in recipes.items())
 
 
 def _recipes(by_recipe: dict[str, Row]) -> str:

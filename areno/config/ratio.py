@@ -70,7 +70,7 @@ class RejectionSamplingConfig(Section):
 
 @dataclass(kw_only=True)
 class RatioConfig(PolicyConfig):
-    """The actor of an algorithm whose loss uses the importance ratio of the trained policy to the old policy.
+    """Settings of the actor for losses that use the importance ratio of the trained to the old policy.
 
     An algorithm of your own inherits from this class if its loss divides by the probabilities in
     `pack.old_logprobs`.

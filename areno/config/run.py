@@ -337,8 +337,8 @@ class EngineConfig(Section):
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
-        help="Attention kernels in training and prefill. flash: the flash-attn package. native and auto: the "
-        "kernels of torch, which include flash attention. GPUs below compute capability 8.0 always use torch",
+        help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels "
+        "of torch (SDPA). auto: the same as native. GPUs below compute capability 8.0 always use torch",
         flag="--attn-backend",
     )
     exact: bool = setting(

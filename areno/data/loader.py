@@ -270,9 +270,9 @@ def row_loader(
         rows: The rows of the dataset.
         tokenizer: Tokenizer of the transformers library.
         config: The configuration section of the dataset.
-        context_len: Largest number of tokens in a row, in addition to config.max_length. A prompt must be shorter by
-            one token, to leave room for a completion. For a pair, the longer of its two rows counts. None sets no
-            further limit.
+        context_len: A second limit on the tokens of a row, besides config.max_length. The smaller limit applies. A
+            prompt must be shorter by one token, to leave room for a completion. For a pair, the longer of its two rows
+            counts. None sets no second limit.
         context_key: Name of the setting that `context_len` comes from, which messages quote.
         enable_thinking: Value of the variable enable_thinking in the chat template, for prompts only. None keeps the
             template's default.

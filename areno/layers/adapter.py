@@ -153,7 +153,10 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def refresh_stacked(self) -> None:
-        """Copy A below the layer's weight. Call this after A has changed. Does nothing before `stack`."""
+        """Copy the LoRA matrix A into the last rows of the stacked tensor [weight; A]. Call this after A has changed.
+
+        Does nothing if `stack` has not been called.
+        """
         if self.stacked is not None:
             self.stacked[0][self._n_out : self._n_out + len(self.a)] = self.a
 
@@ -199,10 +202,11 @@ class Adapter(nn.Module):
     # Methods for fused layers, outside autograd.
 
     def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """Add the gradient with respect to x through the adapter to that through the layer's weight, in place.
+        """Add the adapter's part of the gradient with respect to the input x, in place.
 
         Args:
-            grad_x_NI: the gradient with respect to x through the weight, which is changed.
+            grad_x_NI: the part of the gradient with respect to x that comes from the layer's weight. The adapter's part
+                is added to it.
             grad_NO: the gradient with respect to the layer's output.
 
         Returns:

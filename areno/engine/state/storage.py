@@ -102,7 +102,7 @@ class Writer(StorageWriter):
         """Do nothing: a Writer writes a single state."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Create the folder, after a call of `check`."""
+        """Call `check`, then create the folder."""
         self._check()
         self._folder.mkdir(parents=True, exist_ok=True)
 

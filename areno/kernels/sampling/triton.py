@@ -263,11 +263,11 @@ def _top_and_sum(x, rate):
 
 @triton.jit
 def _join(stats_ptr, n_cells, cell, real, rate):
-    """Combine the statistics of a row's spans.
+    """Combine the statistics of the spans of a row of logits. Each span has its maximum and its sum of exponentials.
 
     Returns:
-        The maximum of the row, the maxima of its spans, and the sums of weights in the spans relative to the row's
-        maximum, in float64.
+        The maximum of the row. The maximum of each span. For each span, the sum of 2 ** (rate * (logit - maximum of
+        the row)), in float64.
     """
     tops = tl.load(stats_ptr + cell, mask=real, other=float("-inf"))
     sums = tl.load(stats_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
