@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.roles import Offload
 from areno.engine.spec import RolloutSpec
@@ -123,7 +124,7 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
         for _ in range(3):
             losses[-1].append(worker.train("critic", steps, value_loss_fn, update).stats["loss"])
             scored_rows = worker.score("critic", "values", token_rows, mb_spec)
-            for row in scored_rows + worker.score("ref", "logprobs", token_rows, 1.0, mb_spec):
+            for row in scored_rows + worker.score("ref", "logprobs", token_rows, SamplingConfig(), mb_spec):
                 scores[-1] += row.tolist()
         assert abs(torch.cuda.memory_allocated() - before - kept) < 0.2 * n_params
         worker.save(str(tmp_path / f"critic-{offload}"), "critic")
