@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from areno.engine import memory
-from areno.engine.decoder.block_manager import KVLayout
+from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.deterministic import operations_named, places_of_their_own
@@ -31,7 +31,7 @@ from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
 from areno.models.adapters import adapter_table, adapter_writes, refresh_adapters
-from areno.models.cost import Cost, kv_bytes, state_bytes
+from areno.models.cost import Cost
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -132,11 +132,20 @@ class Worker:
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         max_running = max(1, -(-spec.max_running // self.spec.layout.dp_size))
+        routes = self._route_shape if self.spec.routing_replay else None
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 self.actor,
-                n_blocks=self._kv_blocks(spec, max_running),
+                n_blocks=kv_cache_blocks(
+                    self.actor,
+                    self.spec,
+                    spec,
+                    max_running=max_running,
+                    block_size=self._block_size,
+                    free_bytes=self.free_bytes,
+                    route_bytes=0 if routes is None else routes.bytes_per_token,
+                ),
                 block_size=self._block_size,
                 max_running=max_running,
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
@@ -150,66 +159,6 @@ class Worker:
                 stream_every_s=_STREAM_EVERY_S,
                 keeps_routes=self.spec.routing_replay,
             )
-
-    def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
-        """Return the memory of the KV cache as a number of blocks with all layers.
-
-        The cache holds `max_running` sequences of full length, or fewer if memory is short. EngineError if not even
-        one fits.
-        """
-        tp, keeps_routes = self.context.tp, self.spec.routing_replay
-        layout = KVLayout.of(self.actor.config, self._block_size, spec.max_len, by_window=not keeps_routes)
-        token_bytes = kv_bytes(self.actor.config, self.dtype.itemsize, self.spec.layout)
-        if keeps_routes and (shape := self._route_shape) is not None:
-            token_bytes += shape.bytes_per_token
-        block_bytes = self._block_size * token_bytes
-        per_sequence = layout.blocks_for(spec.max_len) + layout.n_tables
-        of_chunk = layout.blocks_of_chunk(spec.decoder.max_prefill_tokens)
-        blocks = layout.memory_of(max_running * per_sequence + of_chunk) + 1
-        if spec.decoder.max_kv_tokens is not None:
-            return min(blocks, -(-spec.decoder.max_kv_tokens // self._block_size) + 1)
-        states = (max_running + 1) * state_bytes(self.actor.config, self.dtype.itemsize, self.spec.layout)
-        affordable = (int(self.free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
-        fewest = torch.tensor([affordable], device=self.context.device)
-        affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
-        room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
-        if room < spec.max_len:
-            if states:
-                raise EngineError(
-                    "the recurrent states of {} sequences at once take {} GiB, which leaves the KV cache room for {} "
-                    "tokens, and one sequence may need {}: lower {}, {} or {}, or raise {}",
-                    max_running,
-                    round(states / 2**30, 2),
-                    room,
-                    spec.max_len,
-                    Key("rollout.max_concurrent_rollouts"),
-                    Key("gconfig.max_new_tokens"),
-                    Key("train_dataset.max_length"),
-                    Key("rollout.mem_fraction"),
-                )
-            raise EngineError(
-                "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
-                room,
-                spec.max_len,
-                Key("gconfig.max_new_tokens"),
-                Key("train_dataset.max_length"),
-                Key("rollout.mem_fraction"),
-            )
-        if affordable < blocks and self.spec.engine.deterministic and not self.spec.engine.exact:
-            least = layout.memory_of(layout.blocks_for(spec.max_len))
-            n_tokens = max(int(0.9 * affordable), least) * self._block_size
-            raise EngineError(
-                "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
-                "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",
-                Key("engine.deterministic"),
-                affordable * self._block_size,
-                blocks * self._block_size,
-                Key("rollout.max_kv_tokens"),
-                n_tokens,
-                Key("rollout.max_concurrent_rollouts"),
-                Key("engine.exact"),
-            )
-        return min(blocks, affordable)
 
     def free_bytes(self) -> int:
         """Return the free memory of the device. On a CPU, this worker's share of the machine's available memory."""

@@ -1,11 +1,14 @@
 """Device memory of the decoder: keys and values with their block tables, recurrent states, and chosen experts.
 
+`kv_cache_blocks` chooses the size of the KV cache from the free memory of the device.
+
 The experts that tokens were routed to are stored in the same blocks as keys and values. So shared prompts, cached
 prefixes, chunked prefill and recomputation work for them without extra code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +18,106 @@ from torch import Tensor
 
 from areno.config.run import Layout
 from areno.engine.decoder.block_manager import KVLayout
+from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.errors import EngineError, Key
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
-from areno.models.cost import kv_heads
+from areno.models.cost import kv_bytes, kv_heads, state_bytes
 from areno.models.transformer import Transformer
+
+
+def kv_cache_blocks(
+    model: Transformer,
+    engine: EngineSpec,
+    rollout: RolloutSpec,
+    *,
+    max_running: int,
+    block_size: int,
+    free_bytes: Callable[[], int],
+    route_bytes: int,
+) -> int:
+    """Choose the number of blocks in the KV cache of a rollout.
+
+    The cache has room for `max_running` samples of the maximum length, unless `rollout.max_kv_tokens` is smaller. If
+    that setting is null, the cache takes at most the share `rollout.mem_fraction` of the free memory.
+
+    Args:
+        model: The actor.
+        engine: Settings of the engine.
+        rollout: Settings of the rollout phase.
+        max_running: Largest number of samples that decode at the same time on this data-parallel rank.
+        block_size: Number of tokens in a block.
+        free_bytes: Returns the free memory of the device in bytes.
+        route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without it.
+
+    Returns:
+        The number of blocks. All ranks of a tensor-parallel group get the same number, because they must schedule the
+        same samples.
+
+    Raises:
+        EngineError: One sample of the maximum length does not fit. Or `engine.deterministic` is true and not all
+            samples fit, so that the free memory would decide which samples decode at the same time.
+    """
+    config, itemsize, max_len = model.config, model.output.weight.dtype.itemsize, rollout.max_len
+    layout = KVLayout.of(config, block_size, max_len, by_window=not engine.routing_replay)
+    blocks_of_sample = layout.blocks_for(max_len) + layout.n_tables
+    blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
+    blocks = layout.memory_of(max_running * blocks_of_sample + blocks_of_chunk) + 1
+    if rollout.decoder.max_kv_tokens is not None:
+        return min(blocks, -(-rollout.decoder.max_kv_tokens // block_size) + 1)
+    block_bytes = block_size * (kv_bytes(config, itemsize, engine.layout) + route_bytes)
+    states = (max_running + 1) * state_bytes(config, itemsize, engine.layout)
+    affordable = (int(free_bytes() * rollout.decoder.mem_fraction) - states) // block_bytes
+    fewest = torch.tensor([affordable], device=model.output.weight.device)
+    affordable = int(model.tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())
+    room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), max_len)
+    if room < max_len:
+        raise _too_small(room, max_len, max_running if states else 0, states)
+    if affordable < blocks and engine.engine.deterministic and not engine.engine.exact:
+        fewest_blocks = layout.memory_of(layout.blocks_for(max_len))
+        raise EngineError(
+            "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
+            "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",
+            Key("engine.deterministic"),
+            affordable * block_size,
+            blocks * block_size,
+            Key("rollout.max_kv_tokens"),
+            max(int(0.9 * affordable), fewest_blocks) * block_size,
+            Key("rollout.max_concurrent_rollouts"),
+            Key("engine.exact"),
+        )
+    return min(blocks, affordable)
+
+
+def _too_small(room: int, max_len: int, n_states: int, state_bytes: int) -> EngineError:
+    """Return the error for a KV cache that does not hold one sample of the maximum length.
+
+    Args:
+        room: Number of tokens that the cache holds for one sample.
+        max_len: Maximum number of tokens of a sample, prompt and completion together.
+        n_states: Number of samples whose recurrent states lie beside the cache. 0 for a model without such states.
+        state_bytes: Memory of these states.
+    """
+    longest = [Key("gconfig.max_new_tokens"), Key("train_dataset.max_length")]
+    if n_states:
+        return EngineError(
+            "the recurrent states of {} sequences at once take {} GiB, which leaves the KV cache room for {} "
+            "tokens, and one sequence may need {}: lower {}, {} or {}, or raise {}",
+            n_states,
+            round(state_bytes / 2**30, 2),
+            room,
+            max_len,
+            Key("rollout.max_concurrent_rollouts"),
+            *longest,
+            Key("rollout.mem_fraction"),
+        )
+    return EngineError(
+        "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
+        room,
+        max_len,
+        *longest,
+        Key("rollout.mem_fraction"),
+    )
 
 
 class KVCache:
