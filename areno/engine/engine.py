@@ -30,7 +30,9 @@ TokenRows = Sequence[Sequence[int] | np.ndarray]
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """The actor and the other roles on some devices. Use it as a context manager, or call `close`.
+    """The models of a run (the actor, and roles such as a critic) and the worker processes that compute them.
+
+    Use it as a context manager, or call `close`.
 
     Args:
         spec: Description of the models and devices.
@@ -41,7 +43,7 @@ class Engine(AbstractContextManager["Engine"]):
         spec: The spec, with the hosts of the workers. After `restart` it may have fewer ranks than the argument.
         info: Facts about the actor.
         workers: The worker processes, or the worker in this process.
-        dispatcher: The unfinished requests of each data-parallel rank.
+        dispatcher: Distributes requests over the data-parallel ranks, and keeps the unfinished requests.
         streams: The requests of `generate_stream`.
         limits: Limits of the requests that a rollout accepts. None outside of a rollout.
         batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
@@ -70,14 +72,14 @@ class Engine(AbstractContextManager["Engine"]):
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
-        """Load the models of roles beside the actor. A role that is already loaded with the same spec stays.
+        """Load the models of roles such as a critic or a reference. A role already loaded with the same spec is kept.
 
         Args:
             roles: Spec of each role, by role name. They are loaded in order.
 
         Raises:
-            EngineError: A role is already loaded with another spec (nothing is loaded then), or a rollout phase is
-                open. Also if a model cannot be loaded. Roles before it stay loaded.
+            EngineError: A role is already loaded with another spec (then nothing is loaded), a rollout phase is
+                open, or a model cannot be loaded (then the roles before it stay loaded).
         """
         for name, spec in roles.items():
             if name in self._roles and self._roles[name] != spec:
@@ -106,11 +108,15 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def weights_version(self) -> int:
-        """Number of optimizer updates applied to the actor. 0 after loading its folder; `load_state` restores it."""
+        """Number of optimizer updates applied to the actor. 0 for newly loaded weights. `load_state` restores it."""
         return self._call("weights_version")[0]
 
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
-        """Return the spec of a loaded role. EngineError if the role is not loaded or has another head."""
+        """Return the spec of a loaded role.
+
+        Raises EngineError if the role is not loaded, or if `head` ("lm" or "value") is given and the role has the
+        other head.
+        """
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded are: {', '.join(self._roles)}; call ensure_roles for {name!r} first"
@@ -191,7 +197,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._deliver(self.dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the outputs that have arrived, and wait for the first one if there are none.
+        """Return the outputs that have arrived. If none has arrived yet, wait until there is one.
 
         Requests with `stream` or `pieces` also have partial outputs, whose finish_reason is None. Outputs of
         `generate_stream` are not returned here.
@@ -220,7 +226,10 @@ class Engine(AbstractContextManager["Engine"]):
                 return ready
 
     def _receive(self, timeout: float) -> None:
-        """Poll the workers, deliver the outputs, and send requests for which there is room now. Needs `_poll_lock`."""
+        """Poll the workers, deliver their outputs, and send queued requests to workers that have room.
+
+        The caller must hold `_poll_lock`.
+        """
         try:
             outputs = self.workers.poll(timeout)
             with self._records_lock:
@@ -234,7 +243,10 @@ class Engine(AbstractContextManager["Engine"]):
             raise
 
     def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Pass each output to its stream, or append the output to `_ready`. Needs `_records_lock`."""
+        """Pass each output to its stream. Append outputs without a stream to `_ready`, for `poll`.
+
+        The caller must hold `_records_lock`.
+        """
         for output in outputs:
             if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
                 self._ready.append(output)
@@ -263,10 +275,10 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Yield the outputs of one request as they arrive, without blocking the event loop.
 
-        Ends after the last sample. Without `request.stream` and `request.pieces` there are no partial outputs. If the
-        reader is slow, partial outputs of a sample are joined into longer ones. Any number of streams may run at the
-        same time, also beside generate() in another thread. Requests of generate() use the ids from 0 on, so a stream
-        needs another request_id. If the reader stops (cancellation, aclose), the request is aborted.
+        Ends after the last sample. Partial outputs are only yielded if the request sets `stream` or `pieces`. If the
+        caller reads slowly, consecutive partial outputs of a sample are joined. Any number of streams may run at the
+        same time, also while another thread calls `generate`. `generate` uses the request ids from 0 on, so a stream
+        needs another request_id. If the caller stops reading (cancellation, aclose), the request is aborted.
 
         Args:
             request: The request.
@@ -295,7 +307,7 @@ class Engine(AbstractContextManager["Engine"]):
                     self.abort(request.request_id)
 
     def rollout_stats(self) -> list[RolloutStats]:
-        """Return the latest counters of each data-parallel rank. Any thread may call this."""
+        """Return the latest decoding statistics of each data-parallel rank. Any thread may call this."""
         return self.workers.stats()
 
     def generate(
@@ -308,12 +320,13 @@ class Engine(AbstractContextManager["Engine"]):
 
         Args:
             requests: The requests.
-            on_progress: Called after each poll with the samples that have finished and the counters of each rank.
-            at_once: Most unfinished requests at the same time. None submits all at once. Ignored with `deterministic`,
-                because the next submission would depend on the clock.
+            on_progress: Called after each poll with the newly finished samples and the decoding statistics of each
+                data-parallel rank.
+            at_once: Largest number of unfinished requests at the same time. None submits all at once. Ignored with
+                `engine.deterministic`, because the next submission would depend on the clock.
 
         Returns:
-            The finished samples of each request in order, by request id.
+            Request id -> finished samples, in the order of their sample numbers.
 
         Raises:
             EngineError: A request cannot be served, a worker failed, or the model computes no finite numbers.
@@ -336,7 +349,9 @@ class Engine(AbstractContextManager["Engine"]):
         role: str = "actor",
         row_name: str = "row {}",
     ) -> dict[str, float]:
-        """Take optimizer steps of a role on rows, and set `old_logprobs` of the rows.
+        """Train a role: apply optimizer steps to its model, with the gradient of a loss on rows of tokens.
+
+        Sets `old_logprobs` of the rows.
 
         Args:
             rows: The rows. Per-token fields must cover prompt and response.
@@ -347,7 +362,7 @@ class Engine(AbstractContextManager["Engine"]):
             row_name: Name of a row in messages, with {} for its index.
 
         Returns:
-            Statistics by name, see TrainBackend.train.
+            Statistics by name, such as the grad_norm before clipping and the number of skipped_steps.
 
         Raises:
             DataError: A row is invalid. Nothing has been trained then.
@@ -388,10 +403,11 @@ class Engine(AbstractContextManager["Engine"]):
         Args:
             role: Role with a language-model head.
             token_rows: Token ids of each row.
-            sampling: Settings that the rows were sampled with; the temperature divides the logits. None is
+            sampling: Settings that the rows were sampled with. Their temperature divides the logits. None is
                 SamplingConfig().
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-            routes: Experts of each row's tokens (TrainSequence.routes), for the actor. None lets the router choose.
+            routes: Routing replay, for the actor only: recorded experts of each row's tokens, as in
+                TrainSequence.routes. None lets the router choose.
 
         Returns:
             One float32 array for each row, aligned with its tokens. The first entry is 0.
@@ -400,7 +416,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._scored("logprobs", role, token_rows, mb_spec, sampling or SamplingConfig(), routes=read)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the values of all rows by the value head of a role.
+        """Return the value that a role's value head computes for each token of each row.
 
         Args:
             role: Role with a value head.
@@ -408,7 +424,8 @@ class Engine(AbstractContextManager["Engine"]):
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
 
         Returns:
-            One float32 array for each row. Entry t is the value of the state before token t. The first entry is 0.
+            One float32 array for each row, aligned with its tokens. Entry t is the value of the state before token
+            t. The first entry is 0.
         """
         return self._scored("values", role, token_rows, mb_spec)
 
@@ -425,7 +442,19 @@ class Engine(AbstractContextManager["Engine"]):
     def _scored(
         self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any, routes: Any = None
     ) -> list[Any]:
-        """Call Worker.score on each copy with its share of the rows. Return results in the order of the rows."""
+        """Distribute rows over the copies of the model, call Worker.score on each copy, and collect the results.
+
+        Args:
+            what: Method of TrainBackend to call: "logprobs", "values" or "rewards".
+            role: Name of the role.
+            rows: Token ids of each row.
+            mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
+            *more: Further arguments of the method, before the size of a micro-batch.
+            routes: Recorded experts of each row's tokens. None lets the router choose.
+
+        Returns:
+            The result for each row, in the order of `rows`.
+        """
         self._role(role, "lm" if what == "logprobs" else "value")
         shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info)
         n_together = self.spec.layout.cp_size
@@ -462,9 +491,10 @@ class Engine(AbstractContextManager["Engine"]):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Start writing the training state of every role with an optimizer. Later updates are not part of it.
+        """Start writing the training state of every role with an optimizer, and return before it is written.
 
-        A state holds float32 master weights, moments and the number of updates. Each rank writes its own part.
+        A state holds float32 master weights, optimizer moments and the number of updates, as of this call. Each rank
+        writes its own shard.
 
         Args:
             folder: The new folder of the state.
@@ -479,10 +509,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._writes_state = True
 
     def state_written(self, wait: bool = False) -> bool:
-        """Return whether the files of the last `save_state` are complete. True if there was none.
+        """Return whether the files of the last `save_state` are complete. True if `save_state` was not called.
 
         Args:
-            wait: Whether to wait until they are complete.
+            wait: Whether to wait until the files are complete.
 
         Raises:
             CheckpointError: The files could not be written. Raised once; the engine stays usable.
@@ -505,14 +535,14 @@ class Engine(AbstractContextManager["Engine"]):
     def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
         """Load a state that `save_state` wrote, together with its `weights_version`.
 
-        The trained roles must be loaded. The number of ranks may differ from that of the run which wrote the state. On
-        the same number of ranks, training continues exactly. On another number, sums may have another order, and 8-bit
-        moments are quantised anew.
+        The trained roles must be loaded. The number of ranks may differ from that of the run that wrote the state. With
+        the same number, training continues exactly. With another number, sums may have another order, and 8-bit moments
+        are quantised anew.
 
         Args:
             folder: The folder of the state.
-            with_moments: Whether to load the moments. Without them, here or in the state, they start at zero, while the
-                learning-rate schedule continues.
+            with_moments: Whether to load the moments of the optimizers. If False, or if the state has no moments, they
+                start at zero. The learning-rate schedule continues in any case.
 
         Raises:
             CheckpointError: The folder is incomplete or damaged. Nothing is loaded.
@@ -524,7 +554,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._call("load_state", str(folder), with_moments)
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the computed memory of all models on each device: one line, and a table of several lines."""
+        """Return the estimated memory of all models on each device, as text: a single line, and a table."""
         return self._call("memory_table")[0]
 
     def peak_memory_gib(self) -> float:

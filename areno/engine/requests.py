@@ -2,10 +2,10 @@
 
 RequestLimits rejects requests that a decoder cannot serve, before they are queued.
 
-The Dispatcher decides which copy of the model draws which samples, the longest first. A copy gets the samples that it
-has room for, and the rest waits for the copy that finishes first. If a copy is idle, another copy is asked to return
-requests that it has not started. The choice changes when samples are finished, not their tokens. The Dispatcher sends
-nothing itself.
+The Dispatcher decides which copy of the model (data-parallel rank) samples which requests. Requests with the longest
+expected completions come first. A copy gets as many samples as it has room for, and the rest waits for the copy that
+finishes first. If a copy is idle, another copy is asked to return requests that it has not started. These decisions
+change when samples are finished, not their tokens. The Dispatcher sends nothing itself.
 
 `wait_for_all` serves callers that submit many requests and wait for the last sample.
 """
@@ -34,12 +34,12 @@ class RequestLimits:
     """Limits of the requests that a decoder can serve.
 
     Attributes:
-        vocab_size: Vocabulary of the model.
-        context_len: Context of the model, in tokens.
-        kv_tokens: Longest sequence that fits the KV cache alone, in tokens.
+        vocab_size: Vocabulary size of the model.
+        context_len: Context length of the model, in tokens.
+        kv_tokens: Length of the longest sequence that fits the KV cache if no other sequence runs, in tokens.
         cache_tokens: Memory of the KV cache, as a number of tokens with keys and values in all layers.
-        stop_strings: Whether stop strings are possible, which need a tokenizer.
-        grammars: Whether grammars are possible, which need a tokenizer.
+        stop_strings: Whether requests may have stop strings, which need a tokenizer.
+        grammars: Whether requests may have grammars, which need a tokenizer.
     """
 
     vocab_size: int
@@ -127,7 +127,15 @@ class RequestRefused(EngineError):
 
 
 def _refused(request: GenerationRequest, field: str, why: str, advice: str = "", *keys: str) -> RequestRefused:
-    """Return the error for a request. `advice` is a text with a {} for each of the settings `keys`."""
+    """Return the RequestRefused error for a request.
+
+    Args:
+        request: The request.
+        field: The invalid field of the request or of its sampling parameters.
+        why: The reason.
+        advice: What the user can do, with a {} for each of `keys`. Empty for no advice.
+        *keys: Names of the settings to show in `advice`.
+    """
     advice = advice and f"; {advice}"
     error = RequestRefused("request {} cannot be served: {}" + advice, request.request_id, why, *map(Key, keys))
     error.field, error.why = field, why
@@ -178,12 +186,12 @@ _ASK_EVERY_S = 0.1  # least time between questions to a copy, which answers afte
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Samples of one request that one copy of the model draws together, so that their prompt is computed once.
+    """Some samples of one request, which one copy of the model samples together so that it prefills their prompt once.
 
     Attributes:
-        request: The request that the copy receives, with a request_id of its own.
+        request: The request that the copy receives. It has a request_id of its own.
         request_id: Id of the caller's request.
-        length: Expected tokens of each sample.
+        length: Expected completion length of each sample, in tokens.
         missing: Number of samples that are not finished.
         rank: Index of the copy. None while the part is queued in the Dispatcher.
     """
@@ -196,7 +204,10 @@ class Part:
 
 
 class Dispatcher:
-    """Distributes requests over the copies of a model. The engine sends the requests and questions that it returns.
+    """Distributes requests over the copies of a model (data-parallel ranks).
+
+    It only keeps the records. The engine sends the requests that `due` returns, and asks the copy that `to_ask`
+    returns.
 
     Args:
         n_copies: Number of copies of the model.
@@ -245,10 +256,13 @@ class Dispatcher:
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}
 
     def add(self, requests: Sequence[GenerationRequest], max_new_by_request: Mapping[int, int]) -> None:
-        """Queue requests after earlier ones. With several copies, the longest samples come first.
+        """Queue new requests behind the requests that are queued already.
+
+        With several copies, the new requests are sorted by length, the longest samples first. Their samples may be
+        divided over several copies.
 
         Args:
-            requests: The requests.
+            requests: The new requests.
             max_new_by_request: Largest number of completion tokens of a sample, by request id.
         """
         n_samples = sum(request.n_samples for request in requests)
@@ -270,7 +284,7 @@ class Dispatcher:
         self._queue.extend(parts)
 
     def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
-        """Divide a request into parts of at most `share` samples, so that no copy stays idle."""
+        """Divide a request into requests of at most `share` samples, for several copies. Each gets its own id."""
         n_parts = -(-request.n_samples // max(share, 1))
         bounds = [request.n_samples * place // n_parts for place in range(n_parts + 1)]
         return [
@@ -279,7 +293,7 @@ class Dispatcher:
         ]
 
     def due(self) -> list[tuple[int, list[GenerationRequest]]]:
-        """Return the queued requests that can be sent now, as (copy, requests) pairs, and count them as sent."""
+        """Return the queued requests that can be sent now, as (copy, requests) pairs, and record them as sent."""
         found: dict[int, list[GenerationRequest]] = {}
         while self._queue:
             free = [rank for rank in range(self.n_copies) if self.n_samples[rank] < self._slots * (1 + 1 / _AHEAD)]
@@ -293,7 +307,7 @@ class Dispatcher:
         return list(found.items())
 
     def _place(self, part: Part, rank: int | None) -> None:
-        """Move the missing samples of a part to another copy in all counts. None is the queue."""
+        """Assign a part of a request to the copy `rank`, or to the queue if `rank` is None, and update the counts."""
         for where, sign in ((part.rank, -1), (rank, 1)):
             if where is not None:
                 self.n_samples[where] += sign * part.missing
@@ -303,10 +317,11 @@ class Dispatcher:
     def received(self, outputs: Iterable[GenerationOutput]) -> Iterator[GenerationOutput]:
         """Yield outputs with the caller's request ids, and count finished samples.
 
-        A part that a copy has returned unstarted (RETURNED) goes back to the queue and yields nothing.
+        An output that says that a copy has returned a request unstarted (`sample` is RETURNED) is not yielded. The
+        request is queued again.
 
         Args:
-            outputs: Outputs of the copies, with the ids that the Dispatcher gave.
+            outputs: Outputs of the copies. Their request ids are those that the Dispatcher gave.
         """
         for output in outputs:
             part = self._parts[output.request_id]
@@ -320,7 +335,7 @@ class Dispatcher:
             yield output
 
     def _finish(self, part: Part) -> None:
-        """Count a finished sample of a part. Forget the part, and the request, when nothing of it is missing."""
+        """Count a finished sample of a part. Parts and requests without unfinished samples are forgotten."""
         rank = part.rank
         self._place(part, None)
         part.missing -= 1
@@ -333,13 +348,13 @@ class Dispatcher:
                 del self._of_request[part.request_id]
 
     def to_ask(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
-        """Choose a busy copy that shall return unstarted requests, because another copy is idle.
+        """Choose a busy copy that should return unstarted requests, because another copy is idle.
 
         Args:
-            stats: Latest counters of each copy.
+            stats: Latest decoding statistics of each copy.
 
         Returns:
-            The copy, and the number of samples that it shall return. None if there is nothing to ask now.
+            Index of the copy, and the number of samples that it should return. None if no copy should be asked now.
         """
         if self.n_copies == 1 or self._fixed:
             return None
@@ -354,12 +369,20 @@ class Dispatcher:
         return rank, -(-self._waiting[rank] * len(idle) // (len(idle) + 1))
 
     def sent(self, request_id: int) -> list[tuple[int, int]]:
-        """Return the parts of a request that copies have, as pairs of the copy and the id that the copy knows."""
+        """Return where the samples of a caller's request are, as (copy, request id) pairs.
+
+        A request may have been divided, with an id of its own for each part. The id in a pair is the one that was
+        sent to the copy. Parts that were not sent are left out.
+        """
         parts = self._of_request.get(request_id, ())
         return [(part.rank, part.request.request_id) for part in parts if part.rank is not None]
 
     def dropped(self, request_id: int) -> Iterator[GenerationOutput]:
-        """Remove the parts of a request that were not sent, and yield an output with "abort" for each sample."""
+        """Remove the samples of a request that were not sent to a copy.
+
+        Yields:
+            An output with finish_reason "abort" for each removed sample.
+        """
         for part in [part for part in self._of_request.get(request_id, ()) if part.rank is None]:
             self._queue.remove(part)
             first = part.request.first_sample
@@ -385,7 +408,7 @@ class RolloutEngine(Protocol):
         ...
 
     def rollout_stats(self) -> list[RolloutStats]:
-        """Return the counters of each data-parallel rank."""
+        """Return the latest decoding statistics of each data-parallel rank."""
         ...
 
 
@@ -397,12 +420,12 @@ def wait_for_all(
     Args:
         engine: The engine.
         requests: The requests.
-        on_progress: Called after each poll with the samples that have finished and the counters of each rank. None for
-            no calls.
-        at_once: Most unfinished requests at the same time. None submits all at once.
+        on_progress: Called after each poll with the newly finished samples and the decoding statistics of each
+            data-parallel rank. None for no calls.
+        at_once: Largest number of unfinished requests at the same time. None submits all at once.
 
     Returns:
-        The finished samples of each request in order, by request id.
+        Request id -> finished samples, in the order of their sample numbers.
 
     Raises:
         EngineError: The model computes no finite numbers, a request cannot be served, or a worker failed.

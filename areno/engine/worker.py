@@ -42,16 +42,16 @@ FIXED_ORDER_KV_BLOCK = 64  # tokens in a KV block: the tile of fixed-order atten
 
 
 class Worker:
-    """The roles and the decoder of one rank. Construction loads the actor, which takes longest.
+    """The models (roles), the decoder and the training of one rank. Construction loads the actor, which takes longest.
 
     Args:
-        spec: The engine.
-        context: Parallel groups and device of this rank.
+        spec: Description of all models, devices and settings of the engine.
+        context: Process groups and device of this rank.
 
     Attributes:
-        roles: The models of this rank.
+        roles: The models of this rank, by role name.
         decoder: The decoder of the rollout. None outside of a rollout.
-        states: Writes and reads the run states of this rank.
+        states: Writes and reads the training state of this rank.
     """
 
     def __init__(self, spec: EngineSpec, context: ParallelContext):
@@ -102,7 +102,7 @@ class Worker:
         return RouteShape(routing.n_layers, routing.experts.top_k, routing.experts.n_experts)
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the computed memory of the models on a device: one line, and a table of several lines."""
+        """Return the estimated memory of the models on a device, as text: a single line, and a table."""
         return self.roles.memory_table()
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
@@ -190,10 +190,11 @@ class Worker:
         return GrammarCompiler(self._tokenizer, self.actor.config.vocab_size, self._eos_token_ids)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, which join the running batch at the next step.
+        """Queue requests, which join the running batch in one of the next steps.
 
         Raises:
-            EngineError: No rollout phase is open, a request cannot be served, or its tokenizer cannot be loaded.
+            EngineError: No rollout phase is open, a request cannot be served, or the tokenizer that a request needs
+                cannot be loaded.
             GrammarError: A grammar cannot be compiled.
         """
         if self.decoder is None:
@@ -210,16 +211,16 @@ class Worker:
                 self.decoder.abort(request_id)
 
     def return_waiting(self, n_samples: int) -> None:
-        """Drop requests that have not started, about `n_samples` samples in total, for another replica to serve.
+        """Drop unstarted requests with about `n_samples` samples in total, for another copy of the model to serve.
 
-        The next step of the decoder lists the dropped requests among its outputs.
+        The next step of the decoder returns an output for each dropped request, whose `sample` is RETURNED (-1).
         """
         if self.decoder is not None:
             self.decoder.return_waiting(n_samples)
 
     @property
     def has_work(self) -> bool:
-        """Whether the decoder has unfinished requests or outputs."""
+        """Whether the decoder has unfinished requests, or outputs that were not returned yet."""
         return self.decoder is not None and self.decoder.has_work
 
     def step(self) -> list[GenerationOutput]:
@@ -234,18 +235,18 @@ class Worker:
         return memory.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
 
     def _kv_cache_advice(self) -> list[memory.Option]:
-        """Return advice that gives training more memory by a smaller KV cache. Empty if there is no KV cache."""
+        """Return advice on how a smaller KV cache leaves training more memory. Empty if there is no KV cache."""
         return [] if self._decoder_spec is None else [*memory.beside_training(self._decoder_spec.decoder)]
 
     def rollout_stats(self) -> RolloutStats:
-        """Return the counters of the decoder. All are 0 if there is no decoder."""
+        """Return the decoding statistics of the rollout. All are 0 if there is no decoder."""
         return RolloutStats() if self.decoder is None else self.decoder.stats
 
     def end_rollout(self, drop: bool = False) -> None:
         """Leave the rollout phase. Unfinished requests are dropped.
 
         Args:
-            drop: Whether to free the KV cache and the CUDA graphs.
+            drop: Whether to free the KV cache and the CUDA graphs. False keeps them for the next phase.
         """
         if self.decoder is None:
             return
@@ -261,7 +262,12 @@ class Worker:
         return 0 if optimizer is None else optimizer.steps
 
     def load_role(self, name: str, spec: RoleSpec) -> None:
-        """Load one more model, see Roles.load. Frees the KV cache, since it is sized by the remaining memory."""
+        """Load the model of another role. First drops the KV cache, because its size depends on the remaining memory.
+
+        Args:
+            name: Name of the role.
+            spec: Description of the model.
+        """
         self.end_rollout(drop=True)
         self.states.forget()
         self.roles.load(name, spec)
@@ -274,10 +280,16 @@ class Worker:
         self._set_threads()
 
     def train(self, role: str, steps: list[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
-        """Train a role on this rank's shares of the optimizer steps, see TrainBackend.train.
+        """Apply optimizer steps to a role's model, on this rank's rows.
+
+        Args:
+            role: Name of the role.
+            steps: For each optimizer step, the micro-batches of this rank.
+            loss_fn: (pack, logprobs) -> (loss, stats). For a role with a value head, the second argument holds values.
+            update: Settings of the update.
 
         Returns:
-            The result of TrainBackend.train, with the peak memory as `memory_gib` in the statistics.
+            The result of TrainBackend.train. Its statistics also contain the peak memory, as `memory_gib`.
         """
         with self.roles[role].on_device(training=True) as backend, operations_named():
             result = backend.train(steps, loss_fn, update)
@@ -306,8 +318,8 @@ class Worker:
         Args:
             folder: The folder.
             role: Name of the role.
-            background: Whether to only copy the weights to host memory, and write the files in a thread. `saved`
-                returns whether they are complete.
+            background: If True, return after the weights are copied to host memory, and write the files in a thread.
+                `saved` returns whether they are complete.
             merge: Whether to merge adapters into the weights. False saves the adapters alone, as a folder of peft.
                 No effect for a role without adapters.
         """
@@ -329,13 +341,11 @@ class Worker:
                 write_all(folder, writes)
 
     def saved(self) -> bool:
-        """Return whether every rank has written the files that `save` left to the background.
-
-        All ranks must call this.
+        """Return whether every rank has written all files of `save` with `background`. All ranks must call this.
 
         Raises:
-            CheckpointError: This rank could not write its files. Raised once, when all ranks have ended their
-                writing.
+            CheckpointError: This rank could not write its files. Raised once, and not before all ranks have ended
+                their writing.
         """
         unfinished = any(not future.done() for future in self._saving)
         n_unfinished = torch.tensor(float(unfinished), device=self.context.device)
@@ -363,12 +373,15 @@ class Worker:
         self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:
-        """End the background work. A model that `save` is writing is completed, later ones are dropped."""
+        """End the background work.
+
+        If `save` has queued several models, the model that is being written is completed, and the rest is dropped.
+        """
         self.states.close()
         self._writer.shutdown(cancel_futures=True)
 
     def memory_gib(self) -> float:
-        """Return the peak device memory in GiB since the last call. On a CPU, the peak of the process."""
+        """Return the peak device memory in GiB since the last call. On a CPU, the peak since the process started."""
         if self.context.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,9 @@
-"""The division of a decode step's attention into pieces that run in parallel. Contains no tensors.
+"""Split-KV planning for a decode step: how the attention is divided so that all multiprocessors are busy. No tensors.
 
-Rows whose prompts lie in the same KV blocks form a shared-prefix group, and the kernel reads these blocks once for
-the whole group. Then the shared positions of a group, and the remaining positions of each row, are cut into spans.
-The length of a span is chosen so that all multiprocessors are busy.
+Batch rows whose prompts lie in the same KV blocks form a shared-prefix group. The kernel reads the shared blocks
+once for the whole group. The shared positions of each group, and the remaining positions of each row, are cut into
+splits (ranges of consecutive positions), which the kernel computes in parallel. The length of a split depends on the
+number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ _SHORT_SHARED_SPLIT_LEN = 256
 
 @dataclass(slots=True)
 class AttentionSplit:
-    """The division of one decode step's attention, as numpy arrays for a `kernels.paged.PagedBatch`.
+    """How the attention of one decode step is divided, as numpy arrays for a `kernels.paged.PagedBatch`.
+
+    A split is a range of consecutive positions. The kernel computes all splits in parallel.
 
     Attributes:
-        shared_lens_B: int64, number of first positions that each row shares with its group. 0 for a row without a
+        shared_lens_B: int64, number of leading positions that each row shares with its group. 0 for a row without a
             group.
-        prefix_groups_GR: int64, row indices of each group, filled up with -1. None if there are no groups.
-        split_lens: (2,) int64, length of a span of a row's own positions, and of a group's shared positions.
-        splits: Largest number of spans of a row, and of a group. A CUDA graph is captured for fixed `splits` and a
-            fixed shape of prefix_groups_GR, so both numbers are rounded up to powers of two.
+        prefix_groups_GR: int64, batch row indices of each shared-prefix group, padded with -1. None if there are no
+            groups.
+        split_lens: (2,) int64, number of positions in a split: of a row's own positions, and of a group's shared
+            positions.
+        splits: Largest number of splits that a row needs, and that a group needs. Rounded up to powers of two,
+            because a CUDA graph is captured for fixed `splits` and a fixed shape of prefix_groups_GR.
     """
 
     shared_lens_B: np.ndarray
@@ -56,17 +61,19 @@ def split_attention(
     fixed_order: bool = False,
     has_windows: bool = False,
 ) -> AttentionSplit:
-    """Divide the attention of a decode step into pieces.
+    """Divide the attention of a decode step into splits, which the kernel computes in parallel.
+
+    A split is a range of consecutive positions of one row, or of the prompt that a group of rows shares.
 
     Args:
         sequences: The sequences, one for each row of the batch.
-        block_size: Tokens in a KV block.
-        group_size: Most rows in a shared-prefix group.
-        max_groups: Most groups. 0 for no groups.
-        n_heads: Number of key heads on this rank. Each head has its own pieces.
+        block_size: Number of tokens in a KV block.
+        group_size: Largest number of rows in a shared-prefix group.
+        max_groups: Largest number of shared-prefix groups. 0 for no groups.
+        n_heads: Number of key heads on this rank, which also run in parallel.
         n_multiprocessors: Number of multiprocessors of the device.
-        fixed_order: Whether to use the spans of fixed-order attention (`kernels.fixed_order`). The first spans of a
-            group may then be computed as one piece.
+        fixed_order: Whether to use the fixed split borders of `kernels.fixed_order` (for `engine.exact`).
+            `split_lens[1]` is then only the length of a group's first split.
         has_windows: Whether some layers have sliding windows, so that sequences may have freed blocks.
     """
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
@@ -119,9 +126,10 @@ def split_attention(
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
-    """Return the groups of row indices whose prompts lie in the same KV blocks. A group may have one row.
+    """Return lists of batch row indices, where the rows of a list have the same KV blocks for their prompts.
 
-    `shareable` maps the length of a prompt to the number of positions that can be shared.
+    A list may have a single row. Rows whose prompt has no block to share are left out. `shareable` maps the length
+    of a prompt to the number of its positions that can be shared.
     """
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
@@ -133,10 +141,10 @@ def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], 
 
 
 def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tuple[int, int]:
-    """Return the length of a span, near `wanted`, and the number of spans that cover `longest`.
+    """Return the length of a split, and the number of splits that cover `longest` positions, both powers of two.
 
-    Both are powers of two. The span exceeds `max_split_len` only if more than `_MAX_SPLITS` spans would be needed
-    otherwise.
+    The length is the largest power of two up to `wanted` and `max_split_len`, but at least `_MIN_SPLIT_LEN`. It is
+    larger if more than `_MAX_SPLITS` splits would be needed otherwise.
     """
     split_len = _MIN_SPLIT_LEN
     while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
@@ -145,7 +153,7 @@ def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tup
 
 
 def _splits(longest: int, split_len: int) -> int:
-    """Return the number of spans that cover `longest` positions, rounded up to a power of two."""
+    """Return how many splits of `split_len` positions cover `longest` positions, rounded up to a power of 2."""
     return _power_of_two(-(-longest // split_len))
 
 
@@ -160,6 +168,6 @@ def _whole_blocks(block_size: int, length: int) -> int:
 
 
 def _whole_spans(block_size: int, length: int) -> int:
-    """Return the last border between spans that is at most `length` and also a border between blocks."""
+    """Return the largest position up to `length` at which both a block and a split of fixed-order attention begin."""
     last = n_spans(length + 1) - 1
     return next(start for span in range(last, -1, -1) if (start := border(span)) % block_size == 0)

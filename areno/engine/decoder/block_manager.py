@@ -1,17 +1,20 @@
-"""KV blocks: their layout over layers, their allocation, the prefix cache, and the blocks of one sequence. No tensors.
+"""Allocation of KV blocks: their layout over layers, the prefix cache, and the block tables of a sequence. No tensors.
 
-Layers with the same window form a group. In a group with full attention, a sequence needs the blocks of all its tokens;
-in a group with a window, only the blocks of the window. All groups take blocks from one pool, so no memory is reserved
-for a group that does not need it. A block holds `block_size` tokens of `layers_per_block` layers, so a group with more
-layers has several block tables. For `block_size` tokens of a sequence, a group needs one block in each of its tables.
-These blocks are allocated together and called a group block, identified by its first block.
+Attention layers with the same sliding window form a group. In a group with full attention, a sequence keeps the blocks
+of all its tokens. In a group with a window, it keeps only the blocks of the window. All groups take blocks from one
+pool, so no memory is reserved for a group that does not need it.
 
-A group block has one of three states. In use: one or more sequences refer to it. Cached: no sequence refers to it, but
-the prefix cache can still find it, until it is evicted, least recently used first. Free.
+A block holds the keys and values of `block_size` tokens for `layers_per_block` layers. A group with more layers has
+several block tables, and needs one block per table for the same `block_size` tokens. These blocks are allocated
+together. They are called a group block and identified by the index of the first block.
 
-The prefix cache finds a full group block of the first group by (id of the prefix before it, its token ids). A prefix id
-stands for all tokens of the prefix. The dictionary compares token ids, not only hashes, so a match is exact. Group
-blocks of the other groups are found by the id of the prefix that ends with them.
+A group block is in use (sequences refer to it), cached (only the prefix cache refers to it) or free. Cached group
+blocks are evicted when blocks run out, the least recently used first.
+
+The prefix cache gives an id to every cached prefix, which is a whole number of blocks long. In the first group, it
+looks up a full group block by (id of the prefix before the block, token ids in the block). The lookup compares token
+ids, not only hashes, so a match is exact. In the other groups, it looks up a group block by the id of the prefix
+that ends with the block.
 """
 
 from __future__ import annotations
@@ -30,36 +33,42 @@ _WORTH_IT = 0.9  # groups must need less than this share of the memory that one 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Attention layers with the same sliding window. The KV blocks of a group are allocated in group blocks.
+    """A group of attention layers with the same sliding window.
 
-    A group block is the blocks that hold `block_size` tokens in all layers of the group.
+    Its KV blocks are allocated in group blocks. A group block is the blocks that hold `block_size` tokens for all
+    layers of the group, one block in each block table.
 
     Attributes:
-        window: Number of tokens that a layer attends to. None for full attention.
-        n_tables: Number of block tables, which is also the number of blocks in a group block.
+        window: Number of last tokens that a token attends to, itself included. None for full attention.
+        n_tables: Number of block tables, and so of blocks in a group block. More than 1 if the group has more layers
+            than a block holds.
     """
 
     window: int | None
     n_tables: int = 1
 
     def first_visible(self, position: int, block_size: int) -> int:
-        """Return the index of the first KV blocks that the token at `position`, or any later token, reads.
+        """Return the index of the oldest block that the token at `position` attends to.
+
+        Earlier blocks can be freed, because later tokens do not attend to them either.
 
         Args:
             position: Position of the token in its sequence.
-            block_size: Tokens in a block.
+            block_size: Number of tokens in a block.
 
         Returns:
-            The index in units of `block_size` tokens. 0 for full attention.
+            The index, counted from 0 at the start of the sequence. 0 for full attention.
         """
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def max_group_blocks_held(self, n_tokens: int, block_size: int) -> int:
-        """Return the largest number of group blocks (KV blocks for `block_size` tokens) that a sequence holds at once.
+        """Return the largest number of group blocks that a sequence holds at the same time in this group of layers.
+
+        A group block is the KV blocks for `block_size` tokens.
 
         Args:
             n_tokens: Number of tokens in the sequence.
-            block_size: Tokens in a block.
+            block_size: Number of tokens in a block.
         """
         n_group_blocks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
@@ -67,18 +76,20 @@ class KVGroup:
 
 
 def tables_with_windows(groups: Iterable[KVGroup]) -> int:
-    """Return the number of block tables of all groups of layers that have a sliding window."""
+    """Return the total number of block tables in those groups that have a sliding window."""
     return sum(group.n_tables for group in groups if group.window is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The distribution of attention layers over block tables.
+    """The assignment of attention layers to KV blocks and block tables.
+
+    A block holds `block_size` tokens of several layers. Layers with the same block table share blocks.
 
     Attributes:
-        groups: Groups of layers, the group with the longest window first.
-        places: For each attention layer, the index of its block table and its index among the layers of a block.
-        block_size: Tokens in a block.
+        groups: The layers grouped by sliding window, the longest window first. Full attention comes before any window.
+        places: For each attention layer, the index of its block table, and the index of the layer inside a block.
+        block_size: Number of tokens in a block.
     """
 
     groups: tuple[KVGroup, ...]
@@ -87,14 +98,16 @@ class KVLayout:
 
     @staticmethod
     def of(config: TransformerConfig, block_size: int, max_len: int, *, by_window: bool = True) -> KVLayout:
-        """Return the layout with the least memory for a sequence of `max_len` tokens.
+        """Return the layout that needs the least memory for a sequence of `max_len` tokens.
+
+        All layers form one group with full attention, unless grouping by window saves more than 10 %.
 
         Args:
-            config: Shape of the model.
-            block_size: Tokens in a block.
+            config: Configuration of the model.
+            block_size: Number of tokens in a block.
             max_len: Expected length of sequences, in tokens.
-            by_window: Whether to group layers by window. False makes one group, in which a sequence keeps all its
-                blocks.
+            by_window: Whether to consider groups by window. If False, all layers form one group, in which a sequence
+                keeps all its blocks.
         """
         windows = [config.kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with([None] * len(windows), len(windows), block_size)
@@ -107,7 +120,13 @@ class KVLayout:
 
     @staticmethod
     def _with(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
-        """Return the layout for the window of each layer and a number of layers in a block."""
+        """Return the layout for given windows and a given number of layers in a block.
+
+        Args:
+            windows: Sliding window of each attention layer in tokens. None for full attention.
+            layers_per_block: Largest number of layers whose keys and values share a block.
+            block_size: Number of tokens in a block.
+        """
         groups: list[KVGroup] = []
         places: dict[int, tuple[int, int]] = {}
         for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):
@@ -120,46 +139,59 @@ class KVLayout:
 
     @property
     def layers_per_block(self) -> int:
-        """Number of layers in a block."""
+        """Number of layers whose keys and values one block holds."""
         return 1 + max(place for _, place in self.places)
 
     @property
     def n_tables(self) -> int:
-        """Number of block tables, over all groups of layers."""
+        """Total number of block tables in all groups of layers."""
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """Convert memory, given as a number of blocks with all layers, to a number of pool blocks.
+        """Return the number of pool blocks that fit into the memory of `n_blocks` blocks with all attention layers.
 
-        A pool block holds `layers_per_block` layers.
+        A pool block holds `block_size` tokens of only `layers_per_block` layers.
         """
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Convert a number of pool blocks to a number of blocks with all layers, rounded up."""
+        """Return the memory of `n_blocks` pool blocks, as a number of blocks with all attention layers, rounded up.
+
+        A pool block holds `block_size` tokens of only `layers_per_block` layers.
+        """
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:
-        """Return the largest number of pool blocks that a sequence of `n_tokens` tokens holds at the same time."""
+        """Return the largest number of pool blocks that a sequence of `n_tokens` tokens holds at the same time.
+
+        A pool block holds `block_size` tokens of `layers_per_block` layers.
+        """
         return sum(group.n_tables * group.max_group_blocks_held(n_tokens, self.block_size) for group in self.groups)
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
-        """Return the number of pool blocks that a prefill chunk takes in layers with windows.
+        """Return how many pool blocks a prefill chunk of `n_tokens` tokens takes in layers with sliding windows.
 
-        The next step frees most of them.
+        Most of these blocks are freed in the next step, when they lie before the window.
         """
         return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
     def bytes_of(self, n_tokens: int) -> int:
-        """Return the memory of a sequence of `n_tokens` tokens, in units of `block_size` tokens of one layer."""
+        """Return the KV memory of a sequence of `n_tokens` tokens, not in bytes but in comparable units.
+
+        A unit is the memory of `block_size` tokens in one layer. Use the result to compare layouts.
+        """
         return self.blocks_for(n_tokens) * self.layers_per_block
 
     def max_sequence_tokens(self, n_blocks: int, context_len: int) -> int:
-        """Return the length, in tokens, of the longest sequence that fits `n_blocks` pool blocks alone.
+        """Return the length of the longest sequence that fits into `n_blocks` pool blocks if no other sequence runs.
 
         Args:
             n_blocks: Number of pool blocks.
-            context_len: Context of the model in tokens. It bounds the result if all layers have windows.
+            context_len: Context length of the model in tokens. It limits the result only if all layers have windows,
+                because a sequence of any length may then fit.
+
+        Returns:
+            The length in tokens, a multiple of `block_size`.
         """
         if self.groups[0].window is None:
             context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)
@@ -173,16 +205,17 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A cached prefix of a prompt. The sequence must still acquire its group blocks.
+    """A prefix of a prompt whose KV blocks are in the prefix cache.
 
-    A group block is the KV blocks of one group of layers for `block_size` tokens.
+    Its group blocks are not reserved yet: `BlockManager.acquire` must be called. A group block is the KV blocks of one
+    group of layers for `block_size` tokens, identified by its first block.
 
     Attributes:
-        n_group_blocks: Length of the prefix, in group blocks.
-        prefix_id: Id of the prefix.
-        group_blocks: For each group, `n_group_blocks` group blocks. The scratch block stands for group blocks that lie
-            before the window.
-        n_skipped: For each group, the number of group blocks before the window.
+        n_group_blocks: Length of the prefix, in units of `block_size` tokens.
+        prefix_id: Id of the prefix in the prefix cache.
+        group_blocks: For each group of layers, a list of `n_group_blocks` group blocks. The scratch block fills the
+            entries before the sliding window.
+        n_skipped: For each group of layers, the number of such entries before the window.
     """
 
     n_group_blocks: int
@@ -191,7 +224,7 @@ class PrefixMatch:
     n_skipped: list[int]
 
     def found(self) -> list[int]:
-        """Return the group blocks of all groups that the sequence must acquire."""
+        """Return the group blocks that the sequence must acquire, those of all groups of layers in one list."""
         return [
             group_block for each, n in zip(self.group_blocks, self.n_skipped, strict=True) for group_block in each[n:]
         ]
@@ -201,21 +234,22 @@ class BlockManager:
     """Allocates KV blocks, shares them between sequences, and finds cached prefixes.
 
     Blocks are handled in group blocks. A group block is the blocks of one group of layers for `block_size` tokens, and
-    is identified by its first block.
+    is identified by the index of its first block.
 
     Args:
         n_blocks: Number of blocks in the pool.
-        block_size: Tokens in a block.
+        block_size: Number of tokens in a block.
         groups: Groups of layers, the group with the longest window first.
 
     Attributes:
-        scratch: Index of the scratch block, which stands for a missing group block.
-        blocks_over_all_groups: Number of blocks in one group block of every group together.
-        blocks_over_window_groups: Number of blocks in one group block of every group with a window together.
-        has_windows: Whether any group has a window.
+        scratch: Index of the scratch block. It fills block-table entries that have no group block.
+        blocks_over_all_groups: Number of blocks that `block_size` tokens take, summed over all groups.
+        blocks_over_window_groups: The same sum over the groups with a sliding window only.
+        has_windows: Whether any group has a sliding window.
         n_available: Number of blocks that are free or can be evicted.
-        free_blocks: The free blocks.
-        cached_group_blocks: The group blocks that only the prefix cache keeps, least recently used first.
+        free_blocks: Indices of the free blocks.
+        cached_group_blocks: Group blocks that no sequence uses but the prefix cache keeps, least recently used
+            first.
     """
 
     def __init__(self, n_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(None),)):
@@ -249,14 +283,14 @@ class BlockManager:
         return self._physical_blocks[first]
 
     def match(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
-        """Return the longest cached prefix of a prompt that can be used.
+        """Return the longest prefix of a prompt that is cached in every group of layers.
 
-        A prefix can be used if, in every group, all group blocks within the window of the token after the prefix are
-        cached.
+        In a group with a sliding window, only the blocks that the first token after the prefix attends to must be
+        cached. The result is a PrefixMatch with 0 group blocks if nothing is cached.
 
         Args:
             tokens: Token ids of the prompt.
-            max_group_blocks: Longest prefix, in group blocks.
+            max_group_blocks: Largest length of the prefix, in units of `block_size` tokens.
         """
         group_blocks: list[int] = []
         prefix_ids = [EMPTY_PREFIX]
@@ -279,10 +313,11 @@ class BlockManager:
         return PrefixMatch(n_group_blocks, prefix_ids[n_group_blocks], of_groups, n_skipped)
 
     def _longest(self, of_groups: list[list[int]]) -> int:
-        """Return the length of the longest prefix, in group blocks, whose next token finds all blocks of its window.
+        """Return the length of the longest usable prefix, in units of `block_size` tokens.
 
-        `of_groups` has, for each group, the cached group block at each index, or scratch if the group block is
-        missing.
+        A prefix is usable if, in every group of layers, all blocks that the next token attends to are cached.
+        `of_groups` has a list for each group: the cached group block at each index, or the scratch block where none
+        is cached.
         """
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
         for n, group_blocks in enumerate(zip(*of_groups, strict=True), start=1):
@@ -296,11 +331,11 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether enough blocks are available to reuse cached group blocks and to allocate new blocks.
+        """Return whether cached group blocks can be reused and `n_new` blocks allocated, with `reserve` blocks left.
 
         Args:
-            shared: The group blocks to reuse, each given by its first block. A cached group block that no sequence uses
-                counts as available now, and no longer counts once it is acquired.
+            shared: The group blocks to reuse, each given by its first block. Group blocks that no sequence uses yet are
+                subtracted from the available blocks.
             n_new: Number of blocks to allocate.
             reserve: Number of blocks that must stay available.
         """
@@ -310,10 +345,10 @@ class BlockManager:
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, group_blocks: Iterable[int]) -> None:
-        """Add one reference to each group block of KV blocks.
+        """Increment the reference count of group blocks, so that they are not evicted.
 
         Args:
-            group_blocks: First blocks of the group blocks, which must be in use or cached.
+            group_blocks: The group blocks, each given by its first block. They must be in use or cached.
         """
         for group_block in group_blocks:
             if self._ref_counts[group_block] == 0:
@@ -322,12 +357,13 @@ class BlockManager:
             self._ref_counts[group_block] += 1
 
     def allocate(self, group: int = 0) -> int:
-        """Allocate the KV blocks for `block_size` tokens in one group of layers (a group block), with one reference.
+        """Allocate a group block: the KV blocks for `block_size` tokens in one group of layers.
 
-        Evicts cached group blocks if necessary. The caller has checked that `n_available` suffices.
+        Evicts cached group blocks if necessary. The caller must have checked that `n_available` suffices. The reference
+        count of the group block is 1.
 
         Args:
-            group: Index of the group.
+            group: Index of the group of layers.
 
         Returns:
             The first block of the group block.
@@ -345,10 +381,13 @@ class BlockManager:
         return blocks[0]
 
     def release(self, group_blocks: list[int]) -> None:
-        """Drop one reference to each group block of KV blocks. Unreferenced group blocks become cached or free.
+        """Decrement the reference count of group blocks.
+
+        A group block without references becomes cached if it is registered in the prefix cache, otherwise free.
 
         Args:
-            group_blocks: First blocks of the group blocks, in the order of their positions.
+            group_blocks: The group blocks, each given by its first block, in the order of their positions in the
+                sequence.
         """
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
         for group_block in reversed(group_blocks):
@@ -361,16 +400,17 @@ class BlockManager:
                     self.free_blocks.extend(self._physical_blocks[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add full KV blocks of the first group of layers to the prefix cache.
+        """Add a full group block of the first group of layers to the prefix cache.
+
+        If the cache already has a group block with the same content, nothing is added.
 
         Args:
             group_block: First block of the group block, which holds `block_size` tokens.
             before: Id of the prefix that ends before the group block.
-            tokens: Token ids of the group block.
+            tokens: Token ids in the group block.
 
         Returns:
-            The id of the prefix that ends with the group block. If another group block with the same content is cached
-            already, the cache keeps it, and the id of its prefix is returned.
+            The id of the prefix that ends with these tokens.
         """
         key = (before, tokens)
         found = self._by_content.get(key)
@@ -382,19 +422,22 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
-        """Add full KV blocks of another group of layers to the prefix cache, unless the prefix has such blocks.
+        """Add a full group block to the prefix cache, for a group of layers other than the first.
+
+        The group block is later found by `prefix_id`. Nothing is added if this prefix already has a group block in the
+        group.
 
         Args:
             group_block: First block of the group block, which holds `block_size` tokens.
-            group: Index of the group, at least 1. The first group uses `register`.
-            prefix_id: Id of the prefix that ends with the group block.
+            group: Index of the group of layers, at least 1. For group 0, call `register`.
+            prefix_id: Id of the prefix that ends with the group block, from `register`.
         """
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = group_block
             self._content[group_block] = self._by_prefix[group], prefix_id
 
     def reset(self) -> None:
-        """Empty the prefix cache. Blocks in use stay in use. Earlier prefix ids become invalid."""
+        """Empty the prefix cache, and free the blocks that no sequence uses. All prefix ids become invalid."""
         for found in (self._by_content, *self._by_prefix, self._content):
             found.clear()
         for group_block in self.cached_group_blocks:
@@ -403,17 +446,18 @@ class BlockManager:
 
 
 class BlockTables:
-    """The KV blocks of one sequence, from its admission until it leaves the cache.
+    """The KV blocks of one sequence, from its admission to the batch until it finishes or is preempted.
 
-    A group block is the KV blocks of one group of layers for `block_size` positions.
+    A group block is the KV blocks of one group of layers for `block_size` positions, identified by its first block.
 
     Attributes:
-        group_blocks: For each group, one group block for every `block_size` positions, by its first block.
-        n_skipped: For each group, the number of first group blocks that are freed, because they lie before the window.
+        group_blocks: For each group of layers, one group block for every `block_size` positions.
+        n_skipped: For each group of layers, how many of the first group blocks have been freed because they lie before
+            the sliding window.
         capacity: Number of positions that have group blocks in all groups.
-        n_uploaded: Number of group blocks in each group whose blocks are in the device's tables.
-        n_registered: Number of group blocks in each group that are in the prefix cache.
-        prefix_id: Id of the prefix that ends with the last registered group block.
+        n_uploaded: Number of group blocks per group whose blocks have been copied to the block tables on the device.
+        n_registered: Number of group blocks per group that have been added to the prefix cache.
+        prefix_id: Id of the cached prefix that ends with the last registered group block.
     """
 
     __slots__ = ("_blocks", "capacity", "group_blocks", "n_registered", "n_skipped", "n_uploaded", "prefix_id")
@@ -429,10 +473,13 @@ class BlockTables:
         self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered group block
 
     def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Acquire the KV blocks of a cached prefix. Layers without a window also get blocks for all tokens.
+        """Acquire the cached blocks of a prompt's prefix, and allocate blocks for the rest of the prompt.
+
+        Only layers without a sliding window get blocks for the rest here. Layers with a window get them chunk by chunk,
+        by `extend`.
 
         Args:
-            match: The cached prefix.
+            match: The cached prefix. May be empty.
             n_tokens: Number of tokens of the sequence.
 
         Returns:
@@ -451,15 +498,16 @@ class BlockTables:
         return n_taken
 
     def allocate_last_block(self) -> None:
-        """Allocate the KV blocks for the partly filled end of a prompt that another sequence computes.
+        """Allocate the KV blocks for the partly filled last block of a prompt, in all layers.
 
-        `share_prefix` adds the shared blocks before it.
+        For a sequence whose prompt another sequence computes. `share_prefix` later inserts the shared full blocks
+        before this block.
         """
         for group, group_blocks in enumerate(self.group_blocks):
             group_blocks.append(self._blocks.allocate(group))
 
     def share_prefix(self, leader: BlockTables, n_shared: int) -> None:
-        """Share the full KV blocks of a prompt that another sequence has computed.
+        """Use the full KV blocks of a prompt that another sequence has computed, and increment their reference counts.
 
         Args:
             leader: Blocks of the other sequence.
@@ -487,7 +535,10 @@ class BlockTables:
         self.capacity += self._blocks.block_size
 
     def release_skipped(self, position: int) -> None:
-        """Free KV blocks that lie before the sliding window of the token at `position`, if they are registered."""
+        """Free the KV blocks before the sliding window of the token at `position`.
+
+        Blocks that have not been added to the prefix cache yet are kept.
+        """
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             behind = min(blocks.groups[group].first_visible(position, blocks.block_size), self.n_registered)
@@ -496,11 +547,11 @@ class BlockTables:
                 self.n_skipped[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add full KV blocks of the sequence to the prefix cache.
+        """Add the full KV blocks of the sequence to the prefix cache. Blocks from earlier calls are skipped.
 
         Args:
             tokens: Token ids of the sequence.
-            n_tokens: Number of first tokens whose keys and values are cached.
+            n_tokens: Number of leading tokens whose keys and values have been computed.
         """
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
@@ -511,13 +562,13 @@ class BlockTables:
             self.n_registered = i + 1
 
     def new_entries(self, slot: int) -> list[tuple[int, int, int, int]]:
-        """Return the entries that the device's block tables lack, and count them as present.
+        """Return the block-table entries that the device does not have yet, and mark them as uploaded.
 
         Args:
-            slot: Row of the sequence in the tables.
+            slot: Row of the sequence in the block tables.
 
         Returns:
-            Tuples (table, slot, column, block).
+            Tuples (index of the block table, slot, column, block).
         """
         entries: list[tuple[int, int, int, int]] = []
         table = 0
@@ -530,7 +581,7 @@ class BlockTables:
         return entries
 
     def release(self) -> None:
-        """Free all KV blocks of the sequence."""
+        """Release all KV blocks of the sequence. Blocks in the prefix cache stay there until they are evicted."""
         for group_blocks, behind in zip(self.group_blocks, self.n_skipped, strict=True):
             self._blocks.release(group_blocks[behind:])
 

@@ -1,9 +1,9 @@
-"""Device memory of the decoder: keys and values with their block tables, recurrent states, and chosen experts.
+"""Device memory of the decoder: keys and values with their block tables, recurrent states, and routed experts.
 
 `kv_cache_blocks` chooses the size of the KV cache from the free memory of the device.
 
-The experts that tokens were routed to are stored in the same blocks as keys and values. So shared prompts, cached
-prefixes, chunked prefill and recomputation work for them without extra code.
+The experts that each token was routed to are stored in the same blocks as keys and values. So shared prompts, cached
+prefixes, chunked prefill and recomputation also cover the experts without extra code.
 """
 
 from __future__ import annotations
@@ -123,21 +123,21 @@ def _too_small(room: int, max_len: int, n_states: int, state_bytes: int) -> Engi
 class KVCache:
     """Keys and values of all sequences, in the dtype of the model and on its device.
 
-    The layers of the model are divided over T block tables. Each table has its own window. A block of the pool holds
-    the keys and values of Y layers, for `block_size` tokens.
+    The layers of the model are divided over T block tables, and all layers of a table have the same sliding window. A
+    block of the pool holds the keys and values of Y layers for `block_size` tokens.
 
     Args:
         model: The model.
         n_blocks: Number of blocks in the pool.
-        layout: Which layers share a block, and which block table and window they have.
-        n_slots: One slot for each sequence of the batch, and one for padding rows.
+        layout: Assignment of layers to blocks and block tables.
+        n_slots: Number of slots: one for each sequence of the batch, and one for padding rows.
 
     Attributes:
         kv_blocks: (Y, 2 for keys and values, n_blocks + 1, block_size, K key heads, C head dimension). The last block
             is scratch: padding rows write to it.
-        tables: (T, n_slots, W) int32, the blocks of each slot's sequence in each table. Entries for tokens that have
-            left the sliding window are outdated or point to the scratch block. The memory never moves, so a CUDA
-            graph may read it.
+        tables: (T, n_slots, W) int32. For each block table and slot, the block indices of the sequence, in order.
+            Entries for tokens before the sliding window are outdated or point to the scratch block. The memory never
+            moves, so a CUDA graph may read it.
     """
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):
@@ -158,29 +158,30 @@ class KVCache:
         return self._places[layer][0]
 
     def blocks_of(self, layer: int) -> Tensor:
-        """Return the keys and values of a layer as a view (2, n_blocks + 1, block_size, K, C).
+        """Return the keys and values of a layer as a view, (2, n_blocks + 1, block_size, key heads, head dimension).
 
-        Layers with other block tables may use some of these blocks.
+        The view covers the whole pool, so some of its blocks belong to other block tables.
         """
         return self.kv_blocks[self._places[layer][1]]
 
     def flat_of(self, layer: int) -> Tensor:
-        """Return the keys and values of a layer as a view (2, (n_blocks + 1) * block_size, K, C)."""
+        """Return the keys and values of a layer as a view, (2, (n_blocks + 1) * block_size, key heads, head dim)."""
         return self._flat[self._places[layer][1]]
 
 
 class StateCache:
-    """Recurrent states of all slots, after the last computed position of each sequence.
+    """Recurrent states of all sequences, each after the last computed position of the sequence.
 
-    A state cannot be cut back to an earlier position, and cannot be found by its tokens. So the samples of a prompt get
-    copies of the state after the prompt, and a preempted sequence is recomputed from its first token.
+    Unlike keys and values, a state cannot be rolled back to an earlier position, and there is no prefix cache for
+    states. So the samples of a prompt get copies of the state after the prompt, and a preempted sequence is recomputed
+    from its first token.
 
     Args:
-        model: A model with recurrent states.
-        n_slots: One slot for each sequence of the batch, and a last one for padding rows.
+        model: A model with recurrent layers (gated delta rule).
+        n_slots: Number of slots: one for each sequence of the batch, and a last one for padding rows.
 
     Attributes:
-        layers: The states of each layer with recurrent states.
+        layers: For each recurrent layer, the states of all slots.
     """
 
     def __init__(self, model: Transformer, n_slots: int):
@@ -197,16 +198,16 @@ class StateCache:
         self._all = (inputs, matrices)
 
     def step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
-        """Compute one decoding step of a layer, and update the states of its rows.
+        """Compute one decoding step of a recurrent layer, and update the states of its rows in place.
 
         Args:
-            layer: Index among the layers with recurrent states.
-            proj_BP: Projections of the new token of each row.
+            layer: Index among the recurrent layers.
+            proj_BP: (B, P), input projections of the new token of each row, in the dtype of the model.
             weights: Weights of the layer.
             slots_B: int64, slot of each row.
 
         Returns:
-            The output of the layer for each row, before the output projection.
+            (B, I), the layer's output for each row before the output projection, in the dtype of the projections.
         """
         return delta_step(proj_BP, weights, self.layers[layer], slots_B)
 
@@ -219,19 +220,19 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Compute packed tokens of several rows in a layer (prefill), and update the states of the rows.
+        """Compute a prefill of a recurrent layer over packed rows, and update the states of the rows in place.
 
         Args:
-            layer: Index among the layers with recurrent states.
-            proj_NP: Projections of the N packed tokens.
+            layer: Index among the recurrent layers.
+            proj_NP: (N, P), input projections of the N packed tokens of all R rows, in the dtype of the model.
             weights: Weights of the layer.
-            chunks: Division of the rows into chunks.
+            chunks: Division of the packed rows into chunks of tokens.
             slots_R: int64, slot of each row.
-            continues_R: bool, whether a row continues from the state in its slot. The other rows start with a zero
-                state. None if no row continues.
+            continues_R: bool. True for a row that continues from the state in its slot, False for a row that starts
+                with a zero state. None if no row continues.
 
         Returns:
-            The output of the layer for each token, before the output projection.
+            (N, I), the layer's output for each token before the output projection, in the dtype of the projections.
         """
         states, before = self.layers[layer], None
         if continues_R is not None:
@@ -261,11 +262,11 @@ def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class PendingRoutes:
-    """The experts of a sample's tokens, while they are copied to the host.
+    """The experts that a sample's tokens were routed to, while they are copied to the host.
 
     Attributes:
-        routes: Destination on the host, (n tokens, L layers, k experts).
-        ready: Event after the copy. None if the copy is complete.
+        routes: Tensor on the host that receives the copy, (n tokens, L layers, k experts).
+        ready: CUDA event that marks the end of the copy. None if the copy is complete.
     """
 
     routes: Tensor
@@ -279,16 +280,17 @@ class PendingRoutes:
 
 
 class RouteCache:
-    """The experts that all cached tokens were routed to.
+    """The experts that all cached tokens were routed to, stored in the same blocks as keys and values.
 
     Args:
         routing: Routing of the model.
-        n_blocks: Number of KV blocks without scratch.
-        block_size: Tokens in a block.
+        n_blocks: Number of KV blocks without the scratch block.
+        block_size: Number of tokens in a block.
         device: Device of the model.
 
     Attributes:
-        routes: (n_blocks + 1, block_size, L layers, k experts). The last block is scratch.
+        routes: (n_blocks + 1, block_size, L layers, k experts), expert ids in the dtype of `routing`. The last block
+            is scratch.
     """
 
     def __init__(self, routing: Routing, n_blocks: int, block_size: int, device: torch.device):
@@ -297,19 +299,19 @@ class RouteCache:
         self.routes = torch.full(shape, routing.none, dtype=routing.dtype, device=device)
 
     def store(self, places_N: Tensor) -> None:
-        """Store the experts that the last forward pass has chosen.
+        """Store the experts that the last forward pass has chosen for its tokens.
 
         Args:
-            places_N: int64, block * block_size + offset of each token.
+            places_N: int64, index of each token in the cache, which is block * block_size + offset.
         """
         recorded_NLk = self._routing.recorded()[: len(places_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, places_N, recorded_NLk)
 
     def places(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return block * block_size + offset of tokens, (B,) int64.
+        """Return the index of each token in the cache, which is block * block_size + offset, (B,) int64.
 
         Args:
-            table_TW: Block table with a row for each slot.
+            table_TW: Block table with a row for each slot, (slots, W) int32.
             slots_B: int64, slot of each token's sequence.
             positions_B: int64, position of each token in its sequence.
         """
@@ -317,7 +319,7 @@ class RouteCache:
         return blocks_B * self._block_size + positions_B % self._block_size
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the experts of the tokens in KV blocks to other blocks.
+        """Copy the routed experts of all tokens in some blocks to other blocks.
 
         Args:
             sources: int64 indices of blocks to copy from.
@@ -326,11 +328,14 @@ class RouteCache:
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
     def read(self, blocks: Any, n_tokens: int) -> PendingRoutes:
-        """Start copying the experts of a sequence's first `n_tokens` tokens to the host.
+        """Start copying the experts of a sequence's first `n_tokens` tokens to the host, without waiting.
 
         Args:
-            blocks: The blocks of the sequence in order, as ints.
+            blocks: Indices of the sequence's blocks, in order.
             n_tokens: Number of tokens.
+
+        Returns:
+            The pending copy. Its `wait` returns the experts.
         """
         n_blocks = -(-n_tokens // self._block_size)
         chosen = torch.tensor(blocks[:n_blocks], dtype=torch.int64)

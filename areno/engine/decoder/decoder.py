@@ -26,35 +26,36 @@ PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the ho
 
 
 class Decoder:
-    """Continuous batching over a paged KV cache. Uses the model's weights in place.
+    """Continuous batching over a paged KV cache. Uses the weights that training updates in place, without a copy.
 
     The device is one step ahead of the host: a step is launched before the tokens of the previous step are read. So a
-    sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same.
-    A completion depends only on its request, not on other requests in the batch.
+    sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU, steps run in the same
+    order. A completion depends only on its request, not on other requests in the batch.
 
     Args:
         model: The model.
-        n_blocks: Memory of the KV cache, as a number of blocks with all layers.
-        block_size: Tokens in a block.
-        max_running: Most sequences in the batch.
-        max_prefill_tokens: Most prompt tokens in a step.
-        max_len: Expected length of sequences in tokens, for which the KVLayout is chosen. None takes the context.
+        n_blocks: Size of the KV cache, as a number of blocks that hold `block_size` tokens of all layers.
+        block_size: Number of tokens in a block.
+        max_running: Largest number of sequences in the batch.
+        max_prefill_tokens: Largest number of prompt tokens in a step.
+        max_len: Expected length of sequences in tokens, for which the layout of the KV cache is chosen. None uses the
+            context length of the model.
         eos_token_ids: Tokens that end a completion, unless the request has `ignore_eos`.
         use_graphs: Whether to run decode steps as CUDA graphs.
         attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
-        exact: Whether log-probabilities have the same bits as in training, see engine.exact.
-        detokenize: Turns completion tokens into text. None refuses requests with stop strings.
-        compile_grammar: Compiles the grammar of a request. None refuses requests with grammars.
-        stream_every_s: Least seconds between partial outputs, except for the first token of a sample.
-        keeps_routes: Whether finished samples carry the experts of their tokens.
+        exact: Whether log-probabilities must equal those of training bit for bit (setting `engine.exact`).
+        detokenize: Turns completion tokens into text. If None, requests with stop strings are refused.
+        compile_grammar: Compiles the grammar of a request. If None, requests with grammars are refused.
+        stream_every_s: Least number of seconds between partial outputs, except for the first token of a sample.
+        keeps_routes: Whether the output of a finished sample contains the experts that its tokens were routed to.
 
     Attributes:
         limits: Limits of the requests that the decoder accepts.
-        blocks: The blocks of the KV cache.
+        blocks: The allocator of KV blocks.
         runner: Runs the model, and holds the tensors of the KV cache and of sampling.
         unfinished: Request id -> number of the request's samples that have not finished.
-        weights_version: Version of the weights, set by the caller between steps. A token carries the version at the
-            launch of the step that sampled it.
+        weights_version: Version of the weights, set by the caller between steps. Each token is returned with the
+            version at the launch of the step that sampled it.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Decoder:
 
     @property
     def stats(self) -> RolloutStats:
-        """Counters since construction or the last `reset_stats`. `running` and `waiting` are the current numbers."""
+        """Numbers of running and waiting samples now, and counts of tokens and events since the last `reset_stats`."""
         graphs = self.runner.graphs
         return RolloutStats(
             running=self._scheduler.n_running,
@@ -177,7 +178,7 @@ class Decoder:
     def return_waiting(self, n_samples: int) -> None:
         """Drop requests that have not started, the youngest first, so that another copy of the model can serve them.
 
-        The next step returns one output with the sample RETURNED for each dropped request.
+        For each dropped request, the next step returns one output whose `sample` is RETURNED (-1).
 
         Args:
             n_samples: Stop when the dropped requests have at least this many samples.
@@ -201,7 +202,8 @@ class Decoder:
         """Launch one step on the device, then read the tokens of the previous step.
 
         Returns:
-            Finished samples with their whole completions, and partial outputs of requests with `stream` or `pieces`.
+            An output with the whole completion for each finished sample, and outputs with new tokens for unfinished
+            samples of requests that set `stream` or `pieces`. May be empty.
         """
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
@@ -227,13 +229,13 @@ class Decoder:
             self._has_bad_blocks = False
 
     def reset_stats(self) -> None:
-        """Set all counters to 0."""
+        """Set the counts of tokens and events in `stats` to 0."""
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
         if self.runner.graphs is not None:
             self.runner.graphs.n_replays = 0
 
     def _collect(self) -> None:
-        """Wait for the tokens in flight, append them to their sequences, and queue outputs."""
+        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -266,7 +268,10 @@ class Decoder:
             self._finish(finished, routes)
 
     def _fail(self, sequence: Sequence) -> None:
-        """End a sample whose log-probability is not finite with "error". EngineError if the weights are not finite."""
+        """Finish a sample whose log-probability is NaN or infinite, with finish_reason "error".
+
+        Raises EngineError if the weights of the model are not finite.
+        """
         if self._finite_version != self.weights_version:
             parts = [part for part in self.runner.model.parameters() if part.numel()]
             if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
@@ -275,7 +280,11 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
-        """Queue the outputs of finished sequences. `routes` has their experts. None if experts are not kept."""
+        """Queue the outputs of finished sequences.
+
+        `routes` has, for each sequence, the pending copy of the experts of its tokens. It is None if experts are not
+        kept.
+        """
         for index, sequence in enumerate(sequences):
             if routes is None:
                 self._outputs.append(sequence.output())

@@ -1,8 +1,9 @@
 """Constrained decoding: masks of the tokens that a grammar allows next. llguidance parses the grammars.
 
-A grammar is a text in the form of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). Each
-worker receives the text, compiles it for its tokenizer and keeps the result. A completion ends with an
-end-of-sequence token. If nothing else can follow, the mask allows no other token.
+A grammar is a text in the syntax of llguidance (https://github.com/guidance-ai/llguidance, docs/syntax.md). Each
+worker receives the text, compiles it for the tokenizer, and keeps the compiled grammar for later requests. A
+completion ends with an end-of-sequence token. When the grammar is complete and cannot continue, the mask allows only
+such a token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_GRAMMARS = 128  # compiled ones that are kept
 
 
 def _library() -> Any:
-    """Import llguidance. GrammarError if it is not installed."""
+    """Import llguidance and return the module. Raises GrammarError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -30,16 +31,17 @@ def _library() -> Any:
 
 
 class GrammarState:
-    """The position of one completion in its grammar.
+    """The parser state of one completion in its grammar, after the tokens accepted so far.
 
     Args:
-        matcher: Matcher of llguidance for this completion alone.
+        matcher: llguidance matcher that no other completion uses.
         vocab_size: Number of tokens in a mask.
         eos_token_ids: Tokens that end the completion.
 
     Attributes:
         finished: Whether the completion has ended with an end-of-sequence token.
-        error: Reason why the grammar cannot continue, such as too much complexity. "" if it can.
+        error: Reason why decoding cannot continue, such as a grammar that became too complex. Empty if there is
+            none.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -55,7 +57,10 @@ class GrammarState:
         return masks([self])[0]
 
     def accept(self, token: int) -> None:
-        """Advance by one sampled token. Sets `finished` at the end, or `error` if the grammar cannot continue."""
+        """Advance the state by one sampled token.
+
+        Sets `finished` after an end-of-sequence token, and `error` if the grammar does not allow the token or fails.
+        """
         if not self.matcher.consume_token(token) or self.matcher.is_error():
             self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
         self.finished = not self.error and token in self._eos
@@ -77,7 +82,10 @@ class Grammar:
 
 
 def masks(states: Sequence[GrammarState]) -> np.ndarray:
-    """Return the masks of several states with the same vocabulary, int32 (states, ceil(vocab / 32))."""
+    """Return, for several grammar states, the masks of tokens that may come next, int32 (states, ceil(vocab / 32)).
+
+    In each row, token t is allowed if bit t % 32 of entry t // 32 is set. All states must have the same vocabulary.
+    """
     out_KW = np.zeros((len(states), -(-states[0].vocab_size // 32)), dtype=np.int32)
     for row, state in zip(out_KW, states, strict=True):
         state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -128,7 +136,10 @@ class GrammarCompiler:
         return grammar
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
-        """Return the added tokens that a grammar must name by id, because they match no text: text -> token id."""
+        """Return those added tokens of the tokenizer that are special for llguidance, as text -> token id.
+
+        A grammar must name these tokens by id, because no text matches them.
+        """
         added = tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
@@ -139,7 +150,7 @@ def _reason(message: str) -> str:
 
 
 def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
-    """Return the tokenizer in the form of llguidance."""
+    """Return the tokenizer as an LLTokenizer of llguidance. Raises GrammarError if llguidance cannot use it."""
     library = _library()
     try:
         import llguidance.hf

@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs, one for each batch size of a list. A batch is padded to the next size."""
+"""Decode steps as CUDA graphs, captured for a list of batch sizes. A batch is padded to the next size in the list."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def bucket_sizes(max_running: int) -> list[int]:
 class DecodeGraphs:
     """Captures the decode step as a CUDA graph for each batch size, and replays it.
 
-    A graph is captured when its batch size first occurs. The step may read only its arguments and tensors whose memory
-    never moves. Weights qualify, because training updates them in place. So a graph stays valid for the whole run.
+    A graph is captured when its batch size first occurs. The step may read only its arguments, and tensors whose memory
+    never moves. The weights are such tensors, because training updates them in place. So a graph stays valid for the
+    whole run.
 
     Args:
-        body: The decode step.
+        body: Function that computes the decode step.
         max_running: Largest batch size.
         device: The GPU.
 
@@ -52,20 +53,20 @@ class DecodeGraphs:
         self.n_replays = 0
 
     def size_for(self, n_rows: int) -> int:
-        """Return the smallest batch size of a graph that holds `n_rows` rows."""
+        """Return the smallest batch size in the list of graph sizes that has room for `n_rows` rows."""
         return next(size for size in self._sizes if size >= n_rows)
 
     def run(self, rows: np.ndarray, split: AttentionSplit, flags: SamplingFlags) -> Tensor:
         """Run the step for a batch, padded to the batch size of a graph.
 
         Args:
-            rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their
-                completions, lengths of the shared prefixes.
+            rows: (4, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
+                token in its completion, and the length of its shared prefix.
             split: Division of the attention.
-            flags: Features of sampling that the batch needs.
+            flags: Sampling operations that at least one row needs.
 
         Returns:
-            (2, B) float64: sampled tokens and their log-probabilities. The next call overwrites it.
+            (2, B) float64: sampled tokens and their log-probabilities. The next call overwrites this tensor.
         """
         n_rows = rows.shape[1]
         size = self.size_for(n_rows)
@@ -91,7 +92,11 @@ class DecodeGraphs:
     def _capture(
         self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Capture the step for one key. Return the graph, its input buffer and its output."""
+        """Capture the step for a batch size, a shape of prefix groups, numbers of splits, and sampling flags.
+
+        Returns:
+            The graph, the int64 buffer that holds its inputs, and its output (2, size) float64.
+        """
         split_lens, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
         groups = np.full(group_shape or 0, -1, dtype=np.int64)
         inputs = torch.from_numpy(np.concatenate((split_lens, rows.ravel(), groups.ravel()))).to(self._device)

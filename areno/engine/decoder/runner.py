@@ -35,16 +35,16 @@ from areno.types import TokenScores
 
 @dataclass(slots=True)
 class PrefillPlaces:
-    """Positions in the KV cache of the tokens of a prefill, for one group of layers.
+    """Where a prefill writes and reads keys and values in the KV cache, for one group of layers.
 
-    A position is block * block_size + offset. N is the number of computed tokens of all chunks, M the number of tokens
-    that the chunks attend to, T the number of block tables of the group.
+    Each token is given by its index in the cache, which is block * block_size + offset. N is the number of tokens that
+    all chunks compute, M the number of tokens that the chunks attend to, and T the number of block tables of the group.
 
     Attributes:
-        stored_TN: int64, position of each computed token in each table.
-        keys_TM: int64, position in each table of each token that is attended to. None if the chunks only attend to the
+        stored_TN: int64, cache index of each computed token in each block table.
+        keys_TM: int64, cache index of each attended token in each block table. None if the chunks attend only to the
             tokens that they compute.
-        cu_k: (chunks + 1,) int32, where the tokens that each chunk attends to start among the M, and M at the end.
+        cu_k: (chunks + 1,) int32, cumulative number of attended tokens of the chunks, from 0 to M.
         max_k: Largest number of tokens that a chunk attends to.
     """
 
@@ -55,13 +55,13 @@ class PrefillPlaces:
 
 
 def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first: bool) -> list[PrefillPlaces]:
-    """Return the slots of the KV cache that a prefill writes and reads, for each group of layers.
+    """Return the indices in the KV cache that a prefill writes and reads, for each group of layers.
 
     Args:
-        chunks: The parts of prompts that the prefill processes.
+        chunks: The parts of prompts that the prefill computes.
         blocks: The KV blocks.
-        from_the_first: Whether a chunk attends to all earlier tokens even in layers with a sliding window. Tokens
-            before the window have no block any more, so their slots lie in the scratch block.
+        from_the_first: Whether to include all earlier tokens even in layers with a sliding window. Tokens before the
+            window no longer have a block, so their indices point to the scratch block.
     """
     return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
 
@@ -69,7 +69,7 @@ def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first:
 def _of_group(
     chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
 ) -> PrefillPlaces:
-    """Return the positions of a prefill for one group of layers, which has this index in `blocks.groups`."""
+    """Return the cache indices that a prefill writes and reads for the group of layers `blocks.groups[index]`."""
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
@@ -185,8 +185,8 @@ class Runner:
         """Sample a token for each row from the logits of the whole vocabulary, (B, V).
 
         Returns:
-            (2, B) float64 tokens and log-probabilities. With `edits` (2 + 2K, B), including the K most likely
-            tokens.
+            (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
+            log-probabilities of the K most likely tokens follow.
         """
         head, first = self.model.output, self.model.output.first
         local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
@@ -197,13 +197,14 @@ class Runner:
         return self._scored(out_2B, local_BV, slots_B)
 
     def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
-        """Sample a token for each row when each tensor-parallel rank has its columns of the logits, (B, V / ranks).
+        """Sample a token for each row when each tensor-parallel rank has only its columns of the logits.
 
-        Without filters each rank draws from its columns. With filters, which need all columns, each rank draws the
-        tokens of some of the rows.
+        The columns are (B, V / ranks). If `can_sample_columns` accepts `flags`, each rank draws from its own columns.
+        Otherwise, as with top-k or top-p, the ranks exchange logits, and each rank draws the tokens of some of the rows
+        from the whole vocabulary.
 
         Returns:
-            (2, B) float64 tokens and log-probabilities of all rows, the same on every rank.
+            (2, B) float64, tokens and log-probabilities of all rows, the same on every rank.
         """
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if can_sample_columns(local_BV, flags):
@@ -221,11 +222,15 @@ class Runner:
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """Return the logits that `_scored` needs after the draw: a copy if the draw may overwrite them."""
+        """Return logits that stay unchanged during sampling, for `_scored`.
+
+        The result is a copy if sampling may overwrite the logits and `exact` needs them afterwards. Otherwise it is
+        `local_BV` itself.
+        """
         return local_BV.clone() if self.is_exact and flags.edits else local_BV
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
-        """With `engine.exact`, replace the log-probabilities in `out_2B` by those of the training kernel."""
+        """Return `out_2B`, after replacing its log-probabilities by those of the training kernel if `exact` is set."""
         if self.is_exact:
             model = self.model
             out_2B[1] = self.sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
@@ -233,13 +238,14 @@ class Runner:
 
     @torch.no_grad()
     def launch(self, scheduled: SchedulerOutput) -> list[PendingTokens]:
-        """Launch the forward passes of a plan without waiting for them.
+        """Launch the forward passes of a step without waiting for them.
 
         Args:
-            scheduled: The plan of the step.
+            scheduled: The plan of the step: prompt chunks to prefill, and sequences to decode.
 
         Returns:
-            The sampled tokens of each pass. Empty for a step that only prefills prompts in part.
+            The pending tokens of the prefill, if it completes any prompt, and of the decode pass, if any sequence
+            decodes.
         """
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
@@ -255,7 +261,7 @@ class Runner:
         return pending
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device without waiting."""
+        """Start copying a numpy array to the device, and return the tensor on the device without waiting."""
         host = torch.from_numpy(array)
         if self.device.type != "cuda":
             return host
@@ -266,7 +272,7 @@ class Runner:
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
     def _download(self, sequences: list[Sequence], out: Tensor) -> PendingTokens:
-        """Start copying sampled tokens to the host."""
+        """Start copying the sampled tokens `out` to the host, without waiting."""
         if self.device.type != "cuda":
             return PendingTokens(sequences, out, None)
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
@@ -276,7 +282,7 @@ class Runner:
         return PendingTokens(sequences, host, ready)
 
     def _upload_slots(self, sequences: list[Sequence]) -> None:
-        """Send missing entries of block tables, and the sampling settings of sequences that have a new slot."""
+        """Copy new block-table entries, and the sampling settings of sequences with a new slot, to the device."""
         new = [sequence for sequence in sequences if sequence.block_tables.n_uploaded == 0]
         entries: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
@@ -291,9 +297,13 @@ class Runner:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
     def _prefill(self, chunks: list[Chunk], prefilled: list[Sequence]) -> Tensor:
-        """Run one forward pass over the chunks, and sample a token for each sequence of `prefilled`.
+        """Run one forward pass over prompt chunks, and sample a token for each sequence in `prefilled`.
 
-        `prefilled` are the sequences whose prompts the pass completes. If there are none, the result is of no use.
+        `prefilled` contains the sequences whose prompts this pass completes.
+
+        Returns:
+            (2, len(prefilled)) float64, tokens and log-probabilities, with more rows if a sequence needs LogitEdits.
+            If `prefilled` is empty, hidden states that the caller ignores.
         """
         tokens: list[int] = []
         for chunk in chunks:
@@ -348,7 +358,7 @@ class Runner:
         return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
-        """Return the attention of a prefill, with the recurrent states of the chunks if the model has any."""
+        """Return `attend`, extended by the recurrent states of the chunks if the model has recurrent layers."""
         states = self.states
         if states is None:
             return attend
@@ -368,8 +378,9 @@ class Runner:
         Args:
             tokens_N: int64, input tokens.
             positions_N: int64, position of each token in its sequence.
-            attend: The attention.
-            places_N: int64, positions in the cache at which to store the experts of the tokens. None stores none.
+            attend: Function that computes the attention of a layer.
+            places_N: int64, index of each token in the cache, at which the experts of the token are stored. None stores
+                no experts.
 
         Returns:
             Hidden states after the final norm, (N, D).
@@ -383,7 +394,7 @@ class Runner:
         return hidden_ND
 
     def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:
-        """Compute log-probabilities of the prompt tokens of this pass, for requests with `prompt_logprobs`."""
+        """Store the log-probabilities of this pass's prompt tokens, for requests with `prompt_logprobs`."""
         start = 0
         for chunk in chunks:
             leader, n_tokens = chunk.prefill.leader, chunk.end - chunk.start
@@ -399,7 +410,12 @@ class Runner:
             start += n_tokens
 
     def _launch_decode(self, sequences: list[Sequence]) -> Tensor:
-        """Launch a decoding step of these sequences. Return the result of `_decode`."""
+        """Launch a decoding step for these sequences, as a CUDA graph if possible.
+
+        Returns:
+            (2, B) float64, tokens and log-probabilities. If a sequence needs LogitEdits, (2 + 2K, B): the ids and
+            the log-probabilities of the K most likely tokens follow.
+        """
         n_rows = len(sequences)
         rows = np.zeros((4, n_rows), dtype=np.int64)
         rows[0] = [sequence.slot for sequence in sequences]
@@ -437,21 +453,23 @@ class Runner:
         max_len: int | None = None,
         edits: LogitEdits | None = None,
     ) -> Tensor:
-        """Sample the next token of each row.
+        """Run the model on the last token of each row, and sample the next token.
 
         Args:
-            rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their
-                completions, lengths of the shared prefixes.
-            split_lens: (2,) int64, see PagedBatch.
-            prefix_groups_GR: See PagedBatch.
-            splits: See PagedBatch.
-            flags: Features of sampling that the batch needs.
+            rows: (4, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
+                token in its completion, and the length of its shared prefix.
+            split_lens: (2,) int64, number of positions in a split of the attention: of a row's own positions, and of a
+                group's shared positions.
+            prefix_groups_GR: int64, batch rows of each shared-prefix group, padded with -1. None if there are no
+                groups.
+            splits: Largest number of splits of a row, and of a group.
+            flags: Sampling operations that at least one row needs.
             max_len: Length of the longest row in tokens. None in a captured graph.
-            edits: Edits of logits. None if no row needs any.
+            edits: Edits of the logits of some rows. None if no row needs edits.
 
         Returns:
-            (2, B) float64 tokens and log-probabilities. With `edits` (2 + 2K, B), including the K most likely
-            tokens.
+            (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
+            log-probabilities of the K most likely tokens follow.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(

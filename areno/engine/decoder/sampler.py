@@ -34,13 +34,13 @@ class SlotSampler:
 
     Args:
         n_slots: Number of slots, including one for padding rows.
-        vocab_size: Vocabulary of the model.
+        vocab_size: Vocabulary size of the model.
         device: Device of the model.
 
     Attributes:
         tensors: The settings, and the last token of each slot.
-        masks_SW: (slots, W) int32, one bit for each token that a slot may sample. All bits are set for slots without
-            a grammar. None until a grammar is used.
+        masks_SW: (slots, W) int32 with one bit for each token of the vocabulary, set if the slot may sample the
+            token. All bits are set for slots without a grammar. None until a grammar is used.
     """
 
     def __init__(self, n_slots: int, vocab_size: int, device: torch.device):
@@ -61,7 +61,7 @@ class SlotSampler:
         self._masked_slots: set[int] = set()  # slots whose masks have cleared bits
 
     def flags(self, sequences: list[Sequence]) -> SamplingFlags:
-        """Return the features of sampling that a batch of these sequences needs."""
+        """Return the sampling operations that at least one of these sequences needs, such as top-k or a penalty."""
         return SamplingFlags(
             filtered=any(sequence.is_filtered for sequence in sequences),
             n_banned=self.tensors.banned.shape[1] if any(sequence.bans_stop for sequence in sequences) else 0,
@@ -71,10 +71,10 @@ class SlotSampler:
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Pack slots and settings of new sequences into one array, so that one copy sends them to the device.
+        """Pack the slots and settings of new sequences into one array, so that one copy sends them to the device.
 
-        Floats are stored by their float64 bits. The number of banned tokens is rounded up to a power of two, so that
-        few kernels are compiled.
+        Floats are stored as the bits of a float64. `n_banned`, the number of rows for banned tokens, is 0 or a power of
+        two, so that few kernel variants are compiled.
 
         Args:
             sequences: Sequences that have a new slot.
@@ -102,7 +102,7 @@ class SlotSampler:
         return packed
 
     def assign(self, packed: Tensor) -> None:
-        """Write settings into the tensors.
+        """Write the settings of new sequences into `tensors`.
 
         Args:
             packed: Result of `pack`, on the device.
@@ -122,15 +122,16 @@ class SlotSampler:
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Pack the completion tokens of new sequences that have a penalty.
+        """Return the completion tokens of those new sequences that have a frequency or presence penalty, as arrays.
 
-        A preempted sequence has such tokens when it gets a new slot.
+        A sequence that was preempted already has completion tokens when it gets a new slot.
 
         Args:
             sequences: Sequences that have a new slot.
 
         Returns:
-            int64 slots (n,), and (slot, token) pairs as (2, tokens). None if no sequence has a penalty.
+            Slots of the sequences with a penalty, (n,) int64, and one (slot, token) pair for each of their
+            completion tokens, (2, tokens) int64. None if no sequence has a penalty.
         """
         penalized = [sequence for sequence in sequences if sequence.is_penalized]
         if not penalized:
@@ -140,11 +141,11 @@ class SlotSampler:
         return slots, np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
-        """Write counts of completion tokens into the tensors, for the penalties.
+        """Set the counts of completion tokens of new sequences, from which penalties are computed.
 
         Args:
-            slots: Slots from `pack_counts`, on the device.
-            pairs_2N: Pairs from `pack_counts`, on the device.
+            slots: Slots from `pack_counts`, on the device. Their previous counts are dropped.
+            pairs_2N: (slot, token) pairs from `pack_counts`, on the device.
         """
         if self.tensors.counts is None:
             self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
@@ -153,15 +154,16 @@ class SlotSampler:
         counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
 
     def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Pack the grammar masks of a batch, and full masks for slots that had a grammar before.
+        """Return the grammar masks that must be written before a batch is sampled.
 
-        The host must have all tokens of the sequences with a grammar.
+        These are the masks of sequences with a grammar, and masks with all bits set for sequences without a grammar
+        whose slot still has an old mask. All sampled tokens of a sequence with a grammar must have arrived on the host.
 
         Args:
             sequences: Sequences that sample in this step.
 
         Returns:
-            int64 slots (n,) and int32 masks (n, W). None if no mask changes.
+            Slots, (n,) int64, and their masks, (n, W) int32. None if no mask changes.
         """
         with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
         freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
@@ -177,7 +179,7 @@ class SlotSampler:
         return slots, masks_KW
 
     def assign_masks(self, slots: Tensor, masks_KW: Tensor) -> None:
-        """Write masks into the tensors.
+        """Write grammar masks into `masks_SW`.
 
         Args:
             slots: Slots from `pack_masks`, on the device.
@@ -191,13 +193,13 @@ class SlotSampler:
     def sample(self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
         """Sample a token for each row.
 
-        Grammar masks, like top-k and top-p, restrict the draw but do not change the log-probability.
+        Top-k, top-p and grammar masks restrict the draw, but do not change the returned log-probability.
 
         Args:
             logits_BV: Logits of the whole vocabulary. Their values may be overwritten.
             slots_B: int64, slot of each row, its index in the settings.
             index_B: int64, index of the sampled token in its completion.
-            flags: Features of sampling that the batch needs.
+            flags: Sampling operations that at least one row needs.
 
         Returns:
             (2, B) float64: tokens and log-probabilities.
@@ -226,7 +228,7 @@ class SlotSampler:
             columns_BV: This rank's columns of the logits.
             slots_B: int64, slot of each row, its index in the settings.
             index_B: int64, index of the sampled token in its completion.
-            flags: Features of sampling that the batch needs. Must not need all columns, see `can_sample_columns`.
+            flags: Sampling operations that at least one row needs. `can_sample_columns` must have accepted these flags.
 
         Returns:
             (2, B) float64: tokens and log-probabilities, the same on every rank.
@@ -252,13 +254,15 @@ class SlotSampler:
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
     def record_tokens(self, tokens_B: Tensor, slots_B: Tensor, drawn_on_this_rank: slice, flags: SamplingFlags) -> None:
-        """Record the last tokens of all rows, after each tensor-parallel rank has drawn a share of the rows.
+        """Store the sampled token of each row as the last token of its slot, and count it for penalties.
+
+        Call this after each tensor-parallel rank has drawn some of the rows, and the ranks have gathered all tokens.
 
         Args:
-            tokens_B: int64, drawn token of each row.
+            tokens_B: int64, sampled token of each row.
             slots_B: int64, slot of each row, its index in the settings.
-            drawn_on_this_rank: The rows that this rank has drawn. Their penalty counts already include the token.
-            flags: Features of sampling that the batch needs.
+            drawn_on_this_rank: The rows that this rank has drawn. Their tokens are already counted for penalties.
+            flags: Sampling operations that at least one row needs.
         """
         self.tensors.last_token[slots_B] = tokens_B
         if flags.penalized:
@@ -270,16 +274,16 @@ class SlotSampler:
 
 @dataclass(slots=True)
 class LogitEdits:
-    """Edits of the logits of some rows in a batch, on the device.
+    """Settings that edit the logits of some rows in a batch, as tensors on the device.
 
     Attributes:
-        rows_R: int64, indices of these rows in the batch.
-        bias: All bias entries: index among the R rows (int64), token id (int64), value (float32). None if no row has a
-            bias.
+        rows_R: int64, batch indices of the R rows that have such settings.
+        bias: All bias entries as three tensors: index among the R rows (int64), token id (int64), value (float32). None
+            if no row has a bias.
         presence_R: float32, presence penalty of each row.
         frequency_R: float32, frequency penalty of each row.
         min_p_R: float32, min-p of each row. 0 for greedy rows.
-        n_top: Number of most likely tokens to return: the largest that a row requests.
+        n_top: Largest number of most likely tokens that any row requests.
     """
 
     rows_R: Tensor
@@ -291,7 +295,7 @@ class LogitEdits:
 
     @classmethod
     def of(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
-        """Return the edits of a batch. None if no sequence needs edits, which is the usual case.
+        """Return the edits for the sequences of a batch. None if no sequence needs edits, which is the usual case.
 
         Args:
             sequences: The sequences, one for each row.
@@ -317,15 +321,16 @@ class LogitEdits:
     ) -> Tensor:
         """Return a copy of the logits with bias, presence penalty and min-p applied.
 
-        Frequency penalties, banned tokens and masks are applied by the sampler later. Here they only determine the most
-        likely token, which min-p is relative to.
+        Min-p removes tokens whose probability is too small relative to the most likely token. To find the most likely
+        token, frequency penalties, banned tokens and masks are considered too. They are not part of the result, since
+        the sampler applies them later.
 
         Args:
             logits_RV: Logits of the rows with edits.
             slots_R: int64, slot of each row, its index in the settings.
             positions_R: int64, index of the sampled token in its completion.
             sampler: Settings of the slots.
-            flags: Features of sampling that the batch needs.
+            flags: Sampling operations that at least one row needs.
         """
         edited_RV, settings = logits_RV.clone(), sampler.tensors
         if self.bias is not None:
@@ -354,19 +359,20 @@ def sample_edited(
     flags: SamplingFlags,
     edits: LogitEdits,
 ) -> Tensor:
-    """Sample a token for each row, from edited logits for the rows in `edits`.
+    """Sample a token for each row of a batch in which some rows need edited logits.
 
     Args:
-        logits_BV: Logits of the whole vocabulary.
+        logits_BV: Logits of the whole vocabulary, before edits.
         slots_B: int64, slot of each row, its index in the settings.
         positions_B: int64, index of the sampled token in its completion.
         sampler: Settings of the slots.
-        flags: Features of sampling that the batch needs.
-        edits: Edits of some rows.
+        flags: Sampling operations that at least one row needs.
+        edits: The edits, and the rows that need them.
 
     Returns:
         (2 + 2 * n_top, B) float64: tokens, log-probabilities, then the ids and the log-probabilities of the n_top
-        most likely tokens. These are -1 for rows without edits.
+        most likely tokens. Log-probabilities are computed from unedited logits. The ids and log-probabilities of the
+        most likely tokens are -1 for rows without edits.
     """
     rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
     policy_RV = logits_BV[rows_R]
@@ -385,12 +391,14 @@ def sample_edited(
 
 
 def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
-    """Return (log-probability of the given token, most likely tokens) for each of K positions.
+    """Return (log-probability of the given token, list of the most likely tokens) for each of K positions.
+
+    A most likely token is a pair (token id, log-probability).
 
     Args:
         scaled_KV: Logits divided by the temperature.
         tokens: Token id at each position.
-        n_top: Number of most likely tokens.
+        n_top: Number of most likely tokens to return.
     """
     logprobs_KV = scaled_KV.double().log_softmax(-1)
     chosen = torch.tensor(tokens, device=scaled_KV.device)[:, None]

@@ -1,16 +1,16 @@
-"""Continuous batching: the sequences that run in the next step, and their KV blocks. Contains no tensors.
+"""Continuous batching: which sequences run in the next step, and which KV blocks they get. Contains no tensors.
 
-A step advances every running sequence by one token, and prefills up to `max_prefill_tokens` prompt tokens. So long
-prompts do not delay running sequences, and running sequences do not delay prompts. Sequences are admitted first come,
-first served; running, prefilling and waiting are ordered by age, the oldest first. A sequence with a grammar runs only
-in every second step, because its next mask needs its last token on the host.
+A step samples one token for every running sequence, and prefills up to `max_prefill_tokens` prompt tokens. Therefore a
+long prompt does not stop running sequences, and running sequences do not stop prefill. Sequences are admitted first
+come, first served. The lists of running, prefilling and waiting sequences are sorted by age, the oldest first. A
+sequence with a grammar runs only in every second step, because its next mask needs its last token on the host.
 
 When blocks run out, the youngest sequence is preempted: its blocks are freed, and it waits to be recomputed. The oldest
-sequence always continues. So there is no deadlock, as long as each sequence fits into the cache alone, which
+sequence always continues, so there is no deadlock. This requires that each sequence fits into the cache alone, which
 RequestLimits checks.
 
-Layers with a sliding window need only the blocks of the window (KVLayout). During prefill these blocks are allocated
-chunk by chunk, and blocks before the window of the next chunk are freed.
+Layers with a sliding window need only the blocks of the window. During prefill, these blocks are allocated chunk by
+chunk, and blocks before the window of the next chunk are freed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from areno.types import GenerationRequest
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A prompt in prefill, for one sample and for other samples of the same request.
+    """A prompt that is being prefilled, once for one or several samples of a request.
 
-    The followers share the full blocks of the leader. A partly filled last block is copied for each follower when the
-    prompt is complete.
+    The first sample (the leader) owns the blocks into which the prompt is computed. When the prompt is complete, the
+    other samples (the followers) share its full blocks, and each gets a copy of a partly filled last block.
 
     Attributes:
-        leader: The sample whose blocks the prompt is computed into.
+        leader: The first sample.
         followers: The other samples.
     """
 
@@ -40,7 +40,7 @@ class Prefill:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All samples whose prompt is computed here: the leader and the followers."""
+        """The samples that use this prefill: the leader, then the followers."""
         return [self.leader, *self.followers]
 
     def slot_pairs(self) -> list[tuple[int, int]]:
@@ -50,7 +50,8 @@ class Prefill:
     def copies(self, blocks: BlockManager) -> list[tuple[int, int]]:
         """Return (source, destination) pairs of blocks to copy when the prompt is complete.
 
-        They are the partly filled last blocks. Empty if the last block is full.
+        Each follower gets a copy of the partly filled last block of the leader. The list is empty if the last block is
+        full.
 
         Args:
             blocks: The KV blocks.
@@ -69,12 +70,12 @@ class Prefill:
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens [start, end) of a prompt, computed in one step.
+    """The tokens [start, end) of a prompt, which one step prefills.
 
-    In the step of the last chunk, each sequence of the prefill samples its first token.
+    After the last chunk, each sequence of the prefill samples its first token in the same step.
 
     Attributes:
-        prefill: The prompt.
+        prefill: The prompt, with the sequences that share it.
         start: Index of the first token.
         end: Index after the last token.
     """
@@ -142,16 +143,17 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     def is_short_of_blocks(self) -> bool:
-        """Return whether the next step would preempt sequences for lack of blocks.
+        """Return whether the next step would preempt sequences because too few KV blocks are available.
 
-        If so, the caller first reads the tokens in flight, because they may finish some sequences.
+        If so, the caller first reads the tokens of the previous step, because they may finish some sequences and
+        free their blocks.
         """
         return sum(map(self._needs_block, self.running)) * self.blocks.blocks_over_all_groups > self.blocks.n_available
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
 
-        The sequences count the positions of the step as cached from now on, so the caller must launch the plan.
+        The caller must launch the plan, because `n_kv` and `n_sampled` of the sequences already count its tokens.
         """
         self._release_skipped_of_prefilled()
         decode = self._grow_running()
@@ -162,11 +164,11 @@ class Scheduler:
         return SchedulerOutput(chunks, decode)
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
-        """Add the full blocks of a sequence to the prefix cache.
+        """Add the full blocks of a sequence to the prefix cache. Does nothing if the prefix cache is not used.
 
         Args:
             sequence: The sequence.
-            n_tokens: Number of its first tokens that the host knows and whose keys and values are cached.
+            n_tokens: Number of leading tokens whose ids are on the host and whose keys and values are in the cache.
         """
         if self.reuses_prefixes and n_tokens >= (sequence.block_tables.n_registered + 1) * self.blocks.block_size:
             sequence.block_tables.register(sequence.tokens, n_tokens)
@@ -228,7 +230,7 @@ class Scheduler:
             self._preempt_youngest()
 
     def _needs_block(self, sequence: Sequence) -> bool:
-        """Return whether a sequence needs a new block for its next position."""
+        """Return whether a sequence will decode further and its KV blocks have no room for the next position."""
         return sequence.n_kv == sequence.block_tables.capacity and not sequence.reached_max_new
 
     def _grow_running(self) -> list[Sequence]:
@@ -253,14 +255,14 @@ class Scheduler:
         return decode
 
     def _release_skipped_of_prefilled(self) -> None:
-        """Free blocks of the last step's prompts that lie before the window of later tokens."""
+        """Free those KV blocks of the last step's prefill that lie before the sliding window of later tokens."""
         for sequence in self._prefilled:
             if sequence.slot >= 0:
                 sequence.block_tables.release_skipped(sequence.n_kv)
         self._prefilled = []
 
     def _next_chunks(self) -> list[Chunk]:
-        """Return the chunks of prompts to compute in this step: of unfinished prompts, then of newly admitted ones."""
+        """Return the prompt chunks to compute in this step. Unfinished prompts come before newly admitted prompts."""
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
         for prefill in self.prefilling:  # at most one: no prompt is admitted before it is complete
@@ -282,10 +284,11 @@ class Scheduler:
         return chunks
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
-        """Add the next chunk of a prompt to `chunks`, with at most `budget` tokens.
+        """Append the next chunk of a prompt, with at most `budget` tokens, to `chunks`.
 
         Returns:
-            The remaining budget of tokens. 0 if the prompt is still incomplete, so that no other prompt starts.
+            The number of tokens left in the budget. 0 if the prompt is still incomplete, so that no other prompt
+            starts.
         """
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
@@ -301,7 +304,7 @@ class Scheduler:
         return budget if end == len(leader.tokens) else 0
 
     def _reach(self, leader: Sequence) -> int:
-        """Return the position up to which the available blocks suffice for a prompt, with sliding windows."""
+        """Return up to which position of a prompt the available blocks suffice, for a model with sliding windows."""
         spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
         return (
             leader.block_tables.capacity
@@ -312,7 +315,7 @@ class Scheduler:
         """Admit the oldest waiting sequence, together with samples of its request that can share its prompt.
 
         Returns:
-            The new prefill. None if no sequence waits, or slots or blocks are missing.
+            The new prefill. None if no sequence waits, no slot is free, or too few blocks are available.
         """
         if not self.waiting or not self._slots:
             return None
@@ -348,7 +351,7 @@ class Scheduler:
         return prefill
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Return the largest number of blocks that a prompt will hold at once in addition to its cached prefix."""
+        """Return the largest number of blocks that a prompt holds at once, not counting its cached prefix."""
         size, n_blocks = self.blocks.block_size, 0
         for group, n_skipped in zip(self.blocks.groups, match.n_skipped, strict=True):
             n_matched = match.n_group_blocks - n_skipped

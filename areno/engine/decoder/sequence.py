@@ -18,11 +18,11 @@ _PART_OF_A_CHARACTER = "\ufffd"
 
 
 class StopStrings:
-    """Finds stop strings without decoding every token.
+    """Finds stop strings in completions, without decoding the text after every token.
 
-    A stop string is complete when a token is added whose text contains its end. Most tokens cannot end any of the stop
-    strings. The result of this check is kept for each token id, and a completion is decoded only after the other
-    tokens.
+    A stop string can only be completed by a token whose text contains the end of the string. Most tokens cannot end any
+    stop string. `can_end_with` checks this once per token id and keeps the answer. Only after tokens that can end a
+    stop string, the text of the completion is decoded and searched.
 
     Args:
         strings: The stop strings of a request.
@@ -36,7 +36,9 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def are_in(self, tokens: list[int]) -> bool:
-        """Return whether the last tokens of a completion contain a stop string.
+        """Return whether the end of a completion contains a stop string.
+
+        Only as many last tokens are decoded as a stop string can span.
 
         Args:
             tokens: Token ids of the completion.
@@ -56,7 +58,10 @@ class StopStrings:
         return can_end
 
     def _fits(self, text: str) -> bool:
-        """Return whether the text of a token contains a stop string, or begins with the end of a stop string."""
+        """Return whether the text of a token contains a stop string, or begins with the end of a stop string.
+
+        Also True if the text contains an incomplete UTF-8 character.
+        """
         if _PART_OF_A_CHARACTER in text:
             return True
         return any(
@@ -70,29 +75,31 @@ logger = logging.getLogger("areno")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One sample of a request. The host knows only the tokens that have arrived from the device.
+    """One sample of a request, as the host knows it.
+
+    A token is first sampled on the device, and arrives on the host later.
 
     Attributes:
         request: The request.
-        sample: Number of the sample.
-        key: Seed of its random numbers.
-        max_new: Largest number of completion tokens, by all limits together.
+        sample: Index of the sample within the request.
+        key: Seed of the sample's random numbers.
+        max_new: Largest number of completion tokens, the minimum of all limits.
         stop_ids: Token ids that end the completion.
         tokens: Token ids of the prompt and of the completion so far.
         stop_strings: Search for stop strings. None if the request has none.
-        grammar: Position in the grammar after the last token that has arrived. None without a grammar.
+        grammar: State of the grammar after the last token that has arrived. None without a grammar.
         logprobs: Log-probability of each completion token.
         versions: For each completion token, version of the weights that sampled it.
         top_logprobs: For each completion token, the most likely tokens. Empty unless requested.
         prompt_logprobs: For each scored prompt token, (log-probability, most likely tokens). Empty unless requested.
-        n_cached: Prompt tokens found in the prefix cache at the first admission.
-        n_streamed: Completion tokens already returned in partial outputs.
-        n_sampled: Completion tokens sampled on the device, including tokens that have not arrived.
+        n_cached: Number of prompt tokens found in the prefix cache when the sample was first admitted.
+        n_streamed: Number of completion tokens already returned in partial outputs.
+        n_sampled: Number of completion tokens sampled on the device, including tokens that have not arrived.
         finish_reason: None while the sample is unfinished.
-        slot: Row in the tables on the device. -1 while waiting.
-        n_kv: Positions whose keys and values are in the cache, counting the planned step.
-        block_tables: KV blocks. Only set while the sequence has a slot.
-        needs_edits: Whether sampling needs LogitEdits.
+        slot: Row of the sequence in the block tables and sampling settings on the device. -1 while it waits.
+        n_kv: Number of positions whose keys and values are in the cache after the planned step.
+        block_tables: KV blocks of the sequence. Only set while it has a slot.
+        needs_edits: Whether sampling needs LogitEdits, as for a logit bias, min-p or top log-probabilities.
     """
 
     request: GenerationRequest
@@ -122,7 +129,7 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """First blocks of the group blocks in the group of layers with the longest window."""
+        """First block for each `block_size` positions, in the group of layers with the longest sliding window."""
         return self.block_tables.group_blocks[0]
 
     @property
@@ -132,7 +139,7 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no completion token has arrived, so that it can share the prefill of another sample."""
+        """Whether no completion token has arrived. Such a sample can share the prefill of another sample."""
         return len(self.tokens) == self.n_prompt
 
     @property
@@ -167,12 +174,15 @@ class Sequence:
 
     @property
     def min_new(self) -> int:
-        """Number of completion tokens that must be sampled before a token of `stop_ids` may be."""
+        """Number of completion tokens that must be sampled before a token in `stop_ids` is allowed."""
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
     @property
     def bans_stop(self) -> bool:
-        """Whether the token that is being sampled must not be in `stop_ids`. `n_sampled` already counts this token."""
+        """Whether the token sampled in the planned step must not be in `stop_ids`.
+
+        Call this after `n_sampled` was incremented for this token.
+        """
         return self.n_sampled <= self.min_new
 
     def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None) -> bool:
@@ -207,14 +217,17 @@ class Sequence:
         return self.finish_reason is not None
 
     def _has_stop_string(self, stop_strings: StopStrings) -> bool:
-        """Return whether the last token completes a stop string."""
+        """Return whether the completion contains a stop string, now that the last token was appended.
+
+        False until the completion has `min_new_tokens` tokens.
+        """
         n_new, least = len(self.logprobs), self.request.params.min_new_tokens
         if n_new < least or (n_new > least and not stop_strings.can_end_with(self.tokens[-1])):
             return False
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self) -> None:
-        """Forget the slot and the blocks. Tokens that have arrived stay."""
+        """Forget the slot and the KV blocks, for a sequence that finishes or is preempted. Arrived tokens stay."""
         self.slot, self.n_kv = -1, 0
         if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []

@@ -76,7 +76,12 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Use dill for functions and classes that a child process cannot import."""
+        """Use dill for functions and classes that a child process cannot import.
+
+        Returns:
+            What to unpickle: `_loads` with its arguments. NotImplemented for other objects, which are pickled as
+            usual.
+        """
         if not isinstance(obj, (FunctionType, type)):
             return NotImplemented
         of_file = obj.__module__.startswith(USER_MODULE)
@@ -89,7 +94,14 @@ class _Pickler(pickle.Pickler):
 
 
 def _loads(file: str | None, module: str, content: bytes) -> Any:
-    """Unpickle a function or class of `_Pickler`. Import the file of the user that defines it, if there is one."""
+    """Unpickle a function or class that `_Pickler` has pickled with dill.
+
+    Args:
+        file: The user's file that defines the function or class, which is imported first as `module`. None for other
+            modules.
+        module: Name of the module that defines the function or class.
+        content: The bytes from dill.
+    """
     import dill
 
     if file is not None and module not in sys.modules:

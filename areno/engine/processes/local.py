@@ -25,13 +25,13 @@ Arrived = tuple[list[tuple[int, bytes]], list[int]]
 class Processes(Protocol):
     """The interface to a set of worker processes, on this machine (LocalProcesses) or on several (RayProcesses).
 
-    `rank` is always the global rank in the run. All methods but `kill` and `close` raise WorkerLost if a machine was
+    `rank` is always the global rank in the run. `send`, `receive` and `exit_codes` raise WorkerLost if a machine was
     lost.
 
     Attributes:
         spec: Description of the workers, including the host of each rank.
         counters: Progress counters of all ranks, FIELDS integers per rank, for WorkerHeartbeats.
-        death_grace_s: Longest time, in seconds, between the end of a process and its report by `exit_codes`.
+        death_grace_s: Longest time, in seconds, from the end of a process until `exit_codes` returns its code.
     """
 
     spec: EngineSpec
@@ -57,7 +57,7 @@ class Processes(Protocol):
             timeout: Longest wait for the first message, in seconds. None waits without limit.
 
         Returns:
-            `(messages, ended)`: a list of (rank, pickled message), and a list of ranks. Both are empty after a
+            `(messages, ended)`: a list of (rank, pickled message) pairs, and a list of ranks. Both are empty after a
             timeout.
         """
         ...
@@ -82,7 +82,10 @@ class Processes(Protocol):
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker."""
+        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
+
+        The description is empty for a process that runs or sleeps normally.
+        """
         ...
 
     def kill(self) -> None:
@@ -173,7 +176,10 @@ class LocalProcesses:
         """Do nothing, since the end of a process on this machine is always noticed at once."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker."""
+        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
+
+        The description is empty for a process that runs or sleeps normally.
+        """
         pids = {rank: process.pid for rank, process in self.processes.items()}
         return stack_traces.request(pids, self._stack_trace_pipes, self.spec.world_size > 1)
 

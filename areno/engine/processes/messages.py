@@ -37,9 +37,10 @@ class Command:
 
     Attributes:
         method: Name of the method.
-        arguments: Pickled positional arguments. The worker unpickles them late, where it can reply with an error.
-        id: Number of the command, which the Reply repeats. None if the driver waits for no reply. Then the worker
-            replies only if the command fails.
+        arguments: Pickled positional arguments. The worker unpickles them separately, so that it can reply with an
+            error if unpickling fails.
+        id: Number of the command, which the Reply repeats. None if the driver does not wait for a reply. The worker
+            then replies only if the command fails.
     """
 
     method: str
@@ -65,11 +66,11 @@ class Reply:
 
 @dataclass
 class Outputs:
-    """Samples and counters that a worker sends to the driver while it decodes.
+    """Outputs and statistics that a worker sends to the driver while it decodes.
 
     Attributes:
-        outputs: Samples that have finished, or the new tokens of samples that continue.
-        stats: Latest counters of the worker's decoder.
+        outputs: Finished samples, and new tokens of unfinished samples.
+        stats: Latest statistics of the worker's decoder.
     """
 
     outputs: list[GenerationOutput]
@@ -106,7 +107,7 @@ def _outputs_of(
         versions: Per sample, the weights version of each token, or a single version if all tokens share it.
         lengths: Number of tokens of each sample.
         rest: Per sample, the values of the remaining fields of GenerationOutput, in the order of `_REST`.
-        stats: Counters of the worker.
+        stats: Statistics of the worker's decoder.
     """
     outputs, start = [], 0
     for n_tokens, of_one, others in zip(lengths, versions, rest, strict=True):

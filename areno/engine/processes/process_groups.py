@@ -92,10 +92,9 @@ class ParallelContext:
         tp: Group of the ranks that share one copy of the model (tensor parallel).
         dp: Group of the ranks that hold the same shard in all copies of the model (data parallel).
         cp: Subgroup of `dp` whose ranks split the tokens of each training row (context parallel).
-        data: Subgroup of `dp` with this rank's position in every context-parallel group. These ranks train different
-            rows.
+        data: Subgroup of `dp` whose ranks train different rows: one rank from each context-parallel group.
         broadcast: Sends commands to the other tensor-parallel ranks. None if `tp` has one rank.
-        states: Gloo group of all ranks for the thread that writes run states. None for a run with one rank.
+        states: Gloo group of all ranks, for the thread that writes training states. None for a run with one rank.
         n_ranks_on_machine: Number of ranks on this machine, including this rank.
     """
 

@@ -64,7 +64,7 @@ class Node:
         return _listens(self.host, self.port)
 
     def devices(self, kind: str) -> int:
-        """Return how many workers the node can hold, free or not, with one device each.
+        """Return the number of GPUs or CPUs on the node, free or in use. A worker takes one of them.
 
         Args:
             kind: "cuda" counts GPUs. "cpu" counts CPUs.
@@ -90,13 +90,13 @@ def check_installed() -> None:
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
     """Connect this process to a Ray cluster. Do nothing if it is already connected.
 
-    The cluster is the one at the environment variable RAY_ADDRESS or, without the variable, the one on this machine. A
-    run on one node starts its own cluster on this machine if there is none or if RAY_ADDRESS=local. This cluster ends
-    with the process.
+    The environment variable RAY_ADDRESS names the cluster. Without this variable, a cluster on this machine is used. A
+    run on one node starts its own cluster on this machine if there is none, or if RAY_ADDRESS=local. The started
+    cluster ends with the process.
 
     Args:
         n_nodes: Number of nodes of the run.
-        n_devices: Number of devices of the run, the least number of CPUs for a cluster that is started here. None if
+        n_devices: Number of devices of the run. A cluster that is started here offers at least as many CPUs. None if
             unknown.
 
     Raises:
@@ -318,16 +318,16 @@ def free_devices(kind: str) -> dict[str, int]:
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
-    """Wait until the nodes of the cluster suffice or the timeout passes, and return the nodes then alive.
+    """Wait until the nodes of the cluster suffice or the timeout passes, and return the nodes that are alive then.
 
     Args:
         enough: Function that returns whether a list of nodes suffices.
         timeout: Longest wait, in seconds.
-        what: Description of the missing nodes, for the log.
+        what: Description of the nodes that are waited for, for the log.
         key: The setting that `timeout` comes from, for the log. None if no setting changes it.
 
     Returns:
-        The nodes. Check them again, since they may not suffice.
+        The nodes. After a timeout they do not suffice, so the caller must check them again.
     """
     deadline, told = time.monotonic() + timeout, False
     while not enough(found := nodes()) and time.monotonic() < deadline:
@@ -353,19 +353,19 @@ def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> boo
 
 
 def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
-    """Return how many blocks of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several.
+    """Return how many sets of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several sets.
 
     Args:
         found: Nodes of the cluster.
         kind: Kind of device, "cuda" or "cpu".
         n_nodes: Largest result.
-        n_each: Number of devices in a block. All devices of a block are on one node.
+        n_each: Number of devices in a set. All devices of a set are on one node.
     """
     return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
 
 
 def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
-    """Build the Problem for a ConfigError if the cluster is too small for the run.
+    """Build the Problem that says that the cluster is too small for the run, for a ConfigError.
 
     Args:
         kind: Kind of device, "cuda" or "cpu".

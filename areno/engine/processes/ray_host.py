@@ -48,7 +48,7 @@ class NodeReport:
 class NodeHost:
     """Ray actor that holds the worker processes on one node.
 
-    Ray runs methods of different concurrency groups in GROUPS at the same time, each group with its number of threads.
+    GROUPS maps Ray concurrency groups to numbers of threads. Calls in different groups run at the same time.
 
     Args:
         environment: Environment variables for the workers. A variable that is already set on the node keeps its value.
@@ -117,15 +117,15 @@ class NodeHost:
                 self._processes.send_bytes(rank, command)
 
     def receive(self, timeout: float) -> tuple[Arrived, list[int]]:
-        """Return what has arrived from the workers of this node.
+        """Return the messages that have arrived from the workers of this node, and their progress counters.
 
         Args:
             timeout: Longest wait for the first message, in seconds.
 
         Returns:
-            `((messages, ended), counters)`: (rank, pickled message) pairs, the ranks whose connection has newly ended,
-            and the progress counters of the run. Only counters for ranks of this node are valid. All lists are empty
-            before `start`.
+            `((messages, ended), counters)`: (rank, pickled message) pairs, the ranks whose connection has newly
+            ended, and the progress counters of all ranks, of which only those of this node's ranks are valid. All
+            lists are empty before `start`.
         """
         if (processes := self._processes) is None:
             return ([], []), []
@@ -142,7 +142,11 @@ class NodeHost:
         return {} if self._processes is None else self._processes.exit_codes(rank, timeout)
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return, by rank, (process state in words or an empty string, stacks as text) of the workers on this node."""
+        """Return a description of the process state, and the Python stacks as text, for each worker here by rank.
+
+        The description is empty for a process that runs or sleeps normally. The workers on other nodes are not
+        included.
+        """
         return {} if self._processes is None else self._processes.stack_traces()
 
     def kill(self) -> None:
@@ -160,7 +164,8 @@ class NodeHost:
 def versions() -> dict[str, str]:
     """Return, by name, the versions that must be equal on all nodes: areno, Python, torch and transformers.
 
-    Suffixes such as `+cu126` are left out, so builds of torch for different accelerators count as equal.
+    The patch version of Python and suffixes such as `+cu126` are left out, so builds of torch for different
+    accelerators count as equal.
     """
     major, minor, _ = platform.python_version_tuple()
     found = {name: _version(name).partition("+")[0] for name in VERSIONS_OF}

@@ -60,8 +60,8 @@ class RayProcesses:
 
     Args:
         spec: Description of the workers.
-        again: Whether this is a restart after a group has lost workers. Then fewer copies of the model may start if
-            nodes are gone, and a node may hold more ranks than before.
+        again: Whether this is a restart after workers were lost. If nodes are gone, fewer copies of the model may then
+            start, and a node may hold more ranks than before.
 
     Attributes:
         spec: Description of the workers that were started, with the host of each rank.
@@ -208,9 +208,10 @@ class RayProcesses:
             self._threads.append(thread)
 
     def _report(self, node: _Node, asked: Any) -> NodeReport:
-        """Wait for the pending report `asked` from a node, and return the report.
+        """Wait for the report of a node, and return it.
 
-        Raises EngineError if areno cannot start on the node.
+        `asked` is Ray's reference to the pending result of NodeHost.report. Raises EngineError if areno cannot start
+        on the node.
         """
         try:
             deadline = time.monotonic() + _START_S
@@ -324,9 +325,10 @@ class RayProcesses:
         self._suspects_loss = True
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker.
+        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
 
-        A remark replaces the stacks of workers whose node does not answer.
+        The description is empty for a process that runs or sleeps normally. A remark replaces the stacks of workers
+        whose node does not answer.
         """
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
         for one in self._answered([_ask(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
@@ -335,7 +337,7 @@ class RayProcesses:
         return shown
 
     def _answered(self, asked: list[Any], timeout: float) -> list[Any]:
-        """Return those of the pending actor calls `asked` that are answered within `timeout` seconds."""
+        """Wait up to `timeout` seconds for pending actor calls, and return the references that are ready."""
         return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
 
     def kill(self) -> None:
@@ -382,7 +384,7 @@ def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
 
 
 def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
-    """Return whether it is safe to place workers, because Ray no longer offers the devices of any lost node.
+    """Return whether placing workers is safe, because Ray does not offer the devices of a lost node any more.
 
     Args:
         kind: Kind of device, "cuda" or "cpu".
@@ -390,8 +392,8 @@ def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bo
         found: Nodes that Ray considers alive.
 
     Returns:
-        False while a node that areno has recorded as lost does not answer or has fewer than `n_each` free devices. The
-        devices of a hung node stay in use although it may still accept connections.
+        False if `found` contains a node that areno has recorded as lost, unless the node answers and has `n_each`
+        free devices. A hung node may still accept connections, but its devices stay in use.
     """
     lost = [node for node in found if node.id in lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
@@ -429,7 +431,7 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
 
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
-    """Return the folders that every node reads directly, such as the model's, by the name of their setting.
+    """Return the folders that every node reads directly, such as the model's, as setting name -> folder.
 
     Args:
         spec: Description of the workers.

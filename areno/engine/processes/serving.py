@@ -143,9 +143,10 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
 
 
 def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
-    """Return the commands that have arrived. Wait for a command if there is nothing to decode. None marks the end.
+    """Return the commands that have arrived. Waits for a command if there is nothing to decode.
 
-    The leader broadcasts the commands to its tensor-parallel group, so that all ranks execute them at the same step.
+    A None in the list says that the driver has closed the pipe. The leader broadcasts the commands to its
+    tensor-parallel group, so that all ranks execute them at the same step.
     """
     commands: list[Command | None] = []
     if context.is_leader:
@@ -162,8 +163,8 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
 def _failure(error: Exception, context: Any) -> ArenoError:
     """Return the error to send to the driver.
 
-    After an error that areno did not raise itself, the CUDA device is synchronized. WorkerLost is returned if the
-    device no longer works.
+    After an error that areno did not raise itself, the CUDA device is synchronized. If this fails, the device no
+    longer works, and a WorkerLost is returned.
     """
     told = portable(error, context.rank)
     if context.device.type == "cuda" and not isinstance(error, ArenoError):

@@ -141,13 +141,14 @@ class SpawnedGroup:
         return ready
 
     def stats(self) -> list[RolloutStats]:
-        """Return the latest decoding counters from each data-parallel rank, in order."""
+        """Return the latest decoding statistics of each data-parallel rank, in order."""
         return self._stats
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return, by rank, (process state in words or an empty string, Python stacks as text) of each worker.
+        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
 
-        The result is empty once the group is closed.
+        The description is empty for a process that runs or sleeps normally. The result is empty once the group is
+        closed.
         """
         return {} if self.processes is None else self.processes.stack_traces()
 
@@ -180,8 +181,8 @@ class SpawnedGroup:
     def _collect(self) -> list[Any]:
         """Wait until every rank has replied to the last command. Return the values from the leaders.
 
-        If one rank fails, others may wait for it in a collective forever. So the whole group is closed if replies are
-        still missing some seconds after the first error.
+        If a rank fails, other ranks may wait for it forever in a collective. So the whole group is closed if replies
+        are still missing some seconds after the first error.
         """
         deadline: float | None = None
         while len(self._replies) < self.spec.world_size:
@@ -222,9 +223,10 @@ class SpawnedGroup:
             self._replies[rank] = message
 
     def _of_its_node(self, rank: int, error: ArenoError) -> ArenoError:
-        """Add the host of `rank` to the message of a CheckpointError if the run has several nodes.
+        """Add the host of `rank` to a CheckpointError from this rank, in a run on several nodes.
 
-        Other errors are returned unchanged.
+        Returns:
+            The new error. Other errors, and errors in a run on one node, are returned unchanged.
         """
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error
@@ -232,14 +234,15 @@ class SpawnedGroup:
         return CheckpointError([problem.of_node(host) for problem in error.problems])
 
     def _raise_if_lost(self) -> None:
-        """Raise the error given to `mark_lost`, if there is an error."""
+        """Raise the error that was given to `mark_lost`, if `mark_lost` was called."""
         if self._lost is not None:
             raise self._lost
 
     def _raise_error(self) -> None:
         """Raise the first error sent by a worker, if any.
 
-        The end of a worker killed by a signal is raised instead, as the likely cause.
+        An error that areno did not raise itself may be a consequence of another worker's death. If a signal has
+        killed a worker, WorkerLost is raised instead.
         """
         self._raise_if_lost()
         error, self._error = self._error, None

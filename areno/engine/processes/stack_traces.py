@@ -36,7 +36,8 @@ _CANNOT_ANSWER = {"T", "t"}
 class StackTraceServer:
     """Sends a worker's stack traces to the driver on request, even while its main thread hangs in C code.
 
-    Create it in the worker. A signal makes faulthandler write the stacks to the pipe.
+    Create it in the worker. The driver requests stack traces by a signal, upon which faulthandler writes the stacks to
+    the pipe.
 
     Args:
         pipe: Two-way pipe for raw bytes, whose other end the driver holds.
@@ -52,7 +53,7 @@ class StackTraceServer:
             threading.Thread(target=self._send_collectives, daemon=True, name="areno-collectives").start()
 
     def _send_collectives(self) -> None:
-        """Reply to each byte from the driver with the collectives recorded by torch. Runs in a thread."""
+        """Send the collectives recorded by torch whenever the driver writes a byte to the pipe. Runs in a thread."""
         with contextlib.suppress(OSError):
             while os.read(self._pipe.fileno(), 1):
                 os.write(self._pipe.fileno(), _recorded_collectives().encode())

@@ -2,10 +2,11 @@
 
 Each worker counts its progress in memory that it shares with the driver (Heartbeat). This costs neither a message nor a
 system call. Counters on another machine are copied to the driver about once a second. A thread of the driver reads the
-counters (WorkerHeartbeats, Watchdog). If a rank has work and its counter has not changed for `engine.stall_timeout_s`,
-the log shows the stack traces of every process, the workers are killed, and callers that wait for them get a
-WorkerLost. If the driver hangs in its own work, an exception is raised in its main thread. If the main thread does not
-react, the process ends.
+counters (WorkerHeartbeats, Watchdog).
+
+A rank hangs if it has work and its counters have not changed for `engine.stall_timeout_s`. Then the stack traces of
+all processes are logged, the workers are killed, and calls that wait for them raise WorkerLost. If the driver hangs
+in its own work, an exception is raised in its main thread. If the main thread does not react, the process ends.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class WorkerHeartbeats:
         layout: Mapping of ranks to copies of the model.
 
     Attributes:
-        together: Whether the driver waits for a reply from every rank, so that ranks may wait for each other.
+        together: Whether all ranks execute a command that the driver waits for. They may then wait for each other in
+            collectives, so progress of a single rank counts for all.
     """
 
     def __init__(self, counters: Any, layout: Layout):
@@ -89,7 +91,9 @@ class WorkerHeartbeats:
 
 
 class Heartbeat:
-    """The worker's view of its own progress counters. Once created, `heartbeat.beat` increments one of the counters.
+    """The worker's view of its own progress counters.
+
+    After construction, `areno.heartbeat.beat()` increments one of these counters.
 
     Args:
         counters: Progress counters of all ranks in shared memory, FIELDS integers for each rank.
@@ -104,17 +108,17 @@ class Heartbeat:
         """Count a command as finished.
 
         Args:
-            decodes: Whether the worker now has requests to decode, see `decodes`.
+            decodes: Whether the worker now has requests to decode.
         """
         self.decodes(decodes)
         self._counters[self._at + _DONE] += 1
 
     def decodes(self, decodes: bool) -> None:
-        """Set whether the watchdog should expect progress in decoding.
+        """Tell the watchdog whether this worker is decoding, so that it must make progress.
 
         Args:
-            decodes: True while there are requests to decode. False while the worker waits for the driver to read a
-                message.
+            decodes: True while there are requests to decode. False if there are none, or while the worker only waits
+                until the driver reads a message.
         """
         self._counters[self._at + _DECODES] = decodes
 
@@ -123,7 +127,7 @@ class Watched(Protocol):
     """The interface that the watchdog needs from a group of workers.
 
     Attributes:
-        command: Name of the method that a worker inside the driver's process executes. Empty if there is none.
+        command: Name of the method that a worker inside the driver's process executes now. Empty if there is none.
     """
 
     command: str
@@ -134,7 +138,10 @@ class Watched(Protocol):
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return, by rank, (process state in words or an empty string, stacks as text) of each worker process."""
+        """Return a description of the process state, and the Python stacks as text, for each worker process by rank.
+
+        The description is empty for a process that runs or sleeps normally.
+        """
         ...
 
     def name(self, rank: int) -> str:
@@ -253,7 +260,8 @@ class Watchdog:
         If the main thread does not react, the process ends.
 
         Args:
-            work: (phase, thread identifier) of each piece of the driver's work in progress, outermost first.
+            work: (name, thread identifier) of each phase that the driver is in. Phases are nested, the outermost
+                comes first.
         """
         group, beats = self._group, heartbeat.count()
         kind = WorkerLost if group.heartbeats is None and group.command else EngineError
@@ -274,7 +282,7 @@ class Watchdog:
         os._exit(1)
 
     def _log_stack_traces(self, what: str, traces: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
-        """Log the stacks of every process, once for workers with equal stacks.
+        """Log the stacks of every process. Workers with equal stacks are logged together.
 
         Args:
             what: First line of the message.
@@ -293,7 +301,10 @@ class Watchdog:
 
 
 def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
-    """Call `check` at least ten times within the limit, until the watchdog is stopped or garbage-collected."""
+    """Call `check` of the watchdog every second, or more often for a short time limit. Runs in a thread.
+
+    Ends when the watchdog is stopped or garbage-collected. The period is at most a tenth of the time limit.
+    """
     before = time.monotonic()
     while (watchdog := ref()) is not None and watchdog.limit_s is not None:
         pause = min(_CHECK_EVERY_S, watchdog.limit_s / 10)
@@ -309,7 +320,7 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
 
 
 def _phase(work: list[tuple[str, int]]) -> str:
-    """Return " in " and the names of the driver's nested phases as text. Empty if no work is in progress."""
+    """Return the driver's nested phases as text, such as " in the run > evaluation". Empty if there are none."""
     names = dict.fromkeys(name for name, _ in work)
     return f" in {' > '.join(names)}" if names else ""
 

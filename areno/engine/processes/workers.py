@@ -144,7 +144,7 @@ class InlineGroup:
                 return outputs
 
     def stats(self) -> list[RolloutStats]:
-        """Return a list with the latest decoding counters of the worker."""
+        """Return a list with the latest decoding statistics of the worker."""
         return [self.worker.rollout_stats()]
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class InlineGroup:
         return f"worker {rank}"
 
     def mark_lost(self, error: WorkerLost) -> None:
-        """Do nothing, since there is no worker process to kill."""
+        """Do nothing, since there is no worker process to kill. `error` is ignored."""
 
 
 WorkerGroup = InlineGroup | SpawnedGroup
