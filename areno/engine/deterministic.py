@@ -1,8 +1,9 @@
-"""Settings of torch, cuBLAS and NCCL that make a worker compute the same bits in every run: `engine.deterministic`.
+"""Settings of torch, cuBLAS and NCCL with which a worker computes the same bits in every run.
 
-areno's own kernels always add in a fixed order, and its random numbers depend on counters, not on earlier draws.
-Libraries need settings. Some CUDA operations of torch add in the order in which threads arrive. cuBLAS may split a
-product according to the workspace of the stream. NCCL may reduce inside the network switch.
+A worker applies them if the setting `engine.deterministic` is true. areno's own kernels always add in a fixed order,
+and its random numbers depend on counters, not on earlier draws. The libraries need settings. Some CUDA operations of
+torch add in the order in which threads arrive. cuBLAS may split a product according to the workspace of the stream.
+NCCL may reduce inside the network switch.
 """
 
 from __future__ import annotations
@@ -100,11 +101,11 @@ def end_deterministic() -> None:
 
 @contextmanager
 def places_of_their_own() -> Iterator[None]:
-    """Switch torch's deterministic mode off inside a `with` block, for the decoder, which is deterministic without it.
+    """Switch torch's deterministic mode off inside a `with` block. The decoder runs in such a block.
 
-    The indexed writes of the decoder have distinct indices or add integers, but torch cannot know this. Its
-    deterministic mode would sort all indices first. Sorting takes time, and in some releases of torch it waits for
-    the device, which a CUDA graph does not allow.
+    The decoder is deterministic without this mode, because its indexed writes have distinct indices or add integers.
+    torch cannot know this, so its deterministic mode would sort all indices first. Sorting takes time, and in some
+    releases of torch it waits for the device, which is forbidden while a CUDA graph is captured.
     """
     mode = torch.get_deterministic_debug_mode()
     if mode:

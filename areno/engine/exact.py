@@ -1,9 +1,10 @@
-"""Matrix products whose result for a row has the same bits for any number of rows: required by `engine.exact`.
+"""Choice of matrix-product kernels whose result for a row has the same bits for any number of rows.
 
-Attention uses the backend "fixed_order". Elementwise operations and norms compute each row separately anyway. In a
-matrix product, the library chooses its kernel by the number of rows, and some kernels split the sum over the inputs.
-When a model is loaded, this module tests how the installed library computes products, and chooses the kernels for
-the model.
+The setting `engine.exact` requires this property. Attention has it with the backend "fixed_order". Elementwise
+operations and norms always have it, because they compute each row separately. Matrix products often lack it, because
+the library (cuBLAS on a GPU) chooses its kernel by the number of rows, and some kernels split the sum over the input
+features. When a model is loaded, this module tests how the installed library computes products, and chooses the
+kernels for the model.
 """
 
 from __future__ import annotations
@@ -101,11 +102,12 @@ def _try_adapters(adapters: list[Adapter], multiple: int) -> None:
 
 
 def _try_adapter(adapter: Adapter, multiple: int) -> None:
-    """Raise EngineError if an adapter's result for a row depends on the number of rows.
+    """Raise EngineError if a LoRA adapter's result for a row depends on the number of rows.
 
     Args:
         adapter: The adapter.
-        multiple: All tested numbers of rows are multiples of this. 1 if each row is computed separately.
+        multiple: The smallest number of rows that the model computes at once. Only multiples of this number are tested.
+            1 if each row is computed separately.
     """
     x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.places)
@@ -145,11 +147,12 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
 
 
 def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: bool) -> FixedOrderMatmul:
-    """Choose the kernels for products with the weights of a module on CUDA, so that all sums have one order.
+    """Choose the kernels for matrix products with a module's weight on CUDA, so that every sum has one fixed order.
 
-    The library alone is used if it never splits a sum. Otherwise smaller products run in the library without split-K
-    or in Triton, depending on which has the right bits and, with `timed`, which is faster. Raises EngineError if
-    Triton is needed and missing.
+    If the library (cuBLAS) never splits a sum, it computes all products. Otherwise products of few rows need another
+    kernel, which must give the same bits as the library's product of many rows: the library without split-K, or Triton.
+    If both give these bits, the choice is by measured time, or by a fixed number of rows if `timed` is False. If
+    neither gives these bits, Triton computes all products. Raises EngineError if Triton is needed and missing.
     """
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype

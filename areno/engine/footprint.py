@@ -38,16 +38,16 @@ _MIN_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
 
 @dataclass(frozen=True)
 class Model:
-    """One role of an engine, with the facts that decide its memory.
+    """One model of the engine, with the facts that decide how much memory it takes.
 
     Attributes:
-        name: Name of the role, such as "actor".
+        name: Name of the model's role, such as "actor".
         config: Shape of the model.
         optimizer: Type of the optimizer. None for a frozen model.
         key: Configuration section of the role.
         offload: Whether the model rests in host memory while it is not used.
         recompute: Whether layers recompute activations in the backward pass.
-        adapters: The adapters, if they are trained in place of the weights. None otherwise.
+        adapters: The LoRA adapters, if they are trained in place of the weights. None otherwise.
         path: Folder of the model.
     """
 
@@ -79,7 +79,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """The memory of some models on each device of a layout.
+    """The memory that the models of an engine take on each device.
 
     Attributes:
         models: The models, the actor first.
@@ -88,9 +88,10 @@ class Footprint:
         split: Whether sequence parallelism divides the residual stream over tensor-parallel ranks.
         zero_stage: See engine.zero_stage.
         budget: Tokens of a micro-batch on one device. None if micro-batches are sized in rows.
-        copies_a: Whether the weights of layers with adapters have room for a copy of A (`Adapter.group block`).
-        on_cuda: Whether the devices have memory of their own.
-        may_adapt: Whether messages may suggest LoRA for the actor.
+        copies_a: Whether each weight with a LoRA adapter takes extra memory for a copy of the adapter's matrix A, see
+            `Adapter.stack`.
+        on_cuda: Whether the devices are GPUs, which have memory of their own.
+        may_adapt: Whether error messages may suggest LoRA for the actor.
     """
 
     models: tuple[Model, ...]
@@ -152,8 +153,9 @@ class Footprint:
     def least(self) -> int:
         """Minimum memory of each device in bytes.
 
-        It holds the models that are never offloaded, plus the larger of two needs: training on a micro-batch of up
-        to 256 tokens, including the trained model if that model is offloaded, and a KV cache of 256 tokens.
+        This is the memory of all models that are not offloaded, plus the largest single need of these: training a model
+        on a micro-batch of up to 256 tokens, holding an offloaded model, or a KV cache of 256 tokens. Training an
+        offloaded model includes holding it, and the KV cache includes a few recurrent states if the actor has them.
         """
         work = [0]
         for model in self.models:
@@ -255,7 +257,7 @@ def footprint_of(
     itemsize: int,
     uses_triton: bool,
 ) -> Footprint:
-    """Return the footprint of roles.
+    """Compute the footprint of an engine's models from the specs of their roles.
 
     Args:
         spec: The engine.
@@ -316,14 +318,17 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
 
 
 def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[tuple[Way, Footprint]]:
-    """Return sets of changed settings that make models fit, each with the resulting footprint.
+    """Return alternative changes of settings that make models fit.
 
-    Only the sets with the fewest kinds of changes are returned.
+    Only the alternatives that change the fewest kinds of settings are returned.
 
     Args:
         footprint: The memory of models that do not fit.
         device_bytes: Bytes that each device has for this engine.
-        most: Largest number of sets to return.
+        most: Largest number of alternatives to return.
+
+    Returns:
+        For each alternative, the changed settings by name and the resulting footprint. Empty if nothing fits.
     """
     fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
     fewest = min((n for n, _, _ in fitting), default=0)
@@ -335,9 +340,11 @@ def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[
 
 
 def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
-    """Return sets of changed settings that make models fit by LoRA of the default rank for the actor, or [].
+    """Return changes of settings with LoRA for the actor that make models fit, in the form of `ways_to_fit`.
 
-    With LoRA, a reference from the actor's own folder takes no memory, because it is the actor without its adapters.
+    LoRA has its default rank here, and further settings change only if LoRA alone is not enough. A reference from the
+    actor's own folder then takes no memory, because it is the actor without its adapters. Returns [] if LoRA may not be
+    suggested or nothing fits.
     """
     if not footprint.may_adapt:
         return []
@@ -353,10 +360,10 @@ def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, F
 
 
 def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
-    """Yield footprints with other settings that lower memory: (number of kinds of changes, settings, footprint).
+    """Yield footprints with other settings that take less memory: (number of kinds of changes, settings, footprint).
 
-    The least intrusive settings come first. With a single copy of the models, zero_stage stays, as it divides over
-    copies.
+    The least intrusive settings come first. zero_stage is raised only if there are several copies of the models,
+    because ZeRO divides the optimizer over the copies.
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
     sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
@@ -395,10 +402,10 @@ def _divides(footprint: Footprint, tp_size: int) -> bool:
 
 
 def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
-    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most`. None if none fits.
+    """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most` devices in total.
 
-    tp_size and zero_stage may differ, too. The optimizers and the offloading of the models stay. None on a CPU,
-    where more ranks share the same memory.
+    tp_size and zero_stage may change as well, but not the optimizers or the offloading of models. Returns None if
+    nothing fits, and always on a CPU, where more ranks share the same memory.
     """
     size = footprint.layout.world_size
     if not footprint.on_cuda:  # more ranks would share the same memory of the machine

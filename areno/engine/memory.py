@@ -1,7 +1,8 @@
-"""Device memory: how much a worker may use, and which settings lower the need after an allocation has failed.
+"""Device memory: how much of it a worker may use, and advice about settings after an allocation has failed.
 
-The functions that advise yield options for `out_of_memory_hint`, the most useful first, and leave out settings that
-are already in effect. Importing this module does not import torch.
+Each advice function yields the setting changes that would lower the need for memory, the most useful first, without
+settings that are already in effect. `out_of_memory_hint` puts them into an error message. Importing this module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _WORDS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 def use_expandable_segments() -> None:
     """Let torch's CUDA allocator use expandable segments, so that freed memory serves tensors of any size.
 
-    Otherwise the KV cache could not use fragments that training leaves, nor training the fragments of the KV cache.
-    If PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set in the environment, nothing changes.
+    Without them, training could not use the memory fragments that the KV cache leaves, nor the KV cache the fragments
+    that training leaves. Does nothing if PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set in the environment.
     """
     import torch  # here, because processes without torch import this module, too
 
@@ -71,9 +72,12 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
     """Inside a `with` block, turn an out-of-memory error into an EngineError that names the settings to change.
 
     Args:
-        when: The purpose of the memory, such as "in training, with {}={}", with a {} for each of `args`.
-        advice: Returns the changes that would help. It is called only after memory has run out.
-        *args: For each {} in `when`, a Key, a value, or a function that returns a value after memory has run out.
+        when: A phrase for the message that says what the memory was for, such as "in training, with {}={}". It has one
+            {} for each of `args`.
+        advice: Function that returns the setting changes that would help, each a tuple (text, *values for the text). It
+            is called only after memory has run out.
+        *args: Values for the {} in `when`. A Key stands for the name of a setting. A function is called after memory
+            has run out, and its result is the value.
 
     Raises:
         EngineError: The block ran out of memory.
@@ -110,7 +114,7 @@ RESTING = ("ref", "reward", "critic")
 def in_loading(
     spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
 ) -> Iterator[Option]:
-    """Yield changes of settings that lower the memory of the models while another model is loaded.
+    """Yield setting changes to suggest if memory runs out while a model is loaded.
 
     Args:
         spec: The engine.
@@ -145,14 +149,14 @@ def training_hint(
     recomputes: bool,
     in_adam: bool,
 ) -> AbstractContextManager[None]:
-    """Return the `out_of_memory_hint` for forward and backward passes of micro-batches.
+    """Return the `out_of_memory_hint` context manager for forward and backward passes of micro-batches.
 
     Args:
         section: Configuration section of the model, such as "actor".
         mb_spec: Size of the micro-batches.
-        fitting: Returns the end of the message, which names the largest micro-batch that would fit. "" for no such
-            text.
-        beside: Returns changes that make the KV cache smaller.
+        fitting: Function that returns the end of the error message, which names the largest micro-batch that would fit,
+            or "".
+        beside: Function that returns setting changes that make the KV cache smaller.
         recomputes: Whether the backward pass recomputes activations. False adds the advice to do so.
         in_adam: Whether the optimizer is Adam with float32 moments. True adds the advice to use 8-bit moments.
     """
@@ -169,13 +173,13 @@ def training_hint(
 def in_training(
     section: str, mb_spec: MicroBatchSpec, *, recomputes: bool, beside: Iterable[Option], in_adam: bool
 ) -> Iterator[Option]:
-    """Yield changes of settings that lower the memory of forward and backward passes.
+    """Yield setting changes to suggest if memory runs out in forward or backward passes.
 
     Args:
         section: Configuration section of the model, such as "actor".
         mb_spec: Size of the micro-batches.
         recomputes: Whether the backward pass recomputes activations. False adds the advice to do so.
-        beside: Changes that make the KV cache smaller.
+        beside: Setting changes that make the KV cache smaller.
         in_adam: Whether the optimizer is Adam with float32 moments. True adds the advice to use 8-bit moments.
     """
     if mb_spec.max_tokens_per_mb is not None:
@@ -191,7 +195,7 @@ def in_training(
 
 
 def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
-    """Yield changes of settings that lower the memory of a rollout.
+    """Yield setting changes to suggest if memory runs out in a rollout.
 
     Args:
         decoder: Settings of the decoder.
@@ -205,13 +209,16 @@ def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
 
 
 def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield changes of settings that make the KV cache leave more memory to training."""
+    """Yield setting changes with which the KV cache leaves more memory to training."""
     yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
     yield from smaller_cache(decoder)
 
 
 def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield changes of settings that make the KV cache smaller. `max_kv_tokens`, if set, overrides `mem_fraction`."""
+    """Yield setting changes that make the KV cache smaller.
+
+    If `max_kv_tokens` is set, only lowering it is suggested, because `mem_fraction` then has no effect.
+    """
     if decoder.max_kv_tokens is None:
         yield ("lower {}", Key("rollout.mem_fraction"))
         yield ("set {}", Key("rollout.max_kv_tokens"))
@@ -223,13 +230,14 @@ FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
 
 
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether messages may suggest LoRA for the actor.
+    """Return whether error messages may suggest LoRA for the actor.
 
     False if the actor is frozen, has adapters already, starts from random weights, or is a part of a larger model.
 
     Args:
         spec: The engine.
-        within: Kind of the larger model, such as an image-text model, that the actor is a part of. "" for none.
+        within: Kind of the larger model, such as an image-text model, that contains the actor. "" if the actor is a
+            whole model.
     """
     actor = spec.actor
     return actor.optimizer is not None and actor.lora is None and not actor.random_init and not within

@@ -1,8 +1,8 @@
 """The models of one worker by role: the actor, and a reference, critic or reward model.
 
-A role with `offload` rests in host memory while it is not used. Its buffers leave the device by their storage, which is
-freed, and later allocated again under the same tensors. So parameters and gradients, which are views of the buffers,
-stay valid.
+A role with `offload` rests in host memory while it is not used. Offloading frees the storage under the model's flat
+buffers, and loading allocates the storage again. The tensor objects stay the same, so parameters and gradients, which
+are views of the buffers, stay valid.
 
 The driver's Engine checks that a role supports a command, so this module does not check again.
 """
@@ -63,8 +63,9 @@ class Offload:
         """Hold the buffers on the device inside a `with` block.
 
         Args:
-            training: Whether to bring `state` and `scratch`, too, and to keep changes. Without it only `params` are
-                on the device, and they must not be changed.
+            training: If True, `state` and `scratch` are also on the device, and changes of `params` and `state` are
+                copied back to host memory at the end. If False, only `params` are on the device, and must not be
+                changed.
         """
         arrived: list[_Buffer] = []
         try:
@@ -77,9 +78,9 @@ class Offload:
                 buffer.leave(changed=training)
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """Return the copies of a buffer in host memory, as consecutive parts.
+        """Return the copies of a buffer in host memory, as consecutive parts of the buffer.
 
-        Empty if the buffer is never offloaded. On CUDA the copies may still be in progress.
+        The list is empty if the buffer is not offloaded or has no copy. On CUDA the copies may still be in progress.
         """
         found = (each for each in (*self._params, *self._state) if each.holds(buffer))
         return [copy for each in found for copy in each.copies]
@@ -213,7 +214,7 @@ class Roles:
         return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
-        """Return the memory footprint of roles together. EngineError if they do not fit the device."""
+        """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the device."""
         roles = {name: role for name, role in roles.items() if not self._is_base(role)}
         configs = {}
         for name, role in roles.items():
@@ -234,7 +235,7 @@ class Roles:
         torch.cuda.empty_cache()
 
     def largest(self) -> int:
-        """Return the number of parameters on this rank of the largest model."""
+        """Return the size of the largest model: the number of its parameters that this rank holds."""
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
     def _is_base(self, spec: RoleSpec) -> bool:
@@ -299,9 +300,10 @@ class Roles:
             return Role(spec, backend, _offload(backend) if leaves else Offload([]))
 
     def _complete(self, model: Transformer, spec: RoleSpec) -> None:
-        """Set the weights of a model whose parameters have their final memory, and apply `engine.exact`.
+        """Set the weights of a model, and apply `engine.exact`.
 
-        A model with adapters already has its weights.
+        The train backend calls this once it has moved the parameters to the memory in which they stay. The weights of a
+        model with adapters are already set, and are left alone.
         """
         if spec.lora is None:
             self._fill(model, spec)
@@ -310,7 +312,11 @@ class Roles:
 
     @torch.no_grad()
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
-        """Set the weights of a model. With the actor's folder, copy them from the actor if it is still untrained."""
+        """Set the weights of a model: random, copied from the actor, or read from its folder.
+
+        They are copied from the actor if both have the same folder and the actor's weights have not been trained yet
+        (which is always so if only its adapters are trained). A value head that the actor lacks is then set to zero.
+        """
         own, actor = self._is_of_the_actor(spec), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
         if spec.random_init:

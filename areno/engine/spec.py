@@ -26,9 +26,10 @@ class LoraSpec:
 
     Attributes:
         adapters: Rank, scaling and target layers.
-        init_from: Folder of peft with the first weights of the adapters. "" draws them from the seed.
+        init_from: Folder in peft's format with the initial weights of the adapters. If "", they are initialised from
+            the engine's seed.
         base: Name of the base model, written into the folders in which adapters are saved.
-        trained_on: Name of the base model that the folder `init_from` states.
+        trained_on: Name of the base model according to the folder `init_from`. "" if the folder does not name it.
     """
 
     adapters: AdapterSpec
@@ -72,7 +73,7 @@ class RoleSpec:
         return self.key.removesuffix(".path") if self.optimizer else "actor"
 
     def difference(self, name: str, wanted: RoleSpec) -> str:
-        """Return the error message for a role that is already loaded, with this spec, and requested with another one.
+        """Return the error message for a role that is loaded with this spec, and is now requested with another spec.
 
         Args:
             name: Name of the role.
@@ -171,9 +172,10 @@ class EngineSpec:
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether sequence parallelism is on. It needs tp_size > 1.
+        """Whether sequence parallelism is on, which requires tp_size > 1.
 
-        Without a setting, `engine.exact` turns it off, because it changes the order of sums.
+        If engine.sequence_parallel is not set, it is on unless engine.exact is true, because it changes the order of
+        sums.
         """
         wanted = self.engine.sequence_parallel
         return (not self.engine.exact if wanted is None else wanted) and self.layout.is_sharded
@@ -192,11 +194,11 @@ class UpdateSpec:
         sampling: Settings that the rows were sampled with. Ignored for models with a value head.
         seed: Seed of the shuffle.
         rows_per_unit: Number of adjacent rows that stay together in one micro-batch: 2 for preference pairs.
-        old_logprobs: Source of the log-probabilities that importance ratios divide by. "recompute": the old_logprobs
-            of the rows, or, for rows without them, the log-probabilities of the training pass before the first
-            update. For the first update these come from its own forward pass, so its ratios are exactly 1. For later
-            updates they come from a scoring pass over the same micro-batches. "loglinear": like "recompute" in the
-            first update; in later updates the loss interpolates. "rollout": the log-probabilities of the rollout.
+        old_logprobs: Source of the old log-probabilities, the denominator of importance ratios. "rollout" takes those
+            of the rollout. "recompute" takes the old_logprobs of the rows. Where rows have none, it computes them with
+            the weights before the first update: for the first step from the step's own forward pass, so that the ratios
+            are exactly 1, and for later steps by a scoring pass over the same micro-batches. "loglinear" is "recompute"
+            for the first step; in later steps there are none, and the loss interpolates them.
     """
 
     mb_spec: MicroBatchSpec

@@ -1,10 +1,10 @@
-"""Outputs of requests for asyncio, and the gathering of requests that arrive at nearly the same time.
+"""Delivery of request outputs to asyncio event loops, and batching of requests that arrive at nearly the same time.
 
 Streams deliver outputs to event loops. A thread polls the workers as long as any request is awaited, so no event loop
 is blocked. Other threads may poll the engine at the same time.
 
-Gathering joins requests of concurrent agents or clients, so that one prefill computes all their prompts. On a GPU a
-prefill of one prompt takes the host as long as a prefill of many. If the first request started alone, the others
+RequestBatcher joins requests of concurrent agents or clients, so that one prefill computes all their prompts. On a GPU
+a prefill of one prompt takes the host as long as a prefill of many. If the first request started alone, the others
 would wait for a second prefill, and all later steps would have other batch sizes.
 """
 
@@ -69,9 +69,9 @@ class Consumer:
     abandoned: bool = False
 
     async def next(self) -> list[GenerationOutput]:
-        """Return the outputs since the last call, and wait until there is at least one.
+        """Wait until there is an output, and return all outputs since the last call.
 
-        Partial outputs of the same sample are joined. An exception in the queue is raised.
+        Partial outputs of the same sample are joined. If the queue holds an exception, it is raised.
         """
         items = [await self.queue.get()]
         while not self.queue.empty():
@@ -83,7 +83,7 @@ class Consumer:
 
 
 def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
-    """Join partial outputs of the same sample, so that a slow reader gets fewer and longer ones."""
+    """Join partial outputs of the same sample, so that a slow reader gets fewer and longer outputs."""
     if len(outputs) == 1:
         return outputs
     found: dict[int, GenerationOutput] = {}
@@ -109,11 +109,11 @@ def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None
 
 
 class Streams:
-    """The consumers of one engine, and the thread that polls for them.
+    """The consumers of one engine, and the thread that polls the workers for them.
 
     Args:
-        poll_once: Polls the workers once. Outputs come back through `take`, errors through `fail`.
-        lock: Guards the consumers.
+        poll_once: Polls the workers once. It must pass each output to `take`, and an error to `fail`.
+        lock: The lock that guards the consumers.
     """
 
     def __init__(self, poll_once: Callable[[], Any], lock: threading.RLock):
@@ -147,14 +147,16 @@ class Streams:
         """Mark a consumer as no longer read.
 
         Returns:
-            Whether the workers have not finished its request.
+            Whether the workers are still processing the consumer's request, so that it can be cancelled.
         """
         with self._lock:
             consumer.abandoned = True
             return consumer in self._consumers.values()  # not by id: a later request may have the same id
 
     def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Keep an output for the consumer of its request, until `deliver_taken`. Needs the lock.
+        """Store an output for the consumer of its request until `deliver_taken` is called.
+
+        The caller must hold the lock.
 
         Args:
             output: The output.
@@ -172,14 +174,17 @@ class Streams:
         return True
 
     def deliver_taken(self) -> None:
-        """Deliver the outputs of `take` to the consumers, waking each event loop once. Needs the lock."""
+        """Deliver the outputs stored by `take` to their consumers, waking each event loop once.
+
+        The caller must hold the lock.
+        """
         taken, self._taken = self._taken, {}
         for loop, items in taken.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, so its consumers are gone
                 loop.call_soon_threadsafe(_put, items)
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in every consumer, and forget the consumers."""
+        """Make every consumer raise an error when it is next read, and forget the consumers."""
         with self._lock:
             for consumer in self._consumers.values():
                 self._taken.setdefault(consumer.loop, []).append((consumer, error))
@@ -187,7 +192,7 @@ class Streams:
             self.deliver_taken()
 
     def end(self, error: Exception) -> None:
-        """Raise an error in every consumer, and wait for the end of the polling thread."""
+        """Make every consumer raise an error when it is next read, and wait for the end of the polling thread."""
         self.fail(error)
         if (thread := self._thread) is not None:
             thread.join()
@@ -215,7 +220,7 @@ class RequestBatcher:
     once. Any event loop may use this object, and each has its own bursts.
 
     Args:
-        submit: Submits requests with their consumers. If it raises, it has submitted none.
+        submit: Submits requests with their consumers. If it raises, it has submitted no request.
         is_idle: Returns whether the workers have no request.
         waits: Whether to hold requests back. False on a CPU, where the time of a prefill depends on its tokens
             alone.
@@ -230,7 +235,10 @@ class RequestBatcher:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Inside a `with` block, let held-back requests of this event loop wait for one that is being prepared."""
+        """Tell the batcher, by a `with` block, that this event loop is about to submit another request.
+
+        While the block runs, requests of this event loop that are held back wait longer, at most 50 ms in total.
+        """
         loop = asyncio.get_running_loop()
         self._expected[loop] += 1
         try:
@@ -241,9 +249,9 @@ class RequestBatcher:
                 del self._expected[loop]
 
     def announce(self, n_requests: int) -> None:
-        """Announce the number of requests that this event loop will submit.
+        """Announce how many requests this event loop will submit together.
 
-        Held-back requests are submitted as soon as this many have arrived.
+        As soon as this many requests are held back, they are submitted.
         """
         self._announced[asyncio.get_running_loop()] = n_requests
 
@@ -299,8 +307,11 @@ class RequestBatcher:
 class _PendingBatch:
     """Requests of one event loop that wait to be submitted together.
 
-    `done` is called once: when no request has arrived for 3 ms and `expects_more()` is false, at the latest 50 ms
-    after the first request.
+    Args:
+        loop: The event loop.
+        done: Called once with this object, to submit the requests: when no request has arrived for 3 ms and
+            `expects_more` returns False, or 50 ms after the first request, whichever comes first.
+        expects_more: Returns whether the event loop is about to submit another request.
     """
 
     def __init__(

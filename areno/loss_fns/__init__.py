@@ -2,8 +2,8 @@
 
 A loss is `loss_fn(pack, logprobs_N, **settings) -> (0-dim share of the step's loss, statistics)`. A statistic is a
 0-dim tensor, which is summed over the micro-batches of the step, or a 1-dim tensor of observations, which are
-collected. The public names are imported when they are first used, because the settings of a surrogate are declared
-beside its formula and are read without torch.
+collected. The public names are imported only when they are first used, so that a configuration with the settings of a
+loss can be read without importing torch.
 """
 
 from __future__ import annotations

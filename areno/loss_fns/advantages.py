@@ -98,8 +98,8 @@ def normalize_tokens(
 ) -> list[np.ndarray]:
     """Normalise token values x to (x - mean) / (std + eps), over the tokens of the batch or of a group of rows.
 
-    PPO whitens its advantages with this function. With the defaults it is also the global normalisation of REINFORCE++
-    (arXiv 2501.03262). If all values of a group or batch are equal, the results are exactly 0.
+    PPO uses this to whiten its advantages. The defaults are the global normalisation of REINFORCE++ (arXiv 2501.03262).
+    If all values of a group or batch are equal, the results are exactly 0.
 
     Args:
         values: For each row, the (T_i,) values of its trained tokens.
@@ -132,9 +132,9 @@ def gae(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute generalised advantage estimates (arXiv 1506.02438 eq. 16) over the trained tokens of one row.
 
-    delta_t = r_t + discount V_t+1 - V_t, and A_t = delta_t + discount gae_lambda A_t+1. The value after the last token
-    is 0. Tokens that are not trained, such as a tool's answer, are not in the arrays: the next entry after a trained
-    token is the next trained token.
+    delta_t = r_t + discount V_(t+1) - V_t, and A_t = delta_t + discount gae_lambda A_(t+1). The value after the last
+    token is 0. Tokens that are not trained, such as a tool's answer, are not in the arrays: the next entry after a
+    trained token is the next trained token.
 
     Args:
         rewards_T: (T,) rewards, one for each token.
@@ -178,9 +178,15 @@ def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[f
 
 
 def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
-    """Return the indices of the known entries that are normalised together.
+    """Return the sets of entries that are normalised together, as indices of entries with a known value.
 
-    Sets of the same size share an array of shape (n_sets, size). The list is empty if `level` is None.
+    Args:
+        level: "group" gives a set for each group, "batch" one set of all entries. None gives no set.
+        known_B: (B,) bool, True for entries with a known value.
+        groups_B: (B,) group ids.
+
+    Returns:
+        Integer arrays of shape (n_sets, size), one array for all sets of the same size. Each array row is a set.
     """
     known = np.flatnonzero(known_B)
     if level is None or not known.size:

@@ -25,12 +25,13 @@ def gspo_loss_fn(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Average over rows the clipped surrogate with the row's ratio exp(mean_t(logprobs - old_logprobs)) (eq. 5-7).
+    """Compute the loss of GSPO: the clipped surrogate with one importance ratio per row, averaged over rows.
 
-    A row's advantage is the mean of its tokens' advantages, which are all equal if they come from the row's reward. A
-    row's policy loss is multiplied by the mean of `pack.weights` over its tokens, so a token with weight 0 reduces the
-    factor of its whole row. The KL is the mean over the row's tokens, then over rows. For advantages that differ within
-    a row use GSPO-token, `grpo_loss_fn` with importance_sampling_level "sequence".
+    The ratio of a row is exp(mean_t(logprobs - old_logprobs)) (arXiv 2507.18071 eq. 5-7). A row's advantage is the mean
+    of its tokens' advantages, which are all equal if they come from the row's reward. A row's policy loss is multiplied
+    by the mean of `pack.weights` over its tokens, so a token with weight 0 reduces the factor of its whole row. The KL
+    is the mean over the row's tokens, then over rows. For advantages that differ within a row use GSPO-token,
+    `grpo_loss_fn` with importance_sampling_level "sequence".
 
     Args:
         pack: The micro-batch, with old_logprobs and advantages. A kl_coef above 0 needs ref_logprobs.

@@ -1,8 +1,7 @@
-"""Importance ratios, and the surrogates: objectives that a policy loss computes from the ratio.
+"""Importance ratios, and the surrogate objectives that a policy loss computes from the ratios, such as PPO's clip.
 
-A surrogate is a class that declares its settings and its formula, such as PPO's clip. The setting `actor.surrogate`
-chooses a class by its name in SURROGATES. To add a surrogate, write its class and add it to SURROGATES and
-SurrogateName.
+A surrogate is a class that declares its settings and its formula. The setting `actor.surrogate` chooses a class by its
+name in SURROGATES. To add a surrogate, write its class and add it to SURROGATES and SurrogateName.
 
 The surrogates are elementwise, so they accept ratios of tokens and of sequences. The module imports no torch,
 because the configuration of a run is read before torch is needed.

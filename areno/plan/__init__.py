@@ -1,1 +1,1 @@
-"""From a configuration, or the arguments of a script, to the plan from which a Trainer starts."""
+"""Makes the plan from which a Trainer starts, from the configuration of a run or the arguments of a script."""

@@ -1,7 +1,8 @@
-"""The arguments of a Trainer (areno.ArenoConfig, areno.Areno): their checks, and the plan made from them.
+"""The arguments of a script's Trainer (areno.ArenoConfig, areno.Areno): their checks, and the plan made from them.
 
-The engine reports problems by the settings of a recipe. `argument_of` maps a setting to the argument of a script, so
-that the errors of a script's Trainer name its arguments (areno.errors.keys_renamed). Imports no torch.
+Errors of the engine name settings of a recipe, such as engine.tp_size. A script has arguments instead, so
+`argument_of` maps a setting to the argument that its errors must name (see areno.errors.keys_renamed). Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ArenoConfig:
 
 @dataclass(kw_only=True)
 class RuntimeConfig(LoraConfig, DecoderConfig):
-    """The keys of ArenoConfig.runtime. A key that has the name of a recipe's setting means the same as the setting."""
+    """The keys of ArenoConfig.runtime. A key has the same meaning as the recipe setting of the same name."""
 
     attn_backend: Literal["auto", "flash", "native"] = as_in(EngineConfig, "attn_backend")
     exact: bool = as_in(EngineConfig, "exact")
@@ -151,7 +152,7 @@ class TrainerSettings(Section):
 
 
 class Areno:
-    """The local engine: the value of a Trainer's argument backend_type, and the only choice."""
+    """The local engine. A script may pass this class to a Trainer as `backend_type`. It is the only choice."""
 
 
 def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:

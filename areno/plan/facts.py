@@ -92,7 +92,10 @@ def log_model(engine: Engine) -> None:
 
 
 def _origin(lora: LoraSpec) -> str:
-    """Return from which folder adapters start and on which model they were trained. "" for new adapters."""
+    """Return a text that says from which folder adapters start, and on which model they were trained.
+
+    The text is "" for new adapters.
+    """
     if not lora.init_from:
         return ""
     base = lora.trained_on or "a model that is not named"

@@ -91,7 +91,10 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
 
 
 def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
-    """Yield settings of adapters that are set and differ from those of the folder init_lora_from."""
+    """Yield a problem for each adapter setting that contradicts the adapters in the folder init_lora_from.
+
+    Settings that are left at their defaults contradict nothing.
+    """
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
     )

@@ -1,7 +1,7 @@
 """Makes the plan of a Trainer from a configuration: devices, folders and tokenizer, checked against config.json.
 
-`script_roles` does the same for the models that a script requests by Trainer.ensure_roles: it chooses head, optimizer
-and folder of each.
+`script_roles` does the same for the models that a script requests by Trainer.ensure_roles: it chooses the head, the
+optimizer and the folder of each model.
 """
 
 from __future__ import annotations
@@ -128,10 +128,12 @@ def open_actor(
         engine: Settings of devices and processes.
         devices_of: Returns the devices of the run, one for each worker.
         tokenizer_path: Folder or hub id of the tokenizer. None takes the tokenizer of the model.
-        control_tokens: Whether control tokens in the text of messages are encoded as such, instead of as ordinary text.
+        control_tokens: Whether text in messages that spells a control token is encoded as this token, instead of as
+            ordinary text.
         seed: Seed of sampling and random weights.
         routing_replay: Whether training uses the experts that the rollout chose.
-        more_problems: Returns further problems of the configuration with the shape of the model.
+        more_problems: Function from the shape of the model to further problems of the configuration, which are reported
+            together with those found here.
 
     Raises:
         ConfigError: Settings do not fit the model or the machine. All problems are reported together.
@@ -198,7 +200,10 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _open_config(path: str) -> tuple[str, TransformerConfig]:
-    """Return the folder of the actor and its parsed config.json. Raises ConfigError if it holds only adapters."""
+    """Return the local folder of the actor and its parsed config.json.
+
+    Raises ConfigError if the folder holds only adapters.
+    """
     from areno.models.adapters import is_adapter
     from areno.models.registry import load_config
 
@@ -485,7 +490,11 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
 
 
 def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
-    """Return the specification of a role: a value head for critics, reward models and folders that have one."""
+    """Make the specification of a role from a script's ModelRole.
+
+    The model gets a value head if the role is "critic" or "reward". Any other role except "ref" gets a value head if it
+    is trainable or its folder has a value head.
+    """
     key = f"roles[{role.name!r}].path"
     folder = whole_model(str(role.path), key)
     valued = role.name in ("critic", "reward") or (role.name != "ref" and (role.trainable or _has_value_head(folder)))

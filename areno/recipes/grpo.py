@@ -79,7 +79,7 @@ class GRPOActorConfig(TokenPolicyConfig):
 
 @dataclass(kw_only=True)
 class GRPOConfig(KLExperimentConfig):
-    """Group Relative Policy Optimization, token ratios."""
+    """Group Relative Policy Optimization, with one importance ratio per token."""
 
     actor: GRPOActorConfig = setting(help="The policy")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class GSPOActorConfig(Clip, RatioConfig, KLConfig):
-    """The actor of GSPO (2507.18071). All tokens of a row share one ratio, so its clip range is much smaller."""
+    """The actor of GSPO (2507.18071). All tokens of a row share one ratio, so the default clip range is small."""
 
     eps_clip: float = setting(
         3e-4,
@@ -51,7 +51,7 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
 
 @dataclass(kw_only=True)
 class GSPOConfig(KLExperimentConfig):
-    """Group Sequence Policy Optimization, sequence ratios."""
+    """Group Sequence Policy Optimization, with one importance ratio per sequence."""
 
     actor: GSPOActorConfig = setting(help="The policy")
 

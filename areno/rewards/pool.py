@@ -111,7 +111,9 @@ class RewardPool(WorkerPool[RewardConfig]):
         return Scoring(self)
 
     def look(self, calls: _Calls) -> None:
-        """Give up all open samples if the processes have stopped answering. `Scoring` calls this again and again.
+        """Stop waiting if the processes no longer answer: record a timeout for all samples without an outcome.
+
+        `Scoring` calls this again and again.
 
         Args:
             calls: The samples that are being scored.
@@ -137,7 +139,10 @@ class RewardPool(WorkerPool[RewardConfig]):
         )
 
     def _give_up(self, calls: _Calls, quiet_s: float) -> None:
-        """Record a timeout as the outcome of every open sample. quiet_s: seconds since the last answer."""
+        """Record a timeout for every sample without an outcome.
+
+        `quiet_s` is the time since the last answer, in seconds.
+        """
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
         text = text.format(calls.n_unanswered, self.config.timeout_s)
         logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), calls.n_open)
@@ -304,7 +309,7 @@ class _Calls:
         return [(position, self._payloads[position]) for position in positions]
 
     def give_up(self, outcome: RewardOutcome) -> None:
-        """Record the same outcome for every open sample."""
+        """Record the same outcome for every sample that has none yet."""
         self.waiting.clear()
         self.alone.clear()
         for position in list(self._payloads):

@@ -142,7 +142,7 @@ class _Scorer:
         functions: The loaded functions of the run.
         timeout_s: The time limit for a record if a function is async, in seconds. The driver enforces the limit
             otherwise.
-        copies: Ends copies of this process that a function forked and that return from the function.
+        copies: Ends the copies of this process that a function makes with os.fork, if they return from the function.
         tracebacks: Whether the message of an error is the traceback instead of one line.
         is_async: Whether at least one function is async.
     """
@@ -229,7 +229,7 @@ class _Scorer:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Return whether an exception is a TimeoutError, or asyncio's TimeoutError, another class in Python 3.10."""
+    """Return whether an exception is a timeout: a TimeoutError, or asyncio's own class of Python 3.10."""
     of_asyncio = sys.modules.get("asyncio")
     return isinstance(error, TimeoutError) or (of_asyncio is not None and isinstance(error, of_asyncio.TimeoutError))
 

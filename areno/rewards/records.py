@@ -78,7 +78,10 @@ Record = RewardRecord | CompletionRecord
 def _record_of(
     pickled: bytes, tokens: bytes, logprobs: bytes, completion: str, rendered: str, step: int, epoch: int
 ) -> RewardRecord:
-    """Return a RewardRecord from the pickled parts of a CompletionRecord. tokens: int64; logprobs: float64."""
+    """Rebuild a RewardRecord from the pickled fields of a CompletionRecord, when it is unpickled.
+
+    `pickled` holds the prompt, `tokens` the bytes of int64 ids, and `logprobs` the bytes of float64 values.
+    """
     item: PromptItem = pickle.loads(pickled)
     asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
     token_ids = array(

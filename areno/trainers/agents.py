@@ -69,9 +69,9 @@ def trajectory_rows(
 ) -> list[TrainSequence]:
     """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
 
-    A trajectory has several rows if a turn does not continue the tokens of the previous turn. Log-probabilities are
-    computed by a forward pass for rows with trained tokens that the policy did not sample, or sampled at another
-    temperature than that of training.
+    A trajectory has several rows if a turn does not continue the tokens of the previous turn. A forward pass computes
+    the log-probabilities of each row with trained tokens that the policy did not sample, or that it sampled at a
+    temperature other than that of training.
 
     Args:
         trainer: The Trainer whose rollout session the agents used.
@@ -107,7 +107,9 @@ def trajectory_rows(
 def score_missing(
     trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> list[TokenRow]:
-    """Compute log-probabilities of rows with trained tokens that the policy did not sample with these settings.
+    """Compute the log-probabilities of rows that have trained tokens without a usable log-probability.
+
+    A log-probability is usable only if the policy sampled the token with the settings that training assumes.
 
     Args:
         trainer: The Trainer whose actor computes the log-probabilities.

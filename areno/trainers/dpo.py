@@ -53,8 +53,8 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
     def score_reference(self) -> None:
         """Compute the reference log-probabilities of every pair that the run uses. A second call does nothing.
 
-        Call this before the first update: without ref.path, the reference model is the actor in its current state,
-        so that no second model is loaded.
+        Call this before the first update. If ref.path is not set, no second model is loaded, and the actor in its
+        current state serves as the reference model.
         """
         if self._has_reference:
             return
@@ -77,7 +77,10 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         self._has_reference = True
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
-        """Yield the pairs that this run trains on, each once, in batches, and restore the position of the loader."""
+        """Yield the pairs that this run trains on, each once, in batches.
+
+        The position of the data loader is then the same as before.
+        """
         config, loader = self.setup.config, self.setup.loader
         limits = [config.total_train_steps]
         if config.total_train_n_seqs is not None:

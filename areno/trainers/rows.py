@@ -1,7 +1,7 @@
 """Functions that all policy loops share to make training rows from scored samples: rewards, advantages, corrections.
 
 Arrays are float64. A *trained* array has one entry for each trained token of a row, (T_i,). The sample of an agent may
-have several rows. Advantages are computed for whole samples, whose rows `joined` concatenates.
+have several rows. Advantages are computed for whole samples, so `joined` first concatenates the rows of each sample.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def policy_rows(
         samples: The scored samples of the step.
         rewards_B: The shaped reward of each sample.
         eos_token_id: Id of the end-of-sequence token, stored in the rows.
-        drop_truncated: Whether to leave samples that were cut off at the length limit without trained tokens.
+        drop_truncated: If True, the rows of samples that were cut off at the length limit have no trained tokens.
         weights_version: The current version of the policy's weights. The staleness of a row is this number minus the
             oldest version that sampled one of its tokens.
 
@@ -344,7 +344,7 @@ def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSeq
         sizes: The number of rows that belong to each sample, as returned by `rows_per_sample`.
 
     Returns:
-        A row for each sample. The row of a sample that has only one is the same object as in `rows`.
+        A row for each sample. If a sample has a single row, this is the same object as in `rows`.
     """
     found, start = [], 0
     for size in sizes:

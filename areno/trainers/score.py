@@ -170,12 +170,12 @@ def add_own(
 def add_scores(
     records: Sequence[Record], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
 ) -> list[RewardOutcome]:
-    """Add the scores of a reward model to outcomes.
+    """Add the scores of a reward model to the rewards that samples already have.
 
     Args:
         records: Records of the samples, which warnings about failures quote.
-        outcomes: Outcome of each sample by the reward function and the agents. None if the reward model is the only
-            source of rewards.
+        outcomes: For each sample, the outcome of the reward functions and the agent. None if the reward model is the
+            only source of rewards.
         scores: Score of the reward model for each sample.
 
     Returns:

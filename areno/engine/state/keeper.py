@@ -158,7 +158,7 @@ class StateKeeper:
             spread()  # a collective call
 
     def forget(self) -> None:
-        """Free the plans and the host memory for copies. Call this before roles are added or removed."""
+        """Free the save plans and the host memory for copies. Call this before roles are added or removed."""
         self._wait_for_copies()
         self._plans.clear()
         self._memory.clear()
@@ -170,7 +170,7 @@ class StateKeeper:
             self._thread.join()
 
     def _planned(self, with_moments: bool) -> tuple[list[_Share], ShardSavePlanner]:
-        """Return the elements that this rank writes of each buffer, and the planner that writes them."""
+        """Return the elements of each buffer that this rank writes, and the planner that writes them."""
         from areno.engine.state.transfer import ShardSavePlanner
 
         shares: list[_Share] = []
@@ -187,7 +187,7 @@ class StateKeeper:
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
-        """Start copying this rank's shares to host memory, and return the files that consist of these copies."""
+        """Start copying the elements that this rank writes to host memory, and return files made of these copies."""
         from areno.engine.state.storage import HostFile
 
         roles = self._roles.trained()
@@ -210,9 +210,13 @@ class StateKeeper:
         ]
 
     def _provide_memory(self, sources: dict[str, list[Tensor]]) -> None:
-        """Allocate host memory for copies of these tensors. Raises EngineError if too little is free.
+        """Allocate host memory for copies of tensors, unless an earlier save has allocated it.
 
-        sources: for each buffer, the tensors to copy. Memory that exists is used again.
+        Args:
+            sources: For each buffer by name, the tensors to copy.
+
+        Raises:
+            EngineError: Too little host memory is free.
         """
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
@@ -224,9 +228,10 @@ class StateKeeper:
 
     @contextmanager
     def _beside(self, roles: list[Role]) -> Iterator[None]:
-        """Run the copies within this context on a separate CUDA stream, concurrently with later work.
+        """Put the copies that are launched inside a `with` block on a separate CUDA stream.
 
-        They start after the work launched so far. The next optimizer update waits for them.
+        The copies start after the work launched so far, and run while later work runs. The next optimizer update of
+        `roles` waits for them. On a CPU the copies run at once.
         """
         if self._stream is None:
             yield
@@ -249,7 +254,11 @@ class StateKeeper:
             self._copied = None
 
     def _write(self, folder: Path, files: list[HostFile], planner: ShardSavePlanner, check: Callable[[], None]) -> None:
-        """Write the files in the background thread, and store a CheckpointError for `written` to raise."""
+        """Write the files of this rank. Runs in the background thread.
+
+        A CheckpointError is stored, so that `written` can raise it. `check` is called before each block of a file, and
+        stops the writing by raising an exception.
+        """
         from areno.engine.state.transfer import save
 
         try:
@@ -276,9 +285,9 @@ class StateKeeper:
 
 
 def _parts(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
-    """Return views of elements `start` to `stop` of a buffer, each of at most PART_BYTES.
+    """Return views of elements `start` to `stop` of a buffer, each of at most PART_BYTES bytes.
 
-    They are on the device, or in host memory for a role that is offloaded.
+    The views are of device memory, or of the copies in host memory if the role is offloaded.
     """
     size, parts, begin = PART_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:

@@ -5,10 +5,10 @@ ranks. Its own file format is not used for three reasons: it has no checksums; i
 it writes, which would stall decoding; and its metadata is a pickle, which executes code when a damaged or foreign file
 is read.
 
-A folder holds `index.json` and one file for each buffer and rank. The index has two lines. The first is {"format",
-"crc32"}, with the checksum of the second line. The second is {"about", "tensors", "files"}:
+A folder holds `index.json` and one file for each buffer and rank. The index has two lines of JSON. The first is
+{"format", "crc32"}, with the checksum of the second line. The second has three entries:
 
-    about     facts about each role, see `shards.about`
+    about     facts about each role, see `tensor_shards.about`
     tensors   name -> {"dtype", "shape", "chunks": [[offsets, sizes, file, first byte], ...]}
     files     name -> {"bytes", "crc32": [one for every BLOCK_BYTES]}
 """
@@ -192,7 +192,7 @@ class Reader(StorageReader):
         folder: The folder of the state.
 
     Attributes:
-        about: Facts about each role, see `shards.about`.
+        about: Facts about each role, see `tensor_shards.about`.
         metadata: Names, dtypes, shapes and chunks of the stored tensors, for torch.distributed.checkpoint.
 
     Raises:

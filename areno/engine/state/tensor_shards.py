@@ -40,8 +40,9 @@ class TensorShard:
         offsets: First index of the box in each dimension of the tensor.
         sizes: Size of the box in each dimension.
         buffer: Name of the buffer that contains the box, such as "actor.master".
-        start: First element of the box in the buffer. `_boxes` counts elements of the undivided buffer of parameters
-            (or blocks of elements, for scales); `shards_of` converts to elements of the buffer that this rank owns.
+        start: Index of the box's first element in the buffer. In shards from `shards_of`, the buffer holds the elements
+            that this data-parallel rank owns. In shards from `_boxes`, which `shards_of` converts, it is the buffer of
+            all ranks.
         repeated: Whether a lower rank holds the same box and writes it, so that this rank does not write the box.
     """
 
@@ -161,17 +162,17 @@ _STORED_MODULES = {
 def vector(
     role: str, kind: str, name: str, holder: ParallelGroup, stretch: slice, repeated: bool = False
 ) -> Iterator[TensorShard]:
-    """Yield the shards of one parameter's 8-bit moment, or of the moment's scales, on one tensor-parallel rank.
+    """Yield the shards that hold the 8-bit moment of one parameter, or the scales of this moment.
 
     Each tensor-parallel rank stores a one-dimensional tensor of its own, so the name of the tensor contains rank and
     group size.
 
     Args:
         role: Name of the role.
-        kind: Kind of the buffer, such as "exp_avg" (8-bit codes) or "exp_avg_scale".
+        kind: Kind of the buffer: "exp_avg" or "exp_avg_sq" (8-bit codes), with the ending "_scale" for their scales.
         name: Name of the parameter in the model.
-        holder: The tensor-parallel rank and the group size.
-        stretch: The range of elements of the flat buffer that belongs to the parameter.
+        holder: The tensor-parallel rank that holds the moment, and the group size.
+        stretch: The range of the parameter in the buffer: elements for codes, blocks of elements for scales.
         repeated: Whether a lower rank holds and writes the same elements, so that this rank does not write them.
     """
     size = (stretch.stop - stretch.start,)
@@ -203,7 +204,11 @@ def written_by(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, li
 
 
 def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
-    """Yield the checkpoint name, the name of the parameter, and the place in it, of each trained checkpoint tensor."""
+    """Yield (checkpoint name, parameter name, Part) for each checkpoint tensor that is trained.
+
+    A parameter may combine several checkpoint tensors. The Part says which rows of the parameter the checkpoint tensor
+    fills, and which shard of the tensor this rank holds.
+    """
     flat, _ = trained(backend)
     own_names = {id(parameter): name for name, parameter in backend.model.named_parameters()}
     for entry in [*checkpoint_table(backend.model), *adapter_table(backend.model)]:
@@ -223,8 +228,12 @@ def _stored_shape(part: Part) -> tuple[int, ...]:
 def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
     """Yield the shards of master weights or fp32 moments, before data parallelism divides them.
 
-    They are stored by the names of the checkpoint tensors. kind: the kind of the buffer, such as "master" or
-    "exp_avg".
+    They are stored under the names of the checkpoint tensors.
+
+    Args:
+        role: Name of the role.
+        kind: Kind of the buffer: "master", "exp_avg" or "exp_avg_sq".
+        backend: The train backend of the role.
     """
     flat, _ = trained(backend)
     for name, own, part in _table(backend):

@@ -268,6 +268,13 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
 
     The blocks that share a scale follow the layout of one rank, so the stored moments are dequantised, assembled to
     full tensors, cut for this rank and quantised again.
+
+    Args:
+        reader: The state.
+        role: Name of the role.
+        backend: The train backend of the role, whose moments are set.
+        stored_tp: Tensor-parallel size with which the state was written.
+        lora: The adapters of the role. None if the role trains all weights.
     """
     flat, _ = trained(backend)
     model = backend.model
@@ -293,10 +300,17 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
 
 
 def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
-    """Return the fp32 moments of each checkpoint tensor in a parameter, assembled from all stored ranks.
+    """Return the full fp32 moment of each checkpoint tensor that a parameter combines.
 
-    kind: the buffer of the moments, such as "exp_avg". name: the parameter. stored: a model on the device `meta` for
-    each stored tensor-parallel rank, which has the shapes and places of that rank.
+    The moments are read from the state for every tensor-parallel rank that wrote it, dequantised, and put together.
+
+    Args:
+        reader: The state.
+        role: Name of the role.
+        kind: The moment: "exp_avg" or "exp_avg_sq".
+        name: Name of the parameter in the model.
+        stored: For each tensor-parallel rank that wrote the state, a model on the device `meta` with the shapes of that
+            rank's parameters.
     """
     wholes = [torch.zeros(part.full_shape) for part in stored[0].layout(name)]
     for model in stored if stored[0].is_sharded(name) else stored[:1]:

@@ -1,1 +1,1 @@
-"""Training: rows to optimizer steps and micro-batches, forward and backward passes, and the update."""
+"""Training: division of rows into optimizer steps and micro-batches, forward and backward passes, and the update."""

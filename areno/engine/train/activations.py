@@ -1,7 +1,8 @@
-"""Activation recomputation: the number of layers that keep their activations for the backward pass.
+"""Activation recomputation: the choice of how many layers keep their activations for the backward pass.
 
-As many layers keep them as fit the free memory, and the others recompute them. Free memory is an estimate, because
-it may be fragmented. So a step that runs out of memory is repeated with fewer such layers.
+As many layers keep activations as free memory allows, and all other layers recompute them. The free memory is only an
+estimate, because it may be fragmented. So a step that runs out of memory is repeated with fewer layers that keep
+activations.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class KeptLayers:
 
     Args:
         model: The model.
-        free: Returns the bytes that can be allocated now. None makes all layers recompute.
-        alone: Whether no other rank takes part in the layers. Otherwise a rank cannot repeat a step by itself.
+        free: Function that returns the bytes that can be allocated now. If None, all layers recompute.
+        alone: Whether this rank computes the layers without collectives with other ranks. Only then can it repeat a
+            step by itself.
         split: Whether sequence parallelism divides the tokens, see Transformer.forward.
     """
 
@@ -109,12 +111,13 @@ def fitting_tokens(model: Transformer, free: int, split: bool = False) -> int:
 
 @dataclass(frozen=True)
 class _Need:
-    """Bytes that training a model takes.
+    """The bytes that training a model takes.
 
     Attributes:
-        of_token: For each token, if all layers recompute.
-        of_kept_layer: In addition, for each token and each layer that keeps its products.
-        logits: For one chunk of logits, and for kept gradients of logits.
+        of_token: Bytes per token if all layers recompute.
+        of_kept_layer: Additional bytes per token for each layer that keeps its matrix products.
+        logits: Bytes for one chunk of logits and for gradients of logits that are kept. 0 for a model with a value
+            head.
     """
 
     of_token: int
@@ -123,7 +126,7 @@ class _Need:
 
     @staticmethod
     def of(model: Transformer, split: bool = False) -> _Need:
-        """Return the needs of a model."""
+        """Compute the bytes that training the model takes. `split` is whether sequence parallelism is on."""
         itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
         kept = activation_bytes(model.config, itemsize, layout).kept
         logits = 0

@@ -1,4 +1,4 @@
-"""Trains one model on rows: packing, forward pass, loss, backward pass and update. Also scores rows."""
+"""The training and scoring of one model: packing of rows, forward pass, loss, backward pass and update."""
 
 from __future__ import annotations
 
@@ -52,16 +52,18 @@ class TrainBackend:
             requires.
         dp: Ranks that hold copies of this model (data parallel).
         context: The ranks of `dp` that share the tokens of each micro-batch (context parallel).
-        data: The ranks of `dp` that have the same place as this rank in their `context`, and so train on other rows.
-            None is all of `dp`.
+        data: The ranks of `dp` that have the same rank in their context-parallel groups as this rank, and so train on
+            other rows. None is all of `dp`.
         zero_stage: See engine.zero_stage.
         exact: See engine.exact.
         sequence_parallel: See engine.sequence_parallel.
         section: Configuration section that messages name.
         router_aux_loss_coef: Coefficient of the loss that balances the load of experts, see StepRouting.
-        fill: Called to set the parameters once they have their final memory, see FlatParameters.
-        stays: Whether frozen parameters are already set and keep their memory. False moves them into one flat buffer.
-        beside: Returns advice about the KV cache for out-of-memory errors, see training_hint.
+        fill: Function that sets the weights. It is called after the parameters have moved to the memory in which they
+            stay, see FlatParameters.
+        stays: For a frozen model, whether the weights are already set and keep their memory. If False, they move into
+            one flat buffer.
+        beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors.
 
     Attributes:
         params: Buffers that hold all parameters.
@@ -122,7 +124,7 @@ class TrainBackend:
             self.optimizer = Optimizer(self.flat, optimizer, model.tp)
 
     def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
-        """Take optimizer steps on this rank's share of the rows.
+        """Take optimizer steps on this data-parallel rank's share of the rows.
 
         The loss and the gradient of a step are those of all ranks, and do not depend on the division into ranks and
         micro-batches.
@@ -133,13 +135,13 @@ class TrainBackend:
             update: Settings of the update.
 
         Returns:
-            The statistics of all steps, joined by `over_steps`, and the old log-probabilities. `skipped_steps` is the
-            number of updates that were not applied, because loss or gradient was not finite or no token was trained.
-            `grad_norm` is the norm before clipping.
+            The statistics, averaged over the steps as `over_steps` says, and the old log-probabilities. Among the
+            statistics, `skipped_steps` is the number of updates that were not applied, because loss or gradient was not
+            finite or no token was trained, and `grad_norm` is the gradient norm before clipping.
 
         Raises:
-            EngineError: Memory ran out, the loss function returned something invalid, or with `exact` a row of
-                staleness 0 disagrees with the model.
+            EngineError: Memory ran out, or the loss function returned something invalid. With `exact`, also if the
+                model disagrees with a rollout log-probability of a row with staleness 0.
         """
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
@@ -158,9 +160,15 @@ class TrainBackend:
             return TrainResult(over_steps(stats), old)
 
     def scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> Tensor:
-        """Return log-probabilities at the indices `trained_T`, (N,) float32, without gradient.
+        """Compute log-probabilities without gradient, by the same forward pass that an update uses.
 
-        Uses the same forward pass as an update.
+        Args:
+            packed: The micro-batch, with N tokens.
+            trained_T: (T,) int64 indices of the tokens to score.
+            sampling: Sampling settings, whose temperature divides the logits.
+
+        Returns:
+            (N,) float32 log-probabilities, 0 at all other tokens.
         """
         with torch.no_grad():
             logprobs_N = self._logprobs(packed, trained_T, sampling)[0]
@@ -228,9 +236,10 @@ class TrainBackend:
         score: Callable[[PackedTokens], Tensor],
         routes: TokenRows | None = None,
     ) -> list[np.ndarray]:
-        """Apply `score` to micro-batches of the rows. Return its results for each row.
+        """Apply `score` to micro-batches of the rows, and return its results as one float32 array for each row.
 
-        `score` returns a number for each of the N tokens of a micro-batch, (N,).
+        `score` returns an (N,) tensor with a value for each token of a micro-batch. `routes` are the experts of each
+        row's tokens, or None to let the router choose.
         """
         if not rows:
             return []
@@ -249,7 +258,11 @@ class TrainBackend:
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
 
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
-        """Run the layers. Return hidden states (n, D) of this rank's share of the tokens, and the share."""
+        """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
+
+        Returns:
+            Their hidden states (n, D), and the TokenShare that says which n of the N tokens they are.
+        """
         multiple = self.model.tp.size if self._split else 1
         share = TokenShare.of(packed, self.context, self.attn_backend, multiple)
         if self._routing is not None:
@@ -259,16 +272,23 @@ class TrainBackend:
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:
-        """Return values at the token indices `trained_T`, (N,) float32, 0 at other tokens.
+        """Compute the value of the state before each token of `trained_T`.
 
-        The value of the state before token t is computed from the hidden state of token t - 1.
+        The value of the state before token t comes from the hidden state of token t - 1.
+
+        Returns:
+            (N,) float32, with gradient. 0 at tokens that are not in `trained_T`.
         """
         hidden_nD, share = self._hidden(packed)
         trained_T = share.predicted_here(trained_T)
         return share.aligned(trained_T, self.model.values(share.before(hidden_nD, trained_T)))
 
     def _logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy at the token indices `trained_T`, each (N,) float32, 0 elsewhere."""
+        """Compute the log-probability and the entropy at each token of `trained_T`.
+
+        Returns:
+            (log-probabilities, entropies), each (N,) float32. 0 at tokens that are not in `trained_T`.
+        """
         tp, head = self.model.tp, self.model.output
         hidden_nD, share = self._hidden(packed)
         trained_T = share.predicted_here(trained_T)

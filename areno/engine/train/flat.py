@@ -54,8 +54,9 @@ class Bucket:
         place: Range of the bucket in `params`.
         own: Range in `params` that this rank owns.
         local: Range of the owned elements in `masters` and in the moments.
-        grads: Range of the bucket in `grads`. If gradients are divided, only of the owned elements.
-        stage: Smallest stage of its parameters, see Transformer.stage. The backward pass completes large stages first.
+        grads: Range of the bucket in `grads`. If gradients are divided (ZeRO-2), only of the owned elements.
+        stage: Smallest stage of the bucket's parameters. The stage is the layer index, see Transformer.stage. The
+            backward pass completes large stages first.
         segments: The segments in the bucket.
     """
 
@@ -101,8 +102,8 @@ def flatten(
 
     Args:
         named: Parameters with their names.
-        is_sharded: Returns whether tensor-parallel ranks hold different pieces of the parameter with this name. None:
-            all hold copies.
+        is_sharded: Returns whether tensor-parallel ranks hold different shards of the parameter with this name. None if
+            all ranks hold copies of all parameters.
         align: Every parameter starts at a multiple of this number of elements.
 
     Returns:
@@ -113,30 +114,31 @@ def flatten(
 
 
 class FlatParameters:
-    """Moves the trained parameters of a model into one buffer, and gives each a gradient in another buffer.
+    """Moves the trained parameters of a model into one buffer, and their gradients into another buffer.
 
     Args:
         model: The model. Parameters with requires_grad=False keep their memory.
-        is_sharded: Returns whether tensor-parallel ranks hold different pieces of the parameter with this name.
+        is_sharded: Returns whether tensor-parallel ranks hold different shards of the parameter with this name.
         align: Every parameter, and every part that a rank owns, starts at a multiple of this number of elements.
-        in_parts: Returns the elements of a parameter whose gradient must be summed over tensor-parallel ranks, with the
-            number of these ranks, see Transformer.partial_gradients.
-        stage: See Transformer.stage. If given, masters are divided over the ranks of `dp` (ZeRO-1).
+        in_parts: Function from a parameter's name to the ranges of its elements whose gradient must be summed over
+            tensor-parallel ranks, each with the number of these ranks, see Transformer.partial_gradients.
+        stage: Function from a parameter's name to its stage, see Transformer.stage. If given, masters and moments are
+            divided over the ranks of `dp` (ZeRO-1).
         dp: The ranks that hold copies of the model.
         divide_grads: Whether to divide the gradients of layers, too (ZeRO-2). Until they are reduced, they lie in
             `workspace`, which all divided buckets share (see ReducedGradients).
-        fill: Called to set the parameters once they lie in `params`. A model without memory of its own (see
-            WeightSpec.placed) is then never in memory twice.
+        fill: Function that sets the weights. It is called once the parameters are views of `params`. So a model that
+            was built without memory (see WeightSpec.placed) never has its weights in memory twice.
 
     Attributes:
         params: All trained parameters, in the dtype of the model.
-        grads: float32. Each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never set
-            a gradient to None.
-        masters: float32 values that the optimizer updates, for the owned elements. Same tensor as `params` if that is
-            float32 and not divided.
+        grads: float32. Each `parameter.grad` is a view of this buffer or of `workspace`. Clear it by `grads.zero_()`;
+            never set a gradient to None.
+        masters: float32 values that the optimizer updates, for the owned elements. The same tensor as `params` if
+            `params` is float32 and not divided.
         places: Range of each parameter in `params`, by name.
         shapes: Shape of each parameter, by name.
-        buckets: The buckets in the order of `params`. A single one if masters are not divided.
+        buckets: The buckets in the order of `params`. A single bucket if masters are not divided.
         frozen: The parameters that are not trained.
     """
 
@@ -229,13 +231,15 @@ class FlatParameters:
                 yield from _chunks(each, segment, segment.start, segment.stop)
 
     def copies(self, bucket: Bucket | None = None) -> Iterator[tuple[Chunk, int]]:
-        """Yield the elements owned by this rank whose gradient is split over tensor-parallel ranks.
+        """Yield the elements owned by this rank whose gradient must still be summed over tensor-parallel ranks.
+
+        After the backward pass, each of these ranks has only a part of the sum.
 
         Args:
             bucket: Bucket to search. None is all buckets.
 
-        Returns:
-            Pairs of a chunk and the number of ranks whose gradients must be summed.
+        Yields:
+            (chunk, n): the elements, and the number n of tensor-parallel ranks over which to sum.
         """
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
@@ -306,7 +310,10 @@ def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn
 def _arranged(
     named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
 ) -> tuple[list[Segment], dict[str, slice], int]:
-    """Give parameters consecutive ranges, sorted by segment. Return segments, ranges by name, and the end."""
+    """Assign consecutive ranges of a buffer, from element `start`, to parameters that are grouped into segments.
+
+    Returns (segments, range of each parameter by name, end of the last range).
+    """
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
     kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -327,7 +334,7 @@ def _arranged(
 
 
 def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
-    """Move parameters into one new buffer and return the buffer."""
+    """Move parameters into a new buffer of `end` elements, at their ranges in `places`, and return the buffer."""
     first = named[0][1]
     buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
     for name, parameter in named:

@@ -56,7 +56,7 @@ class Gradients:
         self._join_parts()
 
     def _join_parts(self) -> None:
-        """Sum gradients that are split over tensor-parallel ranks, once in a step."""
+        """Sum the gradients of which each tensor-parallel rank has only a part of the sum. Called once in a step."""
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]

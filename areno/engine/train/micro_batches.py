@@ -93,7 +93,7 @@ def keep_old_logprobs(
 
 
 def _of_flat(flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int) -> StepShare:
-    """Unpickle a StepShare."""
+    """Unpickle a StepShare whose rows were pickled as concatenated arrays. `sizes` counts rows per micro-batch."""
     rows = iter(flat.rows())
     return StepShare([list(itertools.islice(rows, size)) for size in sizes], step_tokens, step_rows, rounds)
 
@@ -120,10 +120,11 @@ def share_steps(
         cp_size: Number of context-parallel ranks that share a micro-batch.
 
     Returns:
-        result[rank][step].
+        For each data-parallel rank, a list with its share of each step.
 
     Raises:
-        DataError: The rows do not fill the units, or units of several rows are too few for the ranks.
+        DataError: The number of rows is not a multiple of update.rows_per_unit, or this is greater than 1 and a step
+            has fewer units than there are ranks.
     """
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]

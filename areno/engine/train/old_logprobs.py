@@ -22,11 +22,11 @@ Batches = list[tuple[PackedTokens, DataPack]]
 
 
 def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
-    """Return `given_N` with its NaN entries replaced by `found_N`, (N,).
+    """Return `given_N` with its NaN entries replaced by `found_N`, or `found_N` if `given_N` is None.
 
     Args:
-        given_N: Old log-probabilities from the rows, NaN where a row has none. None if no row has any.
-        found_N: Log-probabilities to fill in.
+        given_N: (N,) old log-probabilities from the rows, NaN where a row has none. None if no row has any.
+        found_N: (N,) log-probabilities to fill in.
     """
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
@@ -34,13 +34,15 @@ def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
 def set_before_first_update(
     steps: Sequence[Batches], source: OldLogprobs, exact: bool, score: Callable[[PackedTokens, Tensor], Tensor]
 ) -> None:
-    """Set the old log-probabilities of all optimizer steps but the first, before any update.
+    """Set the old log-probabilities that must be known before the first update.
 
-    With source "rollout" the first step is set, too. Otherwise the first step needs no extra pass, because its old
-    log-probabilities are those of its own forward pass, detached.
+    With source "rollout", all steps get the log-probabilities of the rollout. Otherwise the first step is left alone,
+    because its own forward pass will give its old log-probabilities. For later steps, source "recompute" keeps the
+    values that rows already have and scores the other rows, and source "loglinear" sets None, because the loss
+    interpolates. Micro-batches without old and rollout log-probabilities, as in SFT, are left alone.
 
     Args:
-        steps: The micro-batches of each optimizer step.
+        steps: The micro-batches of each optimizer step, changed in place.
         source: Source of old log-probabilities, see UpdateSpec.
         exact: Whether rollout and training give equal bits, so that on-policy rows need no scoring pass.
         score: (micro-batch, indices of the trained tokens) -> log-probabilities (N,), without gradient.

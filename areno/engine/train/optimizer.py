@@ -173,10 +173,10 @@ class Optimizer:
             wait_for(work)
 
     def _equal_copies(self, bucket: Bucket) -> None:
-        """Make parameters that several tensor-parallel ranks hold equal, by copying from the first of these ranks.
+        """Copy sharded parameters that several tensor-parallel ranks hold from the first of these ranks to the others.
 
-        They may differ because a block of 8-bit moments also contains other elements, so its scale differs between
-        ranks.
+        Without this the copies may drift apart, because a block of 8-bit moments also contains other elements, so its
+        scale differs between ranks.
         """
         flat = self.flat
         for chunk, n in flat.copies(bucket):
@@ -186,7 +186,7 @@ class Optimizer:
                 flat.params[chunk.place].copy_(masters)
 
     def _update(self, chunk: Chunk, how: Update) -> None:
-        """Update the elements of one chunk."""
+        """Update the elements of one chunk, with `how` for the hyperparameters of the update."""
         flat, local = self.flat, chunk.local
         moments = self.exp_avg[local], self.exp_avg_sq[local]
         grads, masters, params = values = flat.grads[chunk.grads], flat.masters[local], flat.params[chunk.place]

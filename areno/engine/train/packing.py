@@ -1,9 +1,9 @@
-"""Rows to tensors, packed end to end without padding, and divided over context-parallel ranks.
+"""Packing of rows end to end into tensors, without padding, and their division over context-parallel ranks.
 
 The ranks of a context-parallel group share the tokens of each micro-batch, so a row may be too long for one device.
-A rank computes the layers for its tokens, and only attention exchanges data (see PackedAttend). Results for single
-tokens are summed over the group. So each rank has the results of all tokens, and losses need no code for context
-parallelism.
+A rank computes the layers for its tokens, and only attention exchanges data (see PackedAttend). Per-token results,
+such as log-probabilities, are summed over the group. So each rank has the results of all tokens, and losses need no
+code for context parallelism.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pack_rows(
 
     Args:
         rows: The rows. All have the same fields.
-        step: Share of the step that they belong to.
+        step: This rank's share of the optimizer step, which has the step's numbers of tokens and rows.
         rows_per_unit: Number of adjacent rows that belong together.
         device: Device of the tensors.
 
@@ -141,33 +141,36 @@ class TokenShare:
         return cls(tokens_N[mine], positions_N[mine], attend, mine.start, n_tokens)
 
     def predicted_here(self, places_T: Tensor) -> Tensor:
-        """Return the given tokens that this share predicts, from the hidden state of the token before.
+        """Select the tokens that this rank predicts, because it computes the token before.
 
         Args:
-            places_T: int64 indices of tokens among all N. The first tokens of rows are not among them.
+            places_T: (T,) int64 indices of tokens in the micro-batch, without the first token of any row.
+
+        Returns:
+            The indices of those tokens whose previous token is computed by this rank.
         """
         if self.attend.context.size == 1:
             return places_T
         return places_T[(places_T > self.first) & (places_T <= self.first + len(self.tokens_n))]
 
     def before(self, hidden_nD: Tensor, places_T: Tensor) -> Tensor:
-        """Return the hidden states (T, D) from which tokens are predicted.
+        """Return the hidden states from which tokens are predicted, (T, D).
 
         Args:
-            hidden_nD: Hidden states of this share.
-            places_T: Indices of the tokens, from `predicted_here`.
+            hidden_nD: (n, D) hidden states of this rank's tokens.
+            places_T: (T,) int64 indices of the predicted tokens in the micro-batch, from `predicted_here`.
         """
         return hidden_nD.index_select(0, places_T - (self.first + 1))
 
     def aligned(self, places_T: Tensor, numbers_T: Tensor) -> Tensor:
-        """Place numbers of single tokens at their indices, and sum over the ranks of the group.
+        """Write per-token values at their indices in the micro-batch, and sum over the context-parallel ranks.
 
         Args:
-            places_T: Indices of the tokens, from `predicted_here`.
-            numbers_T: A number for each of these tokens.
+            places_T: (T,) int64 indices of the tokens in the micro-batch, from `predicted_here`.
+            numbers_T: (T,) values of these tokens.
 
         Returns:
-            (N,) float32 with the numbers of all ranks. 0 for other tokens.
+            (N,) float32 with the values from all ranks. 0 at tokens without a value.
         """
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=places_T.device)
         return self.attend.context.reduce_out(numbers_N.index_copy(0, places_T, numbers_T))

@@ -3,8 +3,8 @@
 The auxiliary loss is that of the Switch Transformer (arXiv 2101.03961, equations 4 to 6) over all layers together,
 as in transformers (load_balancing_loss_func): E sum_e f_e P_e. f_e is the fraction of choices that fall on expert e,
 and P_e the mean router probability of e, both over all tokens and layers. f_e is taken over the whole step and has
-no gradient. So the gradient of a micro-batch depends on the choices in all micro-batches, and a forward pass over
-all of them comes first.
+no gradient. So it must be known before the first backward pass, and an extra forward pass over all micro-batches
+counts the choices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepRouting:
         self.restart()
 
     def begin(self, packed: PackedTokens, share: TokenShare) -> None:
-        """Prepare the layers for the forward pass of a micro-batch: its given experts, and the auxiliary loss.
+        """Prepare the layers for the forward pass of a micro-batch: set the experts to replay, and the auxiliary loss.
 
         Args:
             packed: The micro-batch.
@@ -56,9 +56,9 @@ class StepRouting:
         self._routing.begin()
 
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:
-        """Count the experts that the tokens of a step choose, if there is an auxiliary loss.
+        """Count how often the tokens of a step choose each expert, by a forward pass over its micro-batches.
 
-        If there is one, all copies of the model must call this.
+        Does nothing without an auxiliary loss. With an auxiliary loss, all copies of the model must call this.
 
         Args:
             batches: Micro-batches of the step.
@@ -86,7 +86,7 @@ class StepRouting:
         self._n_seen = torch.zeros((), dtype=torch.int64)
 
     def add(self) -> None:
-        """Add the choices of the last forward pass to the counts."""
+        """Add the experts chosen in the last forward pass to the counts."""
         loads = [self._routing.loads[layer] for layer in range(self._routing.n_layers)]
         chosen_LE = torch.stack([load.chosen_E for load in loads])
         where = chosen_LE.device
@@ -100,15 +100,16 @@ class StepRouting:
     def finish(self) -> dict[str, float]:
         """Return statistics of the step over all copies. All copies must call this. Waits for the device.
 
-        The load of an expert is the number of tokens that chose it, and an even load is the mean over the experts of a
-        layer.
+        The load of an expert is the number of tokens that chose it. The violation of an expert is its load divided by
+        the mean load in its layer, minus 1.
 
         Returns:
-            Numbers by name. router_max_violation is the largest (load / even load - 1) in a layer, averaged over
-            layers. router_mean_violation is the mean of the absolute value of this number. router_entropy is the
-            entropy of the router's probabilities, divided by its largest possible value. router_changed is the
-            fraction of choices in which replayed experts differ from the router's own choice. router_aux_loss is the
-            auxiliary loss before its coefficient. With k experts for each token it is k for an even load.
+            Values by name. router_max_violation is the largest violation in a layer, averaged over layers.
+            router_mean_violation is the mean of the absolute violation over experts and layers. router_entropy is the
+            entropy of the router's probabilities, divided by its largest possible value. router_changed is the fraction
+            of choices in which replayed experts differ from the router's own choice. router_aux_loss is the auxiliary
+            loss before its coefficient. If every expert has the same load, it equals the number of experts per
+            token.
         """
         experts, n_layers = self._routing.experts, self._routing.n_layers
         counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]

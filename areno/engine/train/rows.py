@@ -174,7 +174,11 @@ def _any_old(rows: Sequence[TrainSequence]) -> bool:
 def _read_arrays(
     rows: Sequence[TrainSequence], given: list[str], vocab_size: int, context_len: int | None
 ) -> FlatRows | None:
-    """Convert rows that consist of arrays all at once. None if a check fails; then each row must be read alone."""
+    """Check and convert all rows at once, which is possible only if their fields are arrays.
+
+    `given` lists the optional fields that the rows have. Returns None if any check fails. The caller must then check
+    each row by itself, to find the row and the field that are wrong.
+    """
     columns = {name: [vars(row)[name] for row in rows] for name in ("tokens", "prompt_mask", *FIELDS)}
     shapes = [np.shape(tokens) for tokens in columns["tokens"]]
     for name, arrays in columns.items():
@@ -210,9 +214,10 @@ def _read_arrays(
 def _read_row(
     row: TrainSequence, called: str, first: str, given: list[str], vocab_size: int, context_len: int | None
 ) -> Row:
-    """Check one row and convert it to arrays. `called` and `first` name this row and the first row in messages.
+    """Check one row and convert it to arrays.
 
-    `given` lists the optional fields that every row must have.
+    `called` and `first` are the names of this row and of the first row in messages. `given` lists the optional fields
+    that every row must have.
     """
     tokens = read_tokens(row.tokens, f"{called}: tokens", vocab_size, context_len)
     _check_row(row, called, first, given, len(tokens))
@@ -237,7 +242,7 @@ def _read_row(
 
 
 def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_tokens: int) -> None:
-    """Raise DataError if a row lacks a field, or if a length, the reward or the staleness is wrong."""
+    """Raise DataError if a row lacks a field of `given`, or if a length, the reward or the staleness is wrong."""
     if row.prompt_mask is None:
         raise DataError(f"{called}: prompt_mask is missing; give True for each token that is not trained")
     for name in ("prompt_mask", *FIELDS):
@@ -298,7 +303,7 @@ class RouteShape(NamedTuple):
 
     @property
     def none(self) -> int:
-        """Value that marks a token with unknown experts: the largest of the dtype."""
+        """Value that marks a token with unknown experts: the largest value of the dtype."""
         return int(np.iinfo(self.dtype).max)
 
     @property
