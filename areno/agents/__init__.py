@@ -1,1 +1,1 @@
-"""Agents: their items and trajectories, environments with tools, and the processes that run the user's agent."""
+"""The code that runs the user's agents: environments with tools, agent processes, trajectories, training rows."""

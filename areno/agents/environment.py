@@ -1,6 +1,6 @@
-"""Environments: write a task with tools as a class, and let areno alternate between the environment and the model.
+"""Tasks with tools, written as classes (`Environment`) that areno runs in turn with the model.
 
-`agent_of` turns an environment into an agent function, and `reward_of` turns it into a reward function:
+`agent_of` turns such a class into an agent function, and `reward_of` turns it into a reward function:
 
     class Counter(Environment):
         tools = [{"type": "function", "function": {"name": "add", "parameters": {...}}}]
@@ -86,14 +86,14 @@ class Environment:
     def step(self, tool_calls: list[Call]) -> StepResult | Awaitable[StepResult]:
         """Run the tool calls in one answer of the model.
 
-        The loop passes only calls of tools in `tools` with an object of arguments. It answers every other call with an
-        error message.
+        Every call in `tool_calls` names a tool in `tools` and has a JSON object as arguments. areno answers all other
+        calls of the model with an error message, without calling this method for them.
 
         Args:
-            tool_calls: The calls, in the order in which the model wrote them.
+            tool_calls: The valid calls, in the order in which the model wrote them.
 
         Returns:
-            A tuple (messages, reward, done): one message for each call, the reward of this step, and whether the
+            A tuple (messages, reward, done): one tool message for each call, the reward of this step, and whether the
             task is over.
         """
         raise NotImplementedError
@@ -137,8 +137,8 @@ class Episode:
         turns: The requests and responses, in order.
         messages: The whole conversation.
         rewards: The reward of each step of the environment.
-        ended: The reason for the end: "done" if the environment ended, "length" if an answer was truncated, "max_turns"
-            after the largest number of turns. "" while the episode is in progress.
+        ended: The reason for the end: "done" if the environment ended the task, "length" if an answer of the model was
+            truncated, "max_turns" if the limit on turns was reached. "" while the episode is in progress.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -225,8 +225,8 @@ def agent_of(
 ) -> Callable[[Any, Any], Awaitable[list[Any]]]:
     """Return an agent function `run_agent(ctx, batch)` that runs an environment for each item of a batch.
 
-    If an episode raises an exception, its sample is logged and left out. If all episodes of a batch fail, the first
-    exception is raised.
+    If an episode raises an exception, the exception is logged and the sample has no trajectory. If all episodes of a
+    batch fail, the first exception is raised.
 
     Args:
         make: Builds the environment for an AgentItem, whose `record` is the row of the dataset.
@@ -270,7 +270,10 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
 
 
 async def _act(environment: Environment, message: Message, episode: Episode) -> bool:
-    """Pass an assistant message to the environment, and record the result. Return whether the task is over."""
+    """Pass an assistant message to `step` or `answer` of the environment, and append the result to `episode`.
+
+    Returns whether the task is over.
+    """
     written = message.get("tool_calls") or []
     if not written:
         result = await _call(environment.answer, message.get("content") or "")
@@ -296,7 +299,11 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
 
 
 def _read_call(written: Any, names: set[str]) -> Call | Message:
-    """Parse a tool call of the model. Return a Call, or a tool message with the error if the call is invalid."""
+    """Parse a tool call of the model. `names` are the names of the existing tools.
+
+    Returns a Call, or a tool message with an error for the model if the tool is unknown or the arguments are
+    invalid.
+    """
     function = written["function"]
     call = Call(written["id"], function["name"], {})
     if call.name not in names:

@@ -16,10 +16,10 @@ from areno.types import Message
 
 
 class McpEnvironment(Environment):
-    """A task whose tools come from MCP servers. It ends when the model answers with text, and its reward is 0.
+    """A task whose tools come from MCP servers. The task ends when the model answers with text.
 
-    To give rewards, derive from this class and override `step` or `answer`, or read `record.tool_results` in a reward
-    function.
+    All rewards are 0. To give rewards, derive from this class and override `step` or `answer`, or set a reward
+    function, which finds the outputs of the tools in `record.tool_results`.
 
     Args:
         messages: The messages of the first request to the model.
@@ -61,10 +61,11 @@ class McpEnvironment(Environment):
         """Call the tools one after the other. An error of a tool becomes a message for the model.
 
         Args:
-            tool_calls: The calls.
+            tool_calls: The calls in the model's answer.
 
         Returns:
-            A tuple (one message for each call, reward 0, False because the task continues).
+            A tuple (messages, reward, done): one tool message for each call, 0.0, and False, because the task
+            continues.
         """
         return [call.result(await self._result(call)) for call in tool_calls], 0.0, False
 

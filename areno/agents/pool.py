@@ -1,8 +1,8 @@
-"""The pool of agent processes, as the driver uses it.
+"""The pool of agent processes, which the driver (the main process of the run) uses to run agents.
 
-`AgentPool` starts the processes, sends items to them and collects the turns. Each process runs many items at once
-(process.py). User code in it can print, hang, crash or leak memory without harm to the run. An item whose agent fails
-or exceeds the time limit has no trajectory, and the other items continue.
+`AgentPool` starts the processes, sends items to them and collects the trajectories. Each process runs many items at
+once (process.py). The user's code can print, hang, crash or leak memory in its process without harm to the run. An item
+whose agent fails or exceeds the time limit has no trajectory, and the other items continue.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AgentOutcome:
     """The result of running the agent for one item.
 
     Attributes:
-        status: "ok", "error", "timeout", or "filtered" if the agent raised the server's error for a conversation that
-            fills the context.
+        status: "ok", "error", "timeout", or "filtered" if the agent failed because its conversation fills the model's
+            context.
         turns: The turns of the trajectory, or None unless the status is "ok".
         message: The reason for any status other than "ok".
     """
@@ -58,7 +58,11 @@ class AgentPool(WorkerPool[AgentConfig]):
         super().__init__(config, config.fn)
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return (file:function, setting to name in errors, time limit in seconds), for each process."""
+        """Return the first message to each process.
+
+        It is (file:function, name of the setting for error messages, time limit in seconds). Raises ConfigError if
+        the file of the agent function does not exist or is not valid Python.
+        """
         found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
         return found, _KEY, self.config.timeout_s
 
@@ -69,14 +73,14 @@ class AgentPool(WorkerPool[AgentConfig]):
         on_wait: Callable[[int], object] = lambda n: None,
         on_done: Callable[[int, AgentOutcome], object] = lambda place, outcome: None,
     ) -> list[AgentOutcome]:
-        """Run the agent for all items, and wait until each has an outcome.
+        """Run the agent for all items, and wait until each item has an outcome.
 
         Args:
-            items: The items.
+            items: The items to run.
             context: The address and the key of the session's endpoint, for the agent's requests.
             on_wait: Called with the number of finished items, at least every half second.
-            on_done: Called with the index of an item in `items` and its outcome, as soon as the item is finished. An
-                exception from it ends the call.
+            on_done: Called with the index of an item in `items` and its outcome, as soon as the item is finished. If
+                `on_done` raises an exception, the run ends and the exception is passed on.
 
         Returns:
             The outcome of each item, in the order of `items`.
@@ -96,7 +100,7 @@ class _Running:
     Attributes:
         outcomes: The outcome of each item, or None while the item is not finished.
         n_open: The number of items without an outcome.
-        groups: Lists of item indices that are still to be sent. Each list goes to one process.
+        groups: Lists of item indices that have not been sent. Each list will be sent to one process.
     """
 
     def __init__(
@@ -115,7 +119,10 @@ class _Running:
         self.groups = deque(share for share in shares if share)
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return the next group as (index, pickled item) for each item. Empty if no group is left."""
+        """Take the next group of items to send to a process. Both arguments are ignored.
+
+        Returns a tuple (index, pickled item) for each item of the group, or an empty list if no group is left.
+        """
         chunk: list[tuple[int, bytes]] = []
         while self.groups and not chunk:
             # Pickled only now, so that the first process begins while the items of the others are pickled.
@@ -124,7 +131,10 @@ class _Running:
         return chunk
 
     def _payload(self, position: int) -> bytes | None:
-        """Return a pickled item. If it cannot be pickled, record an error as its outcome and return None."""
+        """Return the item with index `position`, pickled together with the context.
+
+        If the item cannot be pickled, record an error as its outcome and return None.
+        """
         try:
             return pickle.dumps((self._context, self._items[position]), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # an object of the dataset may raise anything when it is pickled
@@ -137,7 +147,13 @@ class _Running:
         self._settle(position, AgentOutcome(*answer))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Requeue the unfinished items of a process that died or hung, or record that they failed."""
+        """Handle a process that died or hung, by sending its unfinished items again or recording that they failed.
+
+        Args:
+            worker: The process. `worker.chunk` has the indices of its unfinished items.
+            status: The status of items that are not sent again.
+            text: The message of items that are not sent again.
+        """
         if worker.chunk:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
@@ -150,8 +166,8 @@ class _Running:
     def _run_again(self, positions: list[int], outcome: AgentOutcome) -> None:
         """Requeue the unfinished items of a process that died or hung, in smaller groups.
 
-        An item gets `outcome` instead if it was the only unfinished item, or if `len(_GROUPS)` processes were lost
-        with it.
+        An item gets `outcome` and is not requeued if it was the only unfinished item of the process, or if this is the
+        third process that died or hung while it ran the item.
         """
         again: list[int] = []
         for position in positions:

@@ -1,10 +1,11 @@
 """The code of an agent process, which runs the user's agent for many items at once.
 
-pool.py exchanges pickled messages with this process over one socket. The process receives (file:function, key,
-timeout_s) once, then chunks [(position, pickled (context, item)), ...]. It sends ("ready", True) or ("failed",
-Problems) once, then (position, Answer) for each item as soon as the item is finished. The keeper of the process
-(areno.user_processes.keeper) ends it together with all processes that the agent started. Nothing large is imported
-here, so that the process starts quickly.
+The driver's pool (pool.py) exchanges pickled messages with this process over one socket. The process receives
+(file:function, setting, time limit in seconds) once, and then any number of chunks
+[(position, pickled (context, item)), ...]. It sends ("ready", True) or ("failed", problems) once, and then
+(position, answer) for each item as soon as the item is finished. The parent process, called keeper
+(areno.user_processes.keeper), ends this process together with all processes that the agent started. Nothing large is
+imported here, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class _Runner:
             os._exit(0)
 
     async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Run all items of a chunk at the same time. Their starts are spread over iterations of the event loop."""
+        """Run all items of a chunk at the same time, starting them some iterations of the event loop apart."""
         ticking = asyncio.ensure_future(self._tick())
         ends_at, running = self._loop.time() + self._timeout_s, []
         for position, payload in chunk:
@@ -154,7 +155,7 @@ class _Runner:
         self._answer(position, answer)
 
     async def _call(self, payload: bytes) -> Answer:
-        """Call the agent for a pickled item, and return the answer to send."""
+        """Call the agent for a pickled (context, item), and return the answer (status, turns, message) to send."""
         try:
             context, item = pickle.loads(payload)
             batch = AgentBatch.of_item(item)
@@ -176,7 +177,10 @@ class _Runner:
             return self._failure(error)
 
     def _in_thread(self, *given: Any) -> Any:
-        """Call a plain (not async) agent function in a thread, and record the thread for `_place_of`."""
+        """Call a plain (not async) agent function with `given`, and return its result.
+
+        This runs in a thread of the pool. While the function runs, `_thread_of` maps the item to the thread.
+        """
         position = _position.get()
         assert position is not None
         self._thread_of[position] = threading.get_ident()
@@ -186,7 +190,10 @@ class _Runner:
             del self._thread_of[position]
 
     def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
-        """Return the line of the agent's file at which an item waits, as text for a message. "" if it is unknown."""
+        """Return where the agent waits for an item, as text for a message such as "; it waits at agent.py:12".
+
+        Only lines in the file of the agent function are reported. The text is "" if no such line is found.
+        """
         lines = []
         at: Any = task.get_coro()
         while at is not None:  # from the coroutine of the task to the one that it waits for
@@ -200,7 +207,11 @@ class _Runner:
         return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
 
     def _failure(self, error: BaseException) -> Answer:
-        """Return the answer for an exception of the agent. A full context has the status "filtered"."""
+        """Return the answer (status, None, message) for an exception that the agent raised.
+
+        The status is "filtered" if the server refused a request because the conversation fills the context, else
+        "error".
+        """
         is_full = vars(error).get("code") == CONTEXT_FULL
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 

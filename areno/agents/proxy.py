@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint of one rollout session, through which agents sample from the policy.
 
-`SessionProxy` runs the server on this machine only, with an API key of its own, until the session ends.
+`SessionProxy` serves this endpoint until the session ends. Only processes on this machine can reach it, and they need
+the API key of the session.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class SessionProxy:
         self.base_url = f"{self._thread.start()}/v1"
 
     def prefetch(self, items: Iterable[AgentItem]) -> None:
-        """Tokenize the prompts of items before their agents' first requests, and announce the requests to the engine.
+        """Tokenize the prompts of items in advance, and tell the engine how many requests to expect.
 
-        Most agents begin with the messages of their item, so the tokens are then ready.
+        Most agents begin with the messages of their item, so the prompt of the first request is then tokenized already.
 
         Args:
             items: The items whose agents are about to start.
@@ -91,7 +92,7 @@ class SessionProxy:
         self._thread.submit(self._prefetch(len(items), conversations))
 
     async def _prefetch(self, n_requests: int, conversations: list[list[Message]]) -> None:
-        """Announce `n_requests` requests to the engine, and tokenize the conversations."""
+        """Tell the engine to expect `n_requests` requests, and tokenize the conversations."""
         self.server.sampler.engine.batcher.announce(n_requests)
         await self.server.chat.conversations.prefetch(conversations)
 

@@ -16,8 +16,8 @@ from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajector
 class Recorder:
     """Records the chat completions that are made through its OpenAI client.
 
-    Use one Recorder per sample, in an `async with` block. A streamed response is also recorded. The framework then
-    receives all of its chunks at once, when the response is complete.
+    Use one Recorder per sample, in an `async with` block. A streamed response is also recorded, but the framework then
+    receives all chunks of the response at once, when the response is complete.
 
     Args:
         ctx: The argument `ctx` of the agent function.

@@ -1,9 +1,10 @@
 """Conversion of trajectories into training rows, which hold exactly the tokens that were sampled.
 
-The prompt of a turn usually begins with all tokens of the turn before, so both turns become one row. Otherwise a turn
-begins a new row: if the chat template dropped reasoning, the agent rewrote or shortened its messages, or the agent
-leads several conversations. So each row holds only tokens that the model saw at these positions. `RowBuilder` also
-checks that the turns come from the current session, and marks the tokens to train.
+The prompt of a turn usually begins with all tokens of the previous turn. Both turns then become one row. A turn begins
+a new row if its prompt does not continue an earlier row, for example because the chat template dropped reasoning, the
+agent rewrote or shortened its messages, or the agent leads several conversations. So the model saw each token of a row
+after exactly the tokens before it in the row. `RowBuilder` also checks that the turns come from the current session,
+and marks the tokens to train.
 """
 
 from __future__ import annotations
@@ -104,10 +105,10 @@ class RowBuilder:
         )
 
     def _checked(self, turn: PlainTurn, number: int) -> TurnTokens:
-        """Check a turn and return its tokens. number: the index of the turn, for messages.
+        """Check a turn and return its tokens. `number` is the index of the turn, for error messages.
 
         Raises BadTrajectory if the tokens are invalid, the response is from another session, or the messages of the
-        turn differ from those in its request.
+        turn differ from the messages in its request.
         """
         values = turn["tokens"]
         if self._session is not None and values.get("session") != self._session:
@@ -125,7 +126,7 @@ class RowBuilder:
         return tokens
 
     def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
-        """Describe the first difference between the messages' text and the prompt that the model read."""
+        """Describe for an error how the rendered text of `messages` differs from the prompt that the model read."""
         read = self._conversations.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
@@ -139,7 +140,16 @@ class RowBuilder:
         return start + f"at character {same} they say {text[around]!r}, and the model read {read[around]!r}"
 
     def _trained_of(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
-        """Return whether each sampled token of a turn is trained, as an array of shape [len(tokens)], bool."""
+        """Return whether each sampled token of a turn is trained, according to the loss mask policy.
+
+        Args:
+            turn: The turn.
+            tokens: The ids of its sampled tokens.
+            is_last: Whether this is the last turn of the trajectory, whose text has its own switch in the policy.
+
+        Returns:
+            Array of bool, shape [len(tokens)].
+        """
         policy = self._policy
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
@@ -174,14 +184,23 @@ class _Row:
         return prompt[: len(self.tokens)] == self.tokens
 
     def extend(self, tokens: TurnTokens, trained: np.ndarray) -> None:
-        """Append the new part of a turn's prompt and its sampled tokens. trained: one bool per sampled token."""
+        """Append the tokens of a turn, whose prompt begins with the tokens of this row.
+
+        Args:
+            tokens: The tokens of the turn, prompt and completion.
+            trained: Whether each sampled token is trained, as an array of bool, shape [len(tokens.sampled)].
+        """
         self.tokens = [*tokens.prompt, *tokens.sampled]
         self._sources = [*tokens.sources, (int(Source.SAMPLED), len(tokens.sampled))]
         self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
         self._temperatures.add(tokens.temperature)
 
     def finished(self, trained_sources: list[int]) -> TokenRow:
-        """Return the row as arrays. Tokens whose source is in `trained_sources` are trained, too."""
+        """Return the row as arrays.
+
+        Besides the sampled tokens that were marked, tokens whose origin (`Source`, such as a tool's result) is in
+        `trained_sources` are trained.
+        """
         n_tokens, sources = len(self.tokens), expand_runs(self._sources)
         sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)
         logprobs, versions = np.zeros(n_tokens), np.zeros(n_tokens, dtype=np.int64)
@@ -203,11 +222,11 @@ class _Row:
 
 
 def read_trajectories(returned: Any, builder: RowBuilder) -> list[tuple[AgentItem, Trajectory]]:
-    """Build the trajectories that an agent function of a script returned.
+    """Build the trajectories of the items from the return value of an agent function.
 
     Args:
-        returned: The return value of the agent function: trajectories or turns.
-        builder: Builds a trajectory from turns.
+        returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
+        builder: Builds the trajectory of an item from its turns.
 
     Returns:
         A tuple (item, trajectory) for each item, in the order in which the agent function returned them.
@@ -234,12 +253,12 @@ def train_sequences(
     weights_version: int = 0,
     masked: bool = False,
 ) -> list[TrainSequence]:
-    """Return the training rows of a trajectory.
+    """Return one TrainSequence for each row of a trajectory.
 
     Args:
         trajectory: The trajectory.
-        reward: The reward of the trajectory, which each row gets.
-        eos_token_id: The id of the end-of-sequence token.
+        reward: The reward of the trajectory. Each row gets this reward.
+        eos_token_id: The id of the end-of-sequence token, for scripts that pad the rows.
         weights_version: The current version of the weights. The staleness of a row is the difference between this
             version and the oldest version that sampled one of its tokens.
         masked: Whether all tokens are excluded from the loss.
@@ -260,8 +279,8 @@ def train_sequences(
 def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
     """Return whether the recorded log-probabilities of a row cannot be used and must be recomputed.
 
-    That is the case if the row was sampled at another temperature than training uses, or if it has trained tokens that
-    were not sampled.
+    This is the case if the row was sampled at another temperature than training uses, or if tokens are trained that the
+    model did not sample.
 
     Args:
         row: The training row.

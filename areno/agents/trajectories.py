@@ -91,10 +91,10 @@ class AgentBatch:
 
     @classmethod
     def from_prompt_batch(cls, prompt_batch: PromptBatch, n_samples: int) -> AgentBatch:
-        """Return the agent items for a batch from `Trainer.load_prompt_batches`.
+        """Build the AgentBatch for a batch of prompts from `Trainer.load_prompt_batches`.
 
         Args:
-            prompt_batch: The batch.
+            prompt_batch: The batch of prompts.
             n_samples: The number of samples per prompt.
         """
         items = prompt_batch.items
@@ -152,8 +152,7 @@ class AgentTrajectory:
 
     Attributes:
         turns: The turns.
-        reward: The reward of the trajectory. With a reward here, no reward function is needed. None leaves the reward
-            to the reward function.
+        reward: The reward of the trajectory. None if the reward function of the run computes it.
         parts: Further numbers to log by name, such as components of the reward.
     """
 
@@ -200,8 +199,8 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
         items: The items that the agent function received.
 
     Returns:
-        The turns of each item, in the order of `items`. An item without a trajectory has an empty list. If a trajectory
-        has a reward, its last turn has the extra key `reward`, which is (reward, parts).
+        The turns of each item, in the order of `items`. The list is empty for an item without a trajectory. If a
+        trajectory has a reward, its last turn has the extra key `reward`, whose value is (reward, parts).
 
     Raises:
         BadTrajectory: The value has a wrong type, a turn belongs to no item in `items`, or an item has several
@@ -253,7 +252,10 @@ def items_of(returned: Any) -> list[AgentItem]:
 
 
 def _parts(returned: Any) -> Iterable[Any]:
-    """Return the trajectories and turns that an agent returned as a list. Raises BadTrajectory for a wrong type."""
+    """Return a list of the trajectories and turns in the return value of an agent function.
+
+    Raises BadTrajectory if the value has a wrong type.
+    """
     if isinstance(returned, AgentTrajectory | AgentTrajectoryTurn):
         return [returned]
     if returned is None or isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
@@ -266,7 +268,10 @@ def _parts(returned: Any) -> Iterable[Any]:
 
 
 def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
-    """Return the turns in a trajectory, or a turn by itself as a list. Raises BadTrajectory for a wrong type."""
+    """Return the turns of a trajectory. If `part` is a turn, return a list with this turn.
+
+    Raises BadTrajectory if `part.turns` is not a list.
+    """
     if isinstance(part, AgentTrajectoryTurn):
         return [part]
     if not isinstance(part.turns, list | tuple):
@@ -293,6 +298,10 @@ def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
 
     Args:
         turn: The turn.
+
+    Returns:
+        A dictionary with the fields `messages`, `tools` and `tool_choice` of the request, and `message`,
+        `finish_reason` and `tokens` of the response.
 
     Raises:
         BadTrajectory: The response does not come from the session's endpoint, or a value cannot be converted.

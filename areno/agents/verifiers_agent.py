@@ -1,6 +1,6 @@
-"""Agents made of environments from the verifiers package.
+"""Agents that run an environment from the verifiers package.
 
-The rollout of the environment sends requests to the policy, and its rubric computes the reward.
+A rollout of the environment sends its requests to the policy, and the environment's rubric computes the reward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
     """Load an agent function.
 
     Args:
-        file: The file of the function; or `verifiers` or `verifiers:NAME` for an environment from the verifiers
-            package.
+        file: The file that defines the function. `verifiers` or `verifiers:NAME` selects an environment from the
+            verifiers package instead.
         name: The name of the function in the file. If `file` is `verifiers`, the name of the environment.
         key: The setting that error messages name.
 
@@ -77,8 +77,8 @@ def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
 async def _trajectory(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
     """Return a finished rollout as a trajectory, with the reward that the environment's rubric computes.
 
-    Raises the exception that ended the rollout early, or BadTrajectory if there are no turns or the rubric cannot score
-    one sample alone.
+    Raises the exception that ended the rollout early, if any. Raises BadTrajectory if the rollout has no turns, or if
+    the rubric has no reward function or one that compares several samples.
     """
     error = state["error"]
     if error is not None:

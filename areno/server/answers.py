@@ -1,7 +1,7 @@
-"""Build the parts that the answers of both endpoints share.
+"""Functions that build the responses of /v1/chat/completions and /v1/completions.
 
-Chat completions and text completions use the same envelope, `usage`, `logprobs` and finish reasons. The extra field
-`areno` carries the token ids that training needs. `event` encodes one server-sent event of a stream.
+Both endpoints use the same envelope, `usage`, `logprobs` and finish reasons. The extra field `areno` carries the token
+ids that training needs. `event` encodes one server-sent event of a stream.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ ScoredText = tuple[TokenScore, TokenText]
 
 
 def scores_of(output: GenerationOutput) -> list[TokenScore]:
-    """Pair each token of an output with its log-probability and its most likely alternatives.
+    """Pair each token of an output with its log-probability and the most likely tokens at its position.
 
     Args:
         output: A partial or finished output of the engine.
 
     Returns:
-        One (token id, log-probability, [(token id, log-probability), ...]) for each token in `output.tokens`. The list
-        is empty if the request asked for no alternatives.
+        One tuple (token id, log-probability, alternatives) for each token in `output.tokens`. The alternatives are a
+        list of (token id, log-probability), which is empty if the request asked for no alternatives.
     """
     top = output.top_logprobs or [[]] * len(output.tokens)
     return list(zip(output.tokens, output.logprobs, top, strict=True))
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """Return the fields that every answer begins with.
+    """Return the fields with which every response begins.
 
     Args:
         kind: Value of `object`, such as "chat.completion".
@@ -89,8 +89,8 @@ def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[s
         scores: Tokens of the choice with their log-probabilities and texts, in order.
 
     Returns:
-        `content`, one entry for each token, and `refusal`, which is None. Log-probabilities below -9999 become
-        -9999.
+        A dictionary with `content`, a list with one entry for each token, and `refusal`, which is None.
+        Log-probabilities below -9999 become -9999.
     """
 
     def named(text: str, data: bytes, logprob: float) -> dict[str, Any]:
@@ -111,11 +111,12 @@ def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: in
         texts: Cache that gives the text of the alternative tokens. Two tokens with the same text at one position get
             distinct names, because the names are the keys of a JSON object.
         scores: Tokens with their log-probabilities and texts, in order.
-        n_top: Number of alternatives that the request asked for. 0 makes `top_logprobs` null.
+        n_top: Number of alternatives that the request asked for. 0 makes `top_logprobs` None.
         offset: Number of characters in the choice's text before the first token of `scores`.
 
     Returns:
-        `tokens`, `token_logprobs`, `top_logprobs` and `text_offset`, each with one element for each token.
+        A dictionary with the lists `tokens`, `token_logprobs`, `top_logprobs` and `text_offset`. Each list has one
+        element for each token.
     """
     offsets, tops = list[int](), list[dict[str, float] | None]()
     for (token, logprob, top), token_text in scores:
@@ -138,14 +139,15 @@ def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: in
 
 
 def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> dict[str, Any]:
-    """Return the extra field `areno` of an answer, which carries token ids and log-probabilities.
+    """Return the value of the extra field `areno` of a response, which carries token ids and log-probabilities.
 
     Args:
         prompt: Fields about the prompt, such as `prompt_token_ids`.
         outputs: The finished samples, one for each choice.
 
     Returns:
-        The fields of `prompt`, and `choices` with "index", "token_ids", "logprobs", "versions" and "finish_reason".
+        The fields of `prompt`, and `choices`, a list with one dictionary for each sample. Its keys are "index",
+        "token_ids", "logprobs", "versions" (of the weights) and "finish_reason".
     """
     choices = [
         {
@@ -188,10 +190,10 @@ class TokenFieldWriter:
         self._n_written += len(numbers)
 
     def text(self, index: int, reason: str | None) -> bytes:
-        """Return the JSON object of the choice.
+        """Return the JSON object of the choice, with all tokens added so far.
 
         Args:
-            index: Index of the choice in the answer.
+            index: Index of the choice in the response.
             reason: Finish reason of the engine, or None for null.
         """
         lists = b"".join(b'"%b":[%b],' % (name.encode(), b",".join(parts)) for name, parts in self._pieces.items())
@@ -199,10 +201,10 @@ class TokenFieldWriter:
 
 
 def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[bytes]) -> bytes:
-    """Return the JSON of an answer with `areno` as its last field.
+    """Return the JSON of a response with `areno` as its last field.
 
     Args:
-        body: All other fields of the answer.
+        body: All other fields of the response.
         prompt: JSON object with the fields of `areno` about the prompt.
         choices: JSON object of each choice, from `TokenFieldWriter.text`.
     """
@@ -210,12 +212,12 @@ def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[byte
 
 
 def tail(output: GenerationOutput, field: str, start: int) -> list[Any]:
-    """Return the values of a per-token field from position `start` on, as a list.
+    """Return the values of a per-token field from index `start` on, as a list.
 
     Args:
         output: An output of the engine.
         field: Name of a list or array field of `output`, such as "logprobs".
-        start: First position. Only values from here on are converted to Python objects.
+        start: Index of the first token. Only values from here on are converted to Python objects.
     """
     numbers = vars(output)[field][start:]
     return numbers if isinstance(numbers, list) else numbers.tolist()

@@ -1,8 +1,8 @@
-"""Define the web application of the OpenAI-compatible server.
+"""The web application of the OpenAI-compatible server.
 
 `build_server` puts a `Server` together from an engine in a rollout phase and its tokenizer. `Server.application`
 returns the aiohttp application with its routes. The application checks API keys, reads bodies, turns errors into
-OpenAI's JSON form, streams events and answers requests that are still arriving at shutdown.
+OpenAI's JSON form and streams events. At shutdown it refuses requests whose bodies have not arrived completely.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ class Server:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Check the API key, turn exceptions into error responses, and count the request in the metrics."""
+        """Check the API key, call the handler of a request, and count the request in the metrics.
+
+        An exception becomes an error response. This is the middleware around all routes.
+        """
         metrics, path = self.sampler.metrics, request.match_info.route.resource
         metrics.in_flight += 1
         status = _CLIENT_GONE
@@ -198,34 +201,34 @@ class Server:
     # -- routes ----------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer /health."""
+        """Answer GET /health with status 200 and {"status": "ok"}."""
         return web.json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """Answer /metrics."""
+        """Answer GET /metrics with the server's metrics in Prometheus' text format."""
         return web.Response(
             text=self.sampler.metrics.text(self.sampler.gauges()),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
     def _model_object(self, name: str) -> dict[str, Any]:
-        """Return the object of /v1/models that describes a model."""
+        """Return the description of a model in the form that /v1/models lists."""
         limits = self.sampler.request_limits
         max_len = min(limits.context_len, limits.kv_tokens)
         return {"id": name, "object": "model", "created": self.created, "owned_by": "areno", "max_model_len": max_len}
 
     async def _models(self, request: web.Request) -> web.Response:
-        """Answer /v1/models."""
+        """Answer GET /v1/models with the list of models."""
         return web.json_response({"object": "list", "data": [self._model_object(name) for name in self.models]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        """Answer /v1/models/NAME."""
+        """Answer GET /v1/models/NAME with the description of one model. Raises ApiError 404 for an unknown model."""
         name = request.match_info["name"]
         self._check_model(name)
         return web.json_response(self._model_object(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer /v1/chat/completions."""
+        """Answer POST /v1/chat/completions, with JSON or a stream of events."""
         given = await self._read(request, self._chat_of)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n):
@@ -233,7 +236,7 @@ class Server:
             return await (self._stream(request, chat.chunks()) if given.options.stream else _whole(chat.answer()))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        """Answer /v1/completions."""
+        """Answer POST /v1/completions, with JSON or a stream of events."""
         given = await self._read(request, self._completion_of)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n * len(given.prompts)):

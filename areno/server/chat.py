@@ -1,8 +1,8 @@
-"""Serve /v1/chat/completions.
+"""The endpoint /v1/chat/completions.
 
-`ChatCompletions.open` turns a checked request into prompt tokens and a request of the engine. The returned object then
-samples the answer, either whole (`answer`) or as streamed chunks (`chunks`). Each finished turn is cached, so that the
-next turn of the conversation continues from the same tokens.
+`ChatCompletions.open` turns a checked request into prompt tokens and a request to the engine. The returned object then
+samples the completion and returns it whole (`answer`) or as streamed chunks (`chunks`). Each finished turn is cached,
+so that the next turn of the conversation continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ChatCompletions:
     Args:
         conversations: Builds prompts from messages and caches turns.
         sampler: Sends requests to the engine.
-        session: Name of the training session, which each answer repeats in its field `areno`. The session recognises
-            the trajectories of its own server by this name. None for a public server.
+        session: Name of the training session, or None for a public server. Each response has the name in its field
+            `areno`, so that the session can reject trajectories that were sampled elsewhere.
         enforces_calls: Whether a grammar enforces `tool_choice` "required". A training session passes False, because
             tokens forced by a grammar are not sampled by the policy, and the model shall learn to call tools.
     """
@@ -62,11 +62,11 @@ class ChatCompletions:
             request: The checked request.
 
         Returns:
-            The request in progress. Its `answer` or `chunks` samples it.
+            The request in progress, whose `answer` or `chunks` samples the completion.
 
         Raises:
             ApiError: With status 400 if the request cannot be served, for example because the prompt leaves no room for
-                an answer.
+                a completion.
         """
         try:
             definitions = [tool.definition for tool in request.tools]
@@ -119,7 +119,11 @@ class ChatCompletions:
 
 
 def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
-    """Return `error` with the number of messages by role added, and the number of `tokens` if they are given."""
+    """Return a copy of an error whose message ends with the size of the conversation.
+
+    The size is the number of messages, assistant turns and tool results, and the number of `tokens` unless it is
+    None.
+    """
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
     counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
@@ -203,8 +207,8 @@ class _Chat:
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
         """Return the finish reason in the API's terms: "stop", "length" or "tool_calls".
 
-        A call to the function that `tool_choice` names ends with "stop", as in OpenAI's API. Other calls end with
-        "tool_calls".
+        A finished message with tool calls has "tool_calls". As in OpenAI's API, it has "stop" instead if `tool_choice`
+        named the function to call.
 
         Args:
             output: The finished sample.
@@ -220,11 +224,11 @@ class _Chat:
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """Return {"areno": ...}, or {} if the answer does not carry tokens."""
+        """Return {"areno": ...} for the response, or {} if the response does not carry tokens."""
         return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.returns_tokens else {}
 
     def _prompt_field(self) -> Json:
-        """Return the fields of `areno` about the prompt."""
+        """Return the part of the field `areno` that is about the prompt, such as its token ids."""
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
@@ -291,7 +295,10 @@ class _Choice:
         self._n_taken = self.n_calls = 0
 
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
-        """Parse an output of the engine and return the message deltas that later text cannot change."""
+        """Parse an output of the engine and return the new message deltas.
+
+        Text that later tokens may change is held back.
+        """
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
         tokens = answers.tail(output, "tokens", start)
         self._n_taken += len(tokens)
@@ -304,19 +311,22 @@ class _Choice:
         return self._kept(self._message.feed(text))
 
     def finish(self) -> list[MessageDelta]:
-        """Return the deltas that were held back because later text could have changed them. Call it at the end."""
+        """Parse the end of the text and return the deltas that were held back. Call it once, after the last `take`."""
         text = self._text.finish()
         if self._n_top is not None:
             self._add_texts(self._token_texts.finish(self._n_characters + len(text)))
         return self._kept(self._message.feed(text) + self._message.finish())
 
     def _add_texts(self, token_texts: list[TokenText]) -> None:
-        """Pair token texts with the log-probabilities of their tokens."""
+        """Queue tokens for `logprobs`, by pairing their texts with the log-probabilities that wait for a text."""
         self._unreported += zip(self._scores, token_texts, strict=False)
         del self._scores[: len(token_texts)]
 
     def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
-        """Drop tool calls after the first if only one is allowed, and record the other deltas."""
+        """Return the deltas that go into the message, and record them for `parsed`.
+
+        Tool calls after the first are dropped if the request allows only one.
+        """
         kept = []
         for delta in deltas:
             if delta.tool_call is not None:
@@ -328,11 +338,11 @@ class _Choice:
         return kept
 
     def parsed(self) -> ParsedMessage:
-        """Return the whole message after `finish`."""
+        """Return the whole message. Call it after `finish`."""
         return message_of(self._deltas)
 
     def message(self) -> Json:
-        """Return the whole message in the form of OpenAI's API, after `finish`. Used by streams."""
+        """Return the whole message of a streamed response in the form of OpenAI's API. Call it after `finish`."""
         parsed = self.parsed()
         calls = [_call(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
@@ -349,11 +359,11 @@ class _Choice:
 
     @property
     def has_scores(self) -> bool:
-        """Whether tokens wait to be returned by `logprobs`."""
+        """Whether there are tokens that `logprobs` has not returned yet."""
         return bool(self._unreported)
 
     def logprobs(self) -> Json:
-        """Return the `logprobs` object of the tokens that arrived since the last call."""
+        """Return the `logprobs` object of the tokens that were not returned by an earlier call."""
         scores, self._unreported = self._unreported, []
         return answers.chat_logprobs(self._texts, scores)
 

@@ -1,7 +1,7 @@
-"""Serve /v1/completions, the older endpoint that continues a text or token ids.
+"""The endpoint /v1/completions, the older endpoint that continues a text or token ids.
 
 Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.open` encodes the prompts. The
-returned object then samples the answer, either whole (`answer`) or as streamed chunks (`chunks`).
+returned object then samples the completions and returns them whole (`answer`) or as streamed chunks (`chunks`).
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Completions:
             request: The checked request.
 
         Returns:
-            The request in progress. Its `answer` or `chunks` samples it.
+            The request in progress, whose `answer` or `chunks` samples the completions.
 
         Raises:
-            ApiError: With status 400 if a prompt cannot be served, for example because it leaves no room for an
-                answer.
+            ApiError: With status 400 if a prompt cannot be served, for example because it leaves no room for a
+                completion.
         """
         scores_prompt = request.echo and request.options.n_top is not None
         is_large = sum(map(len, request.prompts)) > _LONG
@@ -75,7 +75,7 @@ class Completions:
         return _Completion(self, request, sampled)
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt. Raises PromptTooLong."""
+        """Return the token ids of a prompt. Raises PromptTooLong if there are too many."""
         check_prompt_length(self._tokenizer, prompt, self._sampler.max_prompt_tokens)
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
@@ -94,7 +94,7 @@ class _Completion:
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
     def _begin(self, number: int) -> tuple[TextStream, TokenTextStream]:
-        """Return new streams for the text and for the token texts of one completion of prompt `number`."""
+        """Return new decoders for one completion of prompt `number`, for its text and for the text of each token."""
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
         n_whole = len(prompt) - self._n_partial(number)
         places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
@@ -102,16 +102,19 @@ class _Completion:
         return stream, TokenTextStream(endpoint._texts, self._hidden, **places)
 
     def _n_partial(self, number: int) -> int:
-        """Return the number of tokens at the end of a prompt that form an incomplete character.
+        """Return how many tokens at the end of prompt `number` form an incomplete character.
 
-        The completion finishes this character, so its text belongs to the completion. A text prompt has no such
-        tokens.
+        The completion finishes this character, so the character belongs to the completion's text. Only a prompt given
+        as token ids can have such tokens. The result is 0 if no new tokens are sampled.
         """
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
         return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 
     def _echo(self, number: int) -> tuple[str, list[TokenText]]:
-        """Return (text of a prompt to echo, text of each token). The list is empty without log-probabilities."""
+        """Return (text of prompt `number` to echo, text of each of its tokens).
+
+        The list of token texts is empty unless the request asks for log-probabilities.
+        """
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
         whole = tokens[: len(tokens) - self._n_partial(number)]
         text = given if isinstance(given, str) else endpoint._tokenizer.decode(whole, skip_special_tokens=False)
@@ -133,7 +136,7 @@ class _Completion:
         return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
 
     def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
-        """Return the JSON of the answer. `found` has the finished samples of each prompt."""
+        """Return the JSON of the whole response. `found` has the finished samples of each prompt."""
         choices = []
         for number, outputs in enumerate(found):
             echo = self._echo(number) if self._request.echo else ("", [])
@@ -172,7 +175,7 @@ class _Completion:
         return answers.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
 
     def _token_field(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
-        """Return {"areno": ...}, or {} if the answer does not carry tokens."""
+        """Return {"areno": ...} for the response, or {} if the response does not carry tokens."""
         wanted = self._request.options.token_ids
         if not (self._endpoint._returns_tokens if wanted is None else wanted):
             return {}
@@ -217,8 +220,9 @@ class _Part:
         """Decode an output of the engine.
 
         Returns:
-            (new text that later tokens cannot change, the tokens that end in this text, number of characters before
-            these tokens). The list is empty without `wants_scores`.
+            (text, scores, offset). `text` is the new text that later tokens cannot change. `scores` has the tokens
+            whose text is known now, with their log-probabilities. It is empty if `wants_scores` is False. `offset` is
+            the number of characters of the completion before the first token in `scores`.
         """
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion

@@ -1,9 +1,9 @@
-"""Turn the messages of a conversation into exact prompt tokens.
+"""Conversion of conversations into exact prompt tokens.
 
-`Conversations` renders messages with the chat template and encodes the text. Sampled turns are cached under the
-messages before them. When a client sends a longer conversation, its prompt consists of the earlier prompt, the sampled
+`Conversations` renders messages with the chat template and encodes the text. It caches each sampled turn. When a client
+sends a longer conversation that continues a cached turn, the new prompt consists of the earlier prompt, the sampled
 tokens, and newly encoded tokens for the text after the turn. So sampled text is never encoded a second time, which
-could give other tokens. If the template renders earlier turns differently now, for example without their reasoning, the
+could give other tokens. If the template now renders earlier turns differently, for example without their reasoning, the
 whole prompt is encoded from its text.
 """
 
@@ -100,11 +100,12 @@ class Prompt:
     """A rendered and encoded prompt.
 
     Attributes:
-        text: The rendered text. Control tokens inside of messages are split by the marker `BREAK`, see `ControlTokens`.
+        text: The rendered text. Where a message contains the text of a control token, the random marker `BREAK` is
+            inserted, so that the text is not encoded as the control token.
         tokens: Token ids.
-        sources: Origin of the tokens, as (source, number of tokens) of consecutive tokens.
-        keys: For each message, the key of the conversation up to and including this message.
-        form: Key of the tools and template arguments, "" if there are none.
+        sources: Origin of the tokens, as (source, number of tokens) for each run of tokens with the same `Source`.
+        keys: For each message, a hash of the conversation up to and including this message.
+        form: Hash of the tools and template arguments, "" if there are none.
     """
 
     text: str
@@ -126,14 +127,15 @@ class Prompt:
 
 @dataclass
 class _Draft:
-    """A prompt whose text from character `start` on is not encoded yet.
+    """A rendered prompt whose text from character `start` on is not encoded yet.
 
     Attributes:
         text: The rendered text.
-        form: Key of the tools and template arguments.
-        keys: For each message, the key of the conversation up to and including this message.
-        places: (start, end, source) of the contents of messages in the text, in characters.
-        start: First character without tokens. The tokens of the text before it are those of `turn` and its prompt.
+        form: Hash of the tools and template arguments.
+        keys: For each message, a hash of the conversation up to and including this message.
+        places: (start, end, source) of the content of each message but the assistant's, in characters of the text.
+        start: Number of characters at the beginning of the text whose tokens are known: the text of `turn` and its
+            prompt.
         turn: The cached turn that the prompt continues, or None.
     """
 
@@ -181,7 +183,7 @@ class _PendingPrompt:
 
 
 class Conversations:
-    """Builder of prompts for one tokenizer, with a cache of the turns sampled for them.
+    """Builder of prompts for one tokenizer, with a cache of prompts and of the turns sampled for them.
 
     Use `prompt` from any thread, or `prompt_async` and `prefetch` from one event loop.
 
@@ -194,8 +196,9 @@ class Conversations:
         threads: Worker threads of `prompt_async`. None creates a new pool.
 
     Attributes:
-        cache: Key of a conversation -> the sampled turn that ends the conversation, or the prompt of its first turn,
-            which the samples of a prompt share.
+        cache: Cache with two kinds of entries, by key of the conversation. If the conversation ends with an assistant's
+            message, the entry is this sampled turn. If it has no assistant's message, the entry is the prompt, which
+            all samples of the prompt share.
     """
 
     def __init__(
@@ -230,7 +233,8 @@ class Conversations:
             template: Extra variables of the chat template, or None.
 
         Returns:
-            The prompt with its token ids. It is taken from the cache if the same first turn was built before.
+            The prompt with its token ids. A prompt for the first turn of a conversation is taken from the cache if it
+            is there.
 
         Raises:
             DataError: If there is no chat template, or the template refuses the messages.
@@ -291,8 +295,9 @@ class Conversations:
     async def prefetch(self, conversations: Sequence[Sequence[Message]]) -> None:
         """Build and cache prompts without tools that are likely to be requested soon.
 
-        A prompt that cannot be built is skipped. If a client requests the first turn of a conversation that is not in
-        `conversations`, no further prompts are started, because the remaining ones may not be requested either.
+        A prompt that cannot be built is skipped. Building stops as soon as a client requests the first turn of any
+        conversation that is not in `conversations`, because clients may then not request the remaining conversations
+        either.
 
         Args:
             conversations: Messages of each conversation, as returned by `read_messages`.
@@ -326,7 +331,7 @@ class Conversations:
         return prompt
 
     def _cached(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """Return the prompt, after caching it if it is for a first turn and not too long."""
+        """Return the prompt. Cache it first if it has no assistant's message and is not too long."""
         limit = self._max_prompt_tokens
         if _is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
             self.cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
@@ -356,7 +361,10 @@ class Conversations:
         return text
 
     def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
-        """Render the messages and find the cached turn that they continue. Raises PromptTooLong."""
+        """Render the messages, and find the cached turn that the conversation continues, if any.
+
+        Raises PromptTooLong if the prompt would have too many tokens.
+        """
         control = control_tokens(self.tokenizer)
         shielded = control.shield_messages(messages), control.shield(tools), control.shield(template)
         text = self.text(*shielded)
@@ -369,7 +377,10 @@ class Conversations:
         return draft
 
     def _draft_after_turn(self, text: str, messages: Sequence[Message], form: str, keys: list[str]) -> _Draft | None:
-        """Return a draft that continues the last cached turn of the conversation, or None if no cached turn fits."""
+        """Return a draft that continues the latest cached turn of the conversation.
+
+        Returns None if no cached turn fits the rendered text.
+        """
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
@@ -379,7 +390,7 @@ class Conversations:
         return None
 
     def _encoded(self, draft: _Draft) -> Prompt:
-        """Encode the new text of a draft and return the prompt."""
+        """Encode the text of a draft that has no tokens yet, and return the whole prompt."""
         tokens, sources = self._encode_new_text(draft)
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
@@ -415,9 +426,10 @@ class Conversations:
         return at + len(turn.end)
 
     def _is_same(self, turn: _Turn, body: str) -> bool:
-        """Return whether the rendered text of a turn has the same meaning as the sampled text.
+        """Return whether the rendered text `body` of a turn has the same meaning as the sampled text of the turn.
 
-        Outer whitespace of content and reasoning and the formatting of JSON arguments may differ.
+        Two differences are allowed: whitespace around the content or the reasoning, and the formatting of JSON
+        arguments.
         """
         if body == turn.body:
             return True
@@ -429,7 +441,10 @@ class Conversations:
 
     @cached_property
     def _template_end(self) -> str:
-        """The special token that the template writes after an assistant's turn, "" if there is none."""
+        """The special token that the template writes after an assistant's turn.
+
+        If no such token is found, it is the end-of-sequence token of the tokenizer, or "".
+        """
         mark = _new_mark([])
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" + mark}]
         _, _, after = render(self.tokenizer, messages, None).partition(mark)
@@ -438,7 +453,12 @@ class Conversations:
         return max(found, key=len, default=self.tokenizer.eos_token or "")
 
     def _encode_new_text(self, draft: _Draft) -> tuple[list[int], Runs]:
-        """Return (token ids, their sources as runs) of a draft's text from `start` on. Any thread may call it."""
+        """Encode the text of a draft from character `start` on. Any thread may call it.
+
+        Returns:
+            (token ids, origin of the tokens as (source, number of tokens) for each run of tokens with the same
+            source).
+        """
         text, start, places = draft.text, draft.start, draft.places
         control = control_tokens(self.tokenizer)
         if not self.tokenizer.is_fast:
@@ -448,9 +468,9 @@ class Conversations:
         return tokens, source_runs(places, len(tokens), span_of, start)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
-        """Find the contents of all messages but the assistant's in the rendered text.
+        """Find where the contents of messages are in the rendered text. Contents of the assistant are left out.
 
-        The messages are rendered a second time with marks around their contents.
+        To find them, the messages are rendered a second time with random marks around each content.
 
         Returns:
             (start, end, source) of each content, in characters. Empty if the marks change the rest of the text.
@@ -486,7 +506,7 @@ def prompt_threads(tokenizer: Any) -> Threads:
 
 
 def _is_first(messages: Sequence[Message]) -> bool:
-    """Return whether there is no message of the assistant, so that its next turn is the first."""
+    """Return whether the conversation has no message of the assistant yet."""
     return not any(message["role"] == "assistant" for message in messages)
 
 
@@ -499,7 +519,10 @@ def _new_mark(texts: Sequence[str]) -> str:
 
 
 def _marked(content: str, opening: str, closing: str) -> str:
-    """Put marks around a content, but inside of its outer whitespace, which templates may strip."""
+    """Put marks around the content of a message.
+
+    Whitespace around the content stays outside of the marks, because templates may strip it.
+    """
     words = content.strip()
     if not words:
         return content
@@ -508,6 +531,9 @@ def _marked(content: str, opening: str, closing: str) -> str:
 
 
 def _meaning(message: ParsedMessage) -> tuple[Any, ...]:
-    """Return (content, reasoning, tool calls) without outer whitespace, which two renderings of a turn must share."""
+    """Return (content, reasoning, tool calls) of a message, to compare two renderings of a turn.
+
+    Content and reasoning are stripped of surrounding whitespace, and the arguments of calls are parsed.
+    """
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

@@ -1,9 +1,10 @@
-"""Turn sampled tokens into text while they arrive.
+"""Incremental conversion of sampled tokens into text.
 
-`TextStream` decodes a completion piece by piece. It returns whole characters only, and holds back text that may be the
-beginning of a stop string. `TokenTextCache` and `TokenTextStream` find the text and the bytes of each single token for
-`logprobs`. The texts of all tokens add up to the text of the completion. Each token is decoded together with the tokens
-before it, because a tokenizer that decodes a token alone may drop a space (SentencePiece) or part of a character.
+`TextStream` decodes a completion while its tokens arrive. It returns whole characters only, and holds back text that
+may be the beginning of a stop string. `TokenTextCache` and `TokenTextStream` find the text and the bytes of each single
+token for `logprobs`, such that the texts of all tokens add up to the text of the completion. Each token is decoded
+together with the tokens before it, because a tokenizer that decodes a token alone may drop a space (SentencePiece) or
+part of a character.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class TextStream:
         return self._n_returned == len(self._tokens)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last visible tokens, 8 or a few more, beginning with a whole character."""
+        """Return the last 8 or more of the tokens that are not hidden, beginning with a whole character."""
         last: list[int] = []
         for token in reversed(tokens):
             if len(last) >= _CONTEXT and not self._is_byte(last[-1]):
@@ -102,9 +103,10 @@ class TextStream:
         return text[len(before) :]
 
     def _ends_in_byte(self) -> bool:
-        """Return whether the last token is a single byte.
+        """Return whether the last token stands for a single byte (byte fallback).
 
-        A run of such tokens is decoded as one, so its text is not certain yet.
+        Consecutive byte tokens are decoded together, so the text of such a token is not certain until another token
+        follows.
         """
         return self._is_byte(self._tokens[-1])
 
@@ -117,7 +119,10 @@ class TextStream:
         return decode(self._tokenizer, tokens) if tokens else ""
 
     def _cut(self, new: str, final: bool) -> str:
-        """Return the text up to a stop string. Text that may begin a stop string is held back unless `final`."""
+        """Return the text that is certain, which is the held-back text plus `new`, up to the first stop string.
+
+        Text at the end that may be the beginning of a stop string is held back unless `final`.
+        """
         if self.stopped:
             return ""
         text = self._held + new
@@ -183,7 +188,7 @@ class TokenText(NamedTuple):
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the table of byte-level BPE (GPT-2), character in the vocabulary -> byte."""
+    """Return the dictionary of byte-level BPE (GPT-2) that maps each character used in the vocabulary to its byte."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -199,8 +204,8 @@ class TokenTextCache:
         tokenizer: Tokenizer of transformers.
 
     Attributes:
-        of: Function `of(token, is_first)` that returns (text, bytes) of a token id. `is_first` is whether no text
-            precedes the token, since SentencePiece drops the space of a first token.
+        of: Function `of(token, is_first)` that returns (text, bytes) of a token id. Set `is_first` if no text precedes
+            the token, because SentencePiece drops the space of a first token.
     """
 
     def __init__(self, tokenizer: Any):
@@ -247,10 +252,10 @@ class TokenTextCache:
 
 
 class TokenTextStream:
-    """Splitter of one completion's text into the text of each token, while the tokens arrive.
+    """Incremental decoder that splits the text of one completion into the text of each token.
 
-    If a character takes several tokens, the last of them gets the character and the others are empty. Hidden tokens,
-    such as end-of-sequence, are empty too.
+    If a character takes several tokens, the last token gets the character, and the text of the other tokens is empty.
+    The text of hidden tokens, such as end-of-sequence, is empty too.
 
     Args:
         texts: Texts of the vocabulary's tokens.
@@ -281,13 +286,13 @@ class TokenTextStream:
             self._settle(text)
 
     def take(self, n_characters: int) -> list[TokenText]:
-        """Return the tokens, not returned before, that end within the first `n_characters` of the completion's text.
+        """Return the next tokens whose text lies within the first `n_characters` of the completion's text.
 
         Args:
             n_characters: Length of the completion's text that later tokens cannot change.
 
         Returns:
-            Text and bytes of each token, in order.
+            Text and bytes of each token that no earlier call returned, in order.
         """
         end, n = self._n_taken, 0
         while n < len(self._known) and end + len(self._known[n].text) <= n_characters:
@@ -315,7 +320,7 @@ class TokenTextStream:
         return taken
 
     def _settle(self, text: str) -> None:
-        """Find the text of each waiting token. `text` is the text of these tokens together."""
+        """Split `text` into the texts of the waiting tokens, so that `take` can return these tokens."""
         if self._waiting:
             found = self._by_bytes(self._waiting)
             self._known += found if _text_of(found) == text else self._by_groups()
@@ -323,7 +328,11 @@ class TokenTextStream:
             self._waiting = []
 
     def _by_bytes(self, tokens: Sequence[int]) -> list[TokenText]:
-        """Decode the bytes of each token to its text. Wrong if the tokenizer inserts text between tokens."""
+        """Return the text of each token, decoded from the bytes of the tokens.
+
+        The result is wrong if the tokenizer inserts text between tokens, so callers compare it with the decoded
+        text.
+        """
         found, is_first = list[TokenText](), self._hidden.issuperset(self._before)
         data = list[bytes]()
         for token in tokens:
@@ -341,9 +350,10 @@ class TokenTextStream:
         return _with_replaced_bytes(found)
 
     def _by_groups(self) -> list[TokenText]:
-        """Return the texts of the waiting tokens, found for the smallest groups of tokens that can be decoded.
+        """Split the waiting tokens into the smallest groups that can be decoded, and return the text of each token.
 
-        If the bytes of a group's tokens do not give its text, the last token of the group gets the whole text.
+        Within a group, each token gets the text of its bytes. If these texts differ from the decoded text of the group,
+        the last token gets the whole text.
         """
         stream = TextStream(self._texts.tokenizer, self._hidden, before=self._before, partial=self._partial)
         known, group = list[TokenText](), list[int]()
@@ -368,7 +378,10 @@ def _text_of(tokens: Iterable[TokenText]) -> str:
 
 
 def _with_replaced_bytes(tokens: list[TokenText]) -> list[TokenText]:
-    """Return the tokens with `data` replaced by the encoded text where the bytes are not valid UTF-8."""
+    """Return the tokens with `data` replaced where the bytes of the tokens are not valid UTF-8.
+
+    The new `data` of such a token is the UTF-8 encoding of its `text`.
+    """
     start, data, text = 0, b"", ""
     for end, token in enumerate(tokens, start=1):
         data, text = data + token.data, text + token.text

@@ -1,8 +1,8 @@
-"""Define the errors of the server and the bounds on what clients send.
+"""The errors of the server, and the bounds on what clients send.
 
 `ApiError` is an HTTP status with OpenAI's JSON body, and `bad_field` builds the error for a wrong field. The checks
 bound the depth and size of JSON values and the number of tokens in a prompt. Each check stops as soon as its bound is
-passed, so its own work is bounded too.
+exceeded, so its own work is bounded too.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def is_larger(value: Any, max_size: int) -> bool:
 
 
 def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens: int, n_before: int = 0) -> None:
-    """Check that a prompt leaves room for an answer in the model's context.
+    """Raise PromptTooLong if a prompt leaves no room for an answer in the model's context.
 
-    A text is checked before it is encoded as a whole, see `has_more_tokens`.
+    A huge text is not encoded as a whole, because `has_more_tokens` rejects it first.
 
     Args:
         tokenizer: Tokenizer of transformers.

@@ -1,4 +1,4 @@
-"""Read JSON request bodies and their fields.
+"""Reading of JSON request bodies and their fields.
 
 `decompress` and `read_json` turn the bytes of a body into a JSON value, within bounds on size and depth. `Fields` reads
 the fields of one JSON object, checks each value and rejects fields that were never read.
@@ -258,7 +258,10 @@ def read_json(body: bytes) -> Any:
 
 
 class _Interruptible(json.JSONDecoder):
-    """A JSON decoder in Python. It is ten times as slow as the C scanner, but other threads can run meanwhile."""
+    """A JSON decoder written in Python.
+
+    It is ten times as slow as the C decoder, but other threads can run in between.
+    """
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -267,7 +270,7 @@ class _Interruptible(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a parse function that counts the lists and objects and raises ApiError for too many of them."""
+        """Return a function that calls `parse`, and raises ApiError after too many lists and objects."""
 
         def parse_counted(*args: Any) -> Any:
             self._n_objects += 1

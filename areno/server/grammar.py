@@ -1,8 +1,8 @@
-"""Build grammars that constrain an answer.
+"""Grammars that constrain a completion.
 
-A `Constraint` holds the form that a request requires of its answer: a JSON schema (`response_format`) or a tool call
-(`tool_choice`). `compile_grammar` turns it into a grammar for the tokenizer. The decoder then samples only tokens that
-the grammar allows.
+A `Constraint` describes the form of the completion that a request asks for: a JSON schema (`response_format`) or a tool
+call (`tool_choice`). `compile_grammar` compiles it for the tokenizer. The decoder then samples only tokens that the
+grammar allows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """The required form of an answer, in the terms of OpenAI's API.
+    """The required form of a completion, in the terms of OpenAI's API.
 
     If a schema lists the properties of an object but does not set `additionalProperties`, other properties are
     forbidden.
@@ -36,13 +36,14 @@ class Constraint:
     Attributes:
         response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
             ..., "strict": ...}}. If `strict` is true, a feature of JSON Schema that cannot be enforced is an error.
-            Otherwise the feature is ignored. None is text.
+            Otherwise the feature is ignored. None means {"type": "text"}.
         tools: Tools that the model may call, in OpenAI's form.
         tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and {"type": "function",
             "function": {"name": ...}} forces a call of the named function.
-        parallel_tool_calls: Whether the answer may have several calls. A named function is called only once.
+        parallel_tool_calls: Whether the completion may have several calls. A named function is called only once.
         parser: Tool-call parser of the model's family. None if the family is unknown.
-        reasoning: Reasoning that may precede the answer, from `reasoning_after`.
+        reasoning: Whether the model may ("optional"), must ("open") or cannot ("none") reason first, as returned by
+            `reasoning_after`.
     """
 
     response_format: Mapping[str, Any] | None = None
@@ -99,7 +100,7 @@ class Constraint:
         return close_objects(schema), bool(described.get("strict"))
 
     def _calls(self, lark: Lark) -> str:
-        """Return the grammar expression of the tool calls, whose rules are added to `lark`."""
+        """Return the grammar expression that matches the tool calls. Its rules are added to `lark`."""
         functions = self._functions()
         if self.parser is None:
             raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")
@@ -130,14 +131,14 @@ class Constraint:
 
 
 def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
-    """Return whether the model may or must write reasoning after a rendered prompt.
+    """Determine whether the model writes reasoning after a rendered prompt.
 
     Args:
         prompt: The rendered prompt.
         chat_template: The chat template. A model whose template does not contain `<think>` does not reason.
 
     Returns:
-        "open" if the prompt ends with `<think>`, so that reasoning follows. "optional" if the template contains
+        "open" if the prompt ends with `<think>`, so that reasoning must follow. "optional" if the template contains
         `<think>` and the prompt does not end with `</think>`. Otherwise "none".
     """
     end = prompt.rstrip()
@@ -147,7 +148,7 @@ def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
 
 
 def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()) -> GrammarCompiler:
-    """Return the grammar compiler of a tokenizer. It is built once and then cached.
+    """Return the grammar compiler for a tokenizer. The compiler is cached after the first call.
 
     Args:
         tokenizer: Tokenizer of transformers.

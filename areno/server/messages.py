@@ -1,8 +1,8 @@
-"""Check the messages, tools and `tool_choice` of a chat request.
+"""Checks of the messages, tools and `tool_choice` in a chat request.
 
-The readers return values in the form that chat templates expect: message contents are text, and the arguments of tool
-calls are objects. A wrong value raises an `ApiError` that names the field. `conversation_keys` identifies conversations
-by hashes of their messages.
+The functions `read_...` return values in the form that chat templates expect: message contents are text, and the
+arguments of tool calls are objects. A wrong value raises an `ApiError` that names the field. `conversation_keys`
+identifies conversations by hashes of their messages.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _content(value: Any, where: str) -> str | None:
-    """Return the content of a message as text, or None if it is null. Several parts are joined by newlines."""
+    """Return the content of a message as text, or None if `value` is None. A list of text parts is joined by newlines.
+
+    Raises ApiError, with the path `where` of the content in the request, for any other content.
+    """
     if value is None or isinstance(value, str):
         text = value
     elif isinstance(value, list):
@@ -130,8 +133,8 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 def _arguments(value: Any, where: str) -> Any:
     """Return the arguments of a call as an object, because chat templates write the JSON themselves.
 
-    Arguments that a template could not write as JSON are returned as the original text: invalid JSON, JSON other than
-    an object, objects nested too deeply, and escapes of half a surrogate pair.
+    A string is returned unchanged if a template could not write its arguments: invalid JSON, JSON other than an object,
+    too deep nesting, or half a surrogate pair.
     """
     if value is None:
         return {}
@@ -194,7 +197,7 @@ def _tool(given: Any, where: str) -> Tool:
 
 
 def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
-    """Raise ApiError if a value is no JSON schema, or with `is_root` if it is no schema of an object."""
+    """Raise ApiError if a value is not a JSON schema. With `is_root`, the schema must also describe an object."""
     if isinstance(schema, bool) and not is_root:
         return
     if not isinstance(schema, Mapping):
@@ -223,8 +226,9 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
         tools: The tools of the request.
 
     Returns:
-        ("none", "auto" or "required"; name of the function that must be called, or None for any function). A named
-        function is "required". An absent field is "auto" with tools and "none" without tools.
+        (mode, name). The mode is "none", "auto" or "required", and the name is the function that must be called, or
+        None if no function is named. If the request names a function, the mode is "required". If the field is absent,
+        the mode is "auto" with tools and "none" without tools.
 
     Raises:
         ApiError: With status 400 if the value is wrong or names an unknown function.
@@ -247,13 +251,14 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> tuple[str, str | None]:
 
 
 def conversation_keys(messages: Sequence[Message]) -> list[str]:
-    """Return a key for the conversation up to and including each message.
+    """Return, for each message, a hash of the conversation up to and including this message.
 
     Args:
         messages: The conversation, as returned by `read_messages`.
 
     Returns:
-        One hash for each message. Two equal keys mean that all messages up to there are equal.
+        One hash for each message. If two conversations have the same hash at a message, they are equal up to this
+        message.
     """
     key, keys = "", []
     for message in messages:
@@ -263,7 +268,7 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def form_key(tools: Any, template: Any) -> str:
-    """Return a key for the tools and the template variables of a prompt. It is "" without tools and variables.
+    """Return a hash of the tools and the template variables of a prompt, or "" if there are none.
 
     Args:
         tools: Tools in OpenAI's form, or None.
@@ -276,10 +281,10 @@ _as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).
 
 
 def next_key(key: str, value: Any) -> str:
-    """Return the key of a conversation with one more message.
+    """Return the hash of a conversation with one more message.
 
     Args:
-        key: Key of the conversation so far. "" for an empty conversation.
+        key: Hash of the conversation so far. "" for an empty conversation.
         value: The added message.
 
     Returns:

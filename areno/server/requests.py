@@ -1,8 +1,8 @@
-"""Check the fields of /v1/chat/completions and /v1/completions.
+"""Checks of the fields of /v1/chat/completions and /v1/completions.
 
-`read_chat` and `read_completion` turn a JSON value into a `ChatRequest` or `CompletionRequest`. Most names are those of
-OpenAI's API. `top_k`, `min_p`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `chat_template_kwargs` and
-`return_token_ids` are vLLM's.
+`read_chat` and `read_completion` turn a JSON value into a `ChatRequest` or `CompletionRequest`. Most field names are
+those of OpenAI's API. The names `top_k`, `min_p`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `chat_template_kwargs`
+and `return_token_ids` are those of vLLM.
 """
 
 from __future__ import annotations
@@ -239,7 +239,10 @@ def _model(fields: Fields) -> str:
 
 
 def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
-    """Read the fields that both endpoints share. `max_new` None keeps the default number of new tokens."""
+    """Read the fields that both endpoints share.
+
+    `max_new` is the request's limit on new tokens, or None for the default.
+    """
     params = replace_params(
         defaults,
         **{name: fields.number(name, *bounds) for name, bounds in _NUMBERS.items()},
@@ -272,17 +275,14 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
 
 
 def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """Return sampling parameters with the values of a request.
+    """Return a copy of sampling parameters in which the values of a request replace the defaults.
 
-    OpenAI's and vLLM's APIs allow 0 for three parameters. `temperature` 0 and `top_p` 0 sample greedily, and `top_k` 0
-    sets no limit.
+    As in the APIs of OpenAI and vLLM, three parameters may be 0: `temperature` 0 and `top_p` 0 sample greedily, and
+    `top_k` 0 sets no limit.
 
     Args:
         defaults: Parameters to start from.
         **given: Parameters of the request. None keeps the default.
-
-    Returns:
-        A changed copy of `defaults`.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("top_k") == 0:
@@ -297,7 +297,10 @@ def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
 
 
 def _token_ids(fields: Fields, field: str) -> list[int] | None:
-    """Read a list of at most 64 token ids. The engine checks later whether the model has them."""
+    """Return a field that must be a list of at most 64 token ids, or None if the field is absent.
+
+    The engine checks later whether the model has these ids.
+    """
     ids = fields.items(field, 64)
     for token in ids or []:
         if type(token) is not int or token < 0:
@@ -306,7 +309,7 @@ def _token_ids(fields: Fields, field: str) -> list[int] | None:
 
 
 def _stop(value: Any) -> list[str] | None:
-    """Check `stop` and return its strings as a list."""
+    """Check `stop` and return its strings as a list. Return None if the field is absent."""
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""Check the server's responses that an agent returns for training.
+"""Checks of the server's responses that an agent returns for training.
 
-User code may have changed the responses, so every field is checked here. A wrong value would otherwise fail later in
-the tokenizer, the loss, the model or the files of the run. `read_response` extracts message and tokens, and
+User code may have changed the responses, so every field is checked here. A wrong value would otherwise fail only later,
+for example in the tokenizer or the loss. `read_response` extracts the message and the tokens from a response, and
 `TurnTokens.read` checks the tokens.
 """
 
@@ -30,7 +30,8 @@ class TurnTokens:
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
-        sources: Origin of the prompt's tokens, as (source, number of tokens) of consecutive tokens.
+        sources: Origin of the prompt's tokens, as (source, number of tokens) for each run of tokens with the same
+            `Source`.
         sampled: Token ids of the completion, at least one.
         logprobs: Log-probability of each sampled token. Finite, and not positive except for rounding.
         versions: For each sampled token, the version of the weights that sampled it.
@@ -72,9 +73,10 @@ class TurnTokens:
 
 
 def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
-    """Return a field that must be a list of numbers whose types are in `kinds`.
+    """Return the field `name` after checking that it is a list of numbers whose types are in `kinds`.
 
-    The list must have `n` elements, or at least one if `n` is None.
+    The list must have `n` elements. If `n` is None, it must have at least one. Raises BadTrajectory for a wrong
+    field.
     """
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
@@ -88,9 +90,10 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
 
 
 def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
-    """Return a field that must be a list of whole numbers from 0 to `maximum`.
+    """Return the field `name` after checking that it is a list of whole numbers from 0 to `maximum`.
 
-    The list must have `n` elements, or at least one if `n` is None.
+    The list must have `n` elements. If `n` is None, it must have at least one. Raises BadTrajectory for a wrong
+    field.
     """
     numbers = _numbers(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
@@ -100,7 +103,10 @@ def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | 
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
-    """Return the field `logprobs`, which must have `n` log-probabilities."""
+    """Return the field `logprobs` after checking that it has `n` log-probabilities.
+
+    Raises BadTrajectory for a wrong field.
+    """
     numbers = _numbers(choice, "logprobs", {int, float}, n)
     if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
         raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
@@ -108,7 +114,10 @@ def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
 
 
 def _sources(runs: Any, n: int) -> Runs:
-    """Return the (source, number of tokens) pairs of a prompt, which must cover `n` tokens in total."""
+    """Return `runs` after checking that it has (source, number of tokens) pairs that cover exactly `n` tokens.
+
+    Raises BadTrajectory for any other value.
+    """
     known = {int(source) for source in Source}
     pairs = runs if isinstance(runs, list) else []
     good = all(
@@ -122,10 +131,13 @@ def _sources(runs: Any, n: int) -> Runs:
 
 
 def sampled_with(params: SamplingParams) -> dict[str, float]:
-    """Return the sampling parameters that a response records in its field `areno`, for `TurnTokens.read`.
+    """Return the sampling parameters that a response records in its field `areno`, where `TurnTokens.read` reads them.
 
     Args:
         params: Sampling parameters of the request.
+
+    Returns:
+        {"temperature": ...}, the temperature at which the log-probabilities were computed.
     """
     return {"temperature": params.logprob_temperature}
 
@@ -141,14 +153,14 @@ def read_response(response: Any) -> dict[str, Any]:
     """Extract the message, finish reason and tokens from a response.
 
     Args:
-        response: A response of OpenAI's client, or the list of chunks of a streamed response. Objects and dictionaries
-            both work.
+        response: A response of OpenAI's client, or the list of chunks of a streamed response. Dictionaries with the
+            same fields are accepted too.
 
     Returns:
-        `message`, `finish_reason` and `tokens` (the field `areno`), all as plain JSON values.
+        A dictionary with `message`, `finish_reason` and `tokens` (the field `areno`), all as plain JSON values.
 
     Raises:
-        BadTrajectory: If the field `areno` is missing.
+        BadTrajectory: If the field `areno` or the choices are missing.
         Exception: Any other error, such as TypeError or KeyError, for a value that no client returns.
     """
     response = _joined([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)
@@ -194,7 +206,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _joined(chunks: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a stream into one response with the first choice."""
+    """Join the chunks of a stream into one response, with the choice of index 0 only."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     found: dict[str, Any] = {"choices": [{"message": message, "finish_reason": None}]}
     for chunk in chunks:
@@ -215,11 +227,10 @@ def _joined(chunks: list[Any]) -> dict[str, Any]:
 def to_plain(value: Any) -> Any:
     """Convert objects of OpenAI's client to dictionaries and lists, at any depth.
 
+    Fields that were not set are left out.
+
     Args:
         value: An object of OpenAI's client, or a container of such objects. Other values are returned unchanged.
-
-    Returns:
-        The value with dictionaries and lists in place of objects, without unset fields.
     """
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json", exclude_unset=True)

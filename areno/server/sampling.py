@@ -1,4 +1,4 @@
-"""Send the requests of clients to the engine.
+"""Sampling of clients' requests on the engine.
 
 `Sampler` gives each request an id and a seed, enforces the limits of the server, and aborts requests whose client has
 disconnected. `ServerMetrics` counts requests and tokens for the page /metrics in Prometheus' text format.
@@ -40,7 +40,7 @@ class Histogram:
         """Add one value.
 
         Args:
-            value: Value in the unit of the bounds.
+            value: Value in the unit of the bounds, such as seconds.
         """
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
@@ -148,14 +148,14 @@ class ServerLimits:
 
 
 class Sampler:
-    """Sampler of the requests of clients, on an engine that is in a rollout phase.
+    """The link between the server's endpoints and the engine, which samples their requests.
 
     Args:
-        engine: The engine.
+        engine: The engine, in a rollout phase.
         request_limits: Context length and KV-cache size of the rollout phase.
         limits: Limits of the server.
-        seed: Seed for requests that set no seed. The n-th such request with the same prompt gets the same seed in each
-            run.
+        seed: Seed from which the seeds of requests without a seed are derived. The n-th request without a seed for a
+            given prompt gets the same seed in each run.
         stop_ids: Token ids that end a completion.
 
     Attributes:
@@ -230,7 +230,7 @@ class Sampler:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of tokens in a prompt that leaves room for one token of an answer."""
+        """Maximum number of tokens in a prompt, such that at least one token can be sampled."""
         return min(self.request_limits.context_len - 1, self.request_limits.kv_tokens)
 
     @contextmanager
@@ -310,10 +310,11 @@ class Sampler:
         return sorted(found, key=lambda output: output.sample)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """Return the numbers of running, waiting and preempted samples for the page /metrics.
+        """Return the numbers of samples in the engine and of samples in progress, for the page /metrics.
 
         Returns:
-            (name, help text, value) of each gauge, summed over the engine's decoders.
+            (name, help text, value) of each gauge. The numbers of running, waiting and preempted samples are sums over
+            the engine's decoders.
         """
         stats = self.engine.rollout_stats()
         return [

@@ -1,4 +1,4 @@
-"""Run CPU-heavy work and the server in threads of their own.
+"""Threads for CPU-heavy work and for the server itself.
 
 `Threads` is a pool of worker threads for work that would block an event loop, such as encoding a long prompt.
 `ServerThread` runs an application in a thread with its own event loop, so that user code cannot block the server.
@@ -29,12 +29,12 @@ _running: set[threading.Thread] = set()
 
 
 class Threads:
-    """A small pool of worker threads for event loops. A thread ends when there is nothing to do.
+    """A small pool of worker threads for event loops. A thread ends when no work is queued.
 
-    The threads are daemon threads, unlike those of `concurrent.futures`, so the process can exit while a thread hangs.
+    Unlike the threads of `concurrent.futures`, these are daemon threads, so the process can exit while a thread hangs.
 
     Args:
-        max_threads: Maximum number of threads. Further work waits.
+        max_threads: Maximum number of threads. Further work is queued.
         name: Name of the threads.
     """
 
@@ -83,7 +83,10 @@ class Threads:
 
 
 def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
-    """Call the function, and pass its result or exception to the future in the future's event loop."""
+    """Call `work`, and pass its result or exception to `future`.
+
+    The future is set in the thread of its event loop, not in this thread.
+    """
     try:
         settled = partial(_settle, future, work(), None)
     except BaseException as error:
@@ -195,7 +198,7 @@ class ServerThread:
         self._thread.join(self._grace_s + _SHUTDOWN_S)
 
     def _run(self) -> None:
-        """Run the event loop of the thread and keep its error for `start`."""
+        """Run the event loop of the thread. If it fails, record the exception, with which `start` then fails."""
         try:
             asyncio.run(self._serve())
         except BaseException as error:

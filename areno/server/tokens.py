@@ -1,8 +1,8 @@
-"""Record the origin of each token in a training row.
+"""The origin of each token in a training row.
 
-The origins, called sources, are stored as runs: a list of (source, number of consecutive tokens). `source_runs` derives
-them from the positions of messages in a rendered prompt, and `expand_runs` turns them into one source for each
-token.
+The origins are called sources, such as "part of a user message". They are stored as runs: a list of (source, number of
+consecutive tokens). `source_runs` derives the runs from the positions of messages in a rendered prompt, and
+`expand_runs` turns runs into an array with one source for each token.
 """
 
 from __future__ import annotations
@@ -55,16 +55,19 @@ def digest_of(tokens: list[int]) -> int:
 def source_runs(
     places: Iterable[tuple[int, int, int]], n_tokens: int, span_of: Callable[[int], tuple[int, int]], start: int = 0
 ) -> Runs:
-    """Return the source of each token in a text, as runs.
+    """Return the source (origin) of each token in a text, as runs.
+
+    Tokens outside of the messages in `places` have the source TEMPLATE.
 
     Args:
-        places: (start, end, source) of messages in the text, in characters and in order.
+        places: (start, end, source) of each message's content in the text, in characters and in order.
         n_tokens: Number of tokens in the text from character `start` on.
         span_of: Function from the index of a token to its (start, end) in characters, counted from `start`.
         start: Index of the character at which the tokens begin.
 
     Returns:
-        (source, number of tokens) of consecutive tokens. Together they cover all `n_tokens` tokens.
+        (source, number of tokens) for each run of consecutive tokens with the same source. The runs cover all
+        `n_tokens` tokens.
     """
     runs: list[tuple[int, int]] = []
     at = 0
@@ -80,10 +83,10 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
     """Merge neighbouring runs with the same source, and drop empty runs.
 
     Args:
-        runs: (source, number of tokens) of consecutive tokens.
+        runs: (source, number of tokens) for each run of consecutive tokens.
 
     Returns:
-        (source, number of tokens) of the same tokens.
+        Runs for the same tokens, in which neighbours have different sources.
     """
     found: Runs = []
     for source, n in runs:
@@ -95,13 +98,13 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def expand_runs(runs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Return the source of each token.
+    """Expand runs to one source for each token.
 
     Args:
-        runs: (source, number of tokens) of consecutive tokens.
+        runs: (source, number of tokens) for each run of consecutive tokens.
 
     Returns:
-        Array of uint8, shape [n_tokens].
+        Sources of the tokens, an array of uint8, shape [n_tokens].
     """
     pairs = np.array(list(runs), dtype=np.int64).reshape(-1, 2)
     return np.repeat(pairs[:, 0], pairs[:, 1]).astype(np.uint8)

@@ -1,10 +1,10 @@
-"""The experiment trackers that can record a run, called services.
+"""The experiment trackers that can record a run, which areno calls services.
 
-These are Weights & Biases, Trackio, SwanLab, MLflow, and trackers of other packages. Each file of this folder declares
-one service: its settings, its checks and its calls. A subclass of `Service` in `wandb.py` is the service `wandb`, and
-its settings are the section `stats_logger.wandb`. No other place lists it. Another package declares a service by an
-entry point of the group "areno.trackers", name = "module:Class". Its settings are the entry
-`stats_logger.trackers.<name>`.
+They are Weights & Biases, Trackio, SwanLab, MLflow, and trackers of other packages. Each file of this folder declares
+one service with its settings, checks and calls. For example, the subclass of `Service` in `wandb.py` is the service
+`wandb`, and its settings are the section `stats_logger.wandb`. A new file needs no registration elsewhere. Another
+package declares a service by an entry point `NAME = "module:Class"` in the group "areno.trackers". The settings of such
+a service are the entry `stats_logger.trackers.NAME`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERVICES: dict[str, type[Service]] = {
 
 @cache
 def installed_services() -> dict[str, EntryPoint]:
-    """Return the entry points of services in other packages, by name.
+    """Return the services of other packages, as name -> entry point.
 
     The first call reads the metadata of all installed packages.
     """

@@ -37,12 +37,12 @@ class MlflowConfig(Section):
 
     @forbid("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
     def server_of_local(self) -> bool:
-        """Return whether mode=local is combined with the address of a server."""
+        """Return whether the settings are wrong because mode=local is combined with the address of a server."""
         return self.mode == "local" and (self.tracking_uri or "").startswith("http")
 
 
 class Mlflow(Service):
-    """Connection of a run to MLflow, where a project is an experiment.
+    """Connection of a run to MLflow. The setting `project` is the name of the MLflow experiment.
 
     If a resumed run repeats a step, MLflow keeps the earlier and the later values of this step.
     """
@@ -81,7 +81,10 @@ class Mlflow(Service):
         return self._id
 
     def _uri(self, about: RunAbout) -> str | None:
-        """Return the address of the server or folder. None uses the environment, or MLflow's own default."""
+        """Return the tracking URI of the server or folder.
+
+        None lets MLflow read the environment variable MLFLOW_TRACKING_URI, or use its own default.
+        """
         given = self.config.tracking_uri
         if self.config.mode == "online" or (given is not None and "://" in given):
             return given
@@ -108,10 +111,10 @@ class Mlflow(Service):
 
 
 def allowed(name: str) -> str:
-    """Return a scalar's name with the characters that MLflow accepts, such as pass_at_4 for pass@4.
+    """Return a scalar's name in the characters that MLflow accepts, such as pass_at_4 for pass@4.
 
     Args:
-        name: Name of the scalar. Each other character becomes "_".
+        name: Name of the scalar. "@" becomes "_at_", and every other character that MLflow rejects becomes "_".
     """
     plain = name.replace("@", "_at_")
     return "".join(

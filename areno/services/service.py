@@ -1,4 +1,7 @@
-"""Define the base class of experiment trackers, called services, and the description of a run that they receive."""
+"""The base class of experiment trackers, and the description of a run that they receive.
+
+areno calls the trackers services.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class RunAbout:
     Attributes:
         folder: Folder of the run.
         experiment: The setting `experiment_name`.
-        name: Name of the folder. In a sweep, the name of the sweep and "-" precede it.
+        name: Name of the run's folder. In a sweep, the name of the sweep, "-" and the name of the folder.
         group: Name of the sweep, or None outside of a sweep.
         settings: All settings of the run, nested as in config.yaml.
         fileroot: The setting `cluster.fileroot`, the folder that contains all runs.
@@ -40,11 +43,12 @@ class Service:
     """Connection of one run to one experiment tracker, such as Weights & Biases.
 
     To add a service, derive a class in a file of its own, see areno/services/__init__.py. All calls of an instance come
-    from one thread. An exception in a call is logged once. The service is then not called again, and the run continues.
+    from one thread. If a call raises an exception, the exception is logged, the service is not called again, and the
+    run continues.
 
     Attributes:
-        settings: Dataclass of the settings. A service of this folder has a setting `mode`, and "disabled" turns the
-            service off. A service of another package is on if `stats_logger.trackers` names it.
+        settings: Dataclass of the settings. The settings of a service in areno/services include `mode`, and "disabled"
+            turns the service off. A service of another package is on if `stats_logger.trackers` names it.
         title: Name of the service in help texts.
         package: Name of the Python module that the service needs.
         install: Argument of `pip install` that installs this module, such as "areno[wandb]".

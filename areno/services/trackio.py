@@ -28,7 +28,7 @@ class TrackioConfig(Section):
 
     @check
     def space_of_the_mode(self) -> Iterator[Problem]:
-        """Require a Space for mode=online, and refuse one for mode=local."""
+        """Yield a problem if mode=online has no Space, or if mode=local has a Space."""
         if self.mode == "online" and self.space_id is None:
             yield Problem("space_id", "is null, but mode is online; name the Space that gets the scalars")
         if self.mode == "local" and self.space_id is not None:
@@ -36,21 +36,25 @@ class TrackioConfig(Section):
 
 
 class Trackio(Service):
-    """Connection of a run to Trackio of Hugging Face. Trackio identifies a run by its name, so the name is the id."""
+    """Connection of a run to Trackio of Hugging Face.
+
+    Trackio identifies runs by name, so the id of a run is its name.
+    """
 
     settings, title, package, install = TrackioConfig, "Trackio", "trackio", "areno[trackio]"
     config: TrackioConfig
     _run: Any = None
 
     def start(self, about: RunAbout, run_id: str | None) -> str:
-        """Begin the run at Trackio, or continue it if `run_id` is given. The name changes if it is taken.
+        """Begin the run at Trackio, or continue it if `run_id` is given.
 
         Args:
             about: Description of the run.
             run_id: Id returned in an earlier session of the run. None in the first session.
 
         Returns:
-            The id of the run at Trackio.
+            The id of the run at Trackio, which is its name. Trackio changes the name of a new run if the name is
+            taken.
         """
         import trackio
 

@@ -1,1 +1,1 @@
-"""Processes that run the user's code, which are shared by reward functions and agents."""
+"""The parts that are common to the processes for reward functions and for agents, which run the user's code."""

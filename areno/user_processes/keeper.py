@@ -67,7 +67,10 @@ def exit_text(code: int) -> str:
 
 
 def _become_worker(fd: int, module: str) -> None:
-    """Run the user code in this forked process, and exit. This function does not return."""
+    """Run `serve` of the module with the user code in this process, which was forked from the keeper, and exit.
+
+    This function does not return.
+    """
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
@@ -87,7 +90,10 @@ def _was_stopped() -> bool:
 
 
 def _reap(worker: int) -> int | None:
-    """Collect the exit codes of children that have ended. Return the code of `worker`, or None if it still runs."""
+    """Collect the exit codes of children that have ended. Return the exit code of the child `worker`, or None.
+
+    None means that `worker` still runs. A negative code -n means that signal n killed it.
+    """
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -97,7 +103,10 @@ def _reap(worker: int) -> int | None:
 
 
 def _end_all(worker: int) -> None:
-    """Kill the children of this process until none is left. On Linux this includes all their descendants."""
+    """Kill the children of this process until no child is left, or for _END_LIMIT_S seconds.
+
+    The process group of `worker`, the process of user code, is killed first. On Linux all descendants are killed.
+    """
     if worker:
         with contextlib.suppress(OSError):
             os.killpg(worker, signal.SIGKILL)
@@ -115,7 +124,7 @@ def _end_all(worker: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of this process's children."""
+    """Return the process ids of this process's children, read from /proc. Empty on systems without /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -31,12 +31,13 @@ With two processes, a process that hangs does not block all calls. More processe
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
-    """Return the default number of processes, from MIN_WORKERS to MAX_WORKERS.
+    """Return the default number of processes, which is from MIN_WORKERS to MAX_WORKERS.
 
-    It is the number of usable CPU cores, minus one for the driver and one for each device worker.
+    Within these limits it is the number of usable CPU cores, minus one core for the driver (the main process) and one
+    for each device's worker process.
 
     Args:
-        n_devices: The number of devices, each of which has a worker process.
+        n_devices: The number of devices. Each device has a worker process of its own.
         cgroup: The folder with the container's limits.
     """
     return min(MAX_WORKERS, max(MIN_WORKERS, usable_cores(cgroup) - 1 - n_devices))
@@ -76,7 +77,7 @@ _POLL_S = 0.5
 
 
 class Work(Protocol):
-    """The calls of user code that belong to one request of the driver. Pools send them to their processes.
+    """The calls of user code that the driver requests together. A pool distributes them over its processes.
 
     Attributes:
         n_open: The number of calls without an outcome.
@@ -123,7 +124,7 @@ class WorkerPool(Generic[Config]):
 
     Args:
         config: The section `reward` or `agent` of the settings.
-        name: The name of the user's functions, for messages.
+        name: The user's function or functions as text for messages, such as "file.py:function".
         n_workers: The number of processes. None takes `config.workers`.
 
     Attributes:
@@ -205,7 +206,10 @@ class WorkerPool(Generic[Config]):
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
     def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
-        """Send calls and receive answers until each call has an outcome. Call `look` at least every half second."""
+        """Send calls and receive answers until each call in `work` has an outcome.
+
+        `look` is called at least every half second.
+        """
         if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)
         try:
@@ -219,7 +223,7 @@ class WorkerPool(Generic[Config]):
             raise
 
     def send_calls(self, work: Work) -> None:
-        """Send calls to each idle process, until no call is left.
+        """Send a chunk of calls to each idle process, as long as calls are left.
 
         Args:
             work: The calls.
@@ -229,12 +233,12 @@ class WorkerPool(Generic[Config]):
                 worker.send(work.next_chunk(len(self.workers), worker.is_async), self.config.timeout_s)
 
     def wait(self, work: Work, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
-        """Wait until a busy process answers, dies or exceeds its time limit, and pass this to `work`.
+        """Wait until a busy process answers, dies or exceeds its time limit, and report this to `work`.
 
         Args:
             work: The calls that the processes are working on.
-            wake: A connection that also ends the wait when it receives a message. The message is read. None: no such
-                connection.
+            wake: A connection that also ends the wait when it receives a message, which is read and dropped. None if
+                there is no such connection.
             max_s: The longest time to wait, in seconds.
         """
         self._wait([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
@@ -253,9 +257,9 @@ class WorkerPool(Generic[Config]):
     def _wait(
         self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
-        """Wait until one of `workers` answers, dies or exceeds its time limit.
+        """Wait until one of `workers` answers, dies or exceeds its time limit, at most `max_s` seconds.
 
-        `work` receives the answers. It is None while the processes start.
+        Pass the answers to `work`, which is None while the processes start. A message on `wake` also ends the wait.
         """
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
@@ -269,7 +273,10 @@ class WorkerPool(Generic[Config]):
                 self._lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
 
     def _receive(self, worker: Worker, work: Work | None) -> None:
-        """Read all messages of a process, or handle that it has died."""
+        """Read all messages of a process and pass its answers to `work`. Replace the process if it has died.
+
+        Raises ConfigError if the process cannot import the user code, or dies while it imports the code.
+        """
         while readable([worker.connection]):
             try:
                 kind_or_position, value = worker.connection.recv()

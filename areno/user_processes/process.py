@@ -1,8 +1,8 @@
-"""The code that processes of user code share, for reward functions and for agents.
+"""The code that runs in every process of user code, whether it calls reward functions or agents.
 
-The keeper (keeper.py) calls `run` with the function `serve(connection)` of a module. `serve` loads the user code, sends
-("ready", is_async), and answers each call with (position, answer). `ForkedCopies` ends copies of the process that the
-user code makes with os.fork.
+The parent process, called keeper (keeper.py), calls `run` with the function `serve(connection)` of a module. `serve`
+loads the user code, sends ("ready", is_async), and answers each call with (position, answer). `ForkedCopies` ends
+copies of the process that the user code makes with os.fork.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_async(function: Any) -> bool:
 
 
 def unpickle(data: bytes, key: str) -> Callable[..., Any]:
-    """Load a function that a script passed to the run and the driver pickled.
+    """Unpickle a function that a script passed to the run and that the driver pickled.
 
     Args:
         data: The pickled function.
@@ -105,10 +105,12 @@ class ForkReturned(Exception):
 
 
 class ForkedCopies:
-    """Ends copies of this process that user code makes with os.fork, when they leave the user code.
+    """Ends forked copies of this process that return from the user code.
 
-    A copy must not answer the driver, because it shares the connection. With `reports`, a copy first reports itself
-    through a pipe, which every copy holds open until it ends or executes another program. The current call then fails.
+    User code may call os.fork. A copy that returned from the user code would answer the driver on the connection that
+    it shares with this process. Therefore the copy is ended.
+
+    With `reports`, the current call also fails, because the copy first writes to a pipe that this process reads.
     Without `reports`, a copy prints a message, because with concurrent calls the call that made the copy is unknown.
 
     Args:
@@ -128,10 +130,13 @@ class ForkedCopies:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Return a context manager around a call of user code.
+        """Return a context manager for a block that calls user code.
+
+        If a forked copy leaves the block, the copy is ended.
 
         Raises:
-            ForkReturned: A forked copy left the block. This replaces the result or the exception of the block.
+            ForkReturned: In the original process, after a forked copy left the block. This replaces the result or the
+                exception of the block. Not raised without `reports`.
         """
         self.end_copy()
         try:
@@ -156,9 +161,9 @@ class ForkedCopies:
             os._exit(0)
 
     def _copy_left(self) -> bool:
-        """Return whether a copy has left the block since the pipe was opened, and close the pipe.
+        """Return whether a forked copy has left the block of user code since the pipe was opened, and close the pipe.
 
-        This waits at most _COPY_LIMIT_S seconds, and not for copies that are still inside of the block.
+        This waits for a report until all copies have ended, and at most _COPY_LIMIT_S seconds.
         """
         assert self._pipe is not None
         reader, writer = self._pipe

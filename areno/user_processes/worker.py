@@ -1,4 +1,4 @@
-"""The driver's handle for one process of user code, and the log of printed lines.
+"""`Worker`, with which the driver controls one process of user code, and `Output`, the log of printed lines.
 
 `Worker` starts the process, sends calls to it, keeps its deadline and ends it. `Output` logs the lines that the
 processes of a pool print, with control characters escaped and up to a limit per step.
@@ -83,9 +83,9 @@ class Worker:
 
     Attributes:
         connection: The connection to the process.
-        process: The keeper, which is the parent of the process.
+        process: The keeper, which is the parent of the process and ends it.
         chunk: The numbers of the calls that the process has not answered yet.
-        sent: The number of calls that were last sent together.
+        sent: The number of calls in the last chunk that was sent.
         is_async: Whether the user's function is async. False until the process has started.
         is_starting: Whether the process is still importing the user code.
         deadline: The time (time.monotonic) by which the process must send its next message. Infinity while it is
@@ -128,7 +128,8 @@ class Worker:
 
         Args:
             chunk: A tuple (number of the call, pickled arguments) for each call. An empty list sends nothing.
-            timeout_s: The time limit in seconds, for the first answer or, if the function is async, for all answers.
+            timeout_s: The time limit in seconds. It is for the first answer, or for all answers if the function is
+                async.
         """
         if not chunk:
             return
@@ -151,9 +152,9 @@ class Worker:
         self._sender.start()
 
     def answered(self, position: int, timeout_s: float) -> None:
-        """Remove an answered call from `chunk`, and set the next deadline.
+        """Remove an answered call from `chunk`, and set the deadline for the next answer.
 
-        While an async function has more calls to answer, the deadline stays.
+        The deadline of an async function is for all calls of a chunk, so it changes only when the chunk is finished.
 
         Args:
             position: The number of the call.

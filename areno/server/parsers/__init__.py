@@ -1,7 +1,7 @@
-"""Read and write the tool-call formats of model families.
+"""Parsers and grammars for the tool-call formats of model families.
 
-Each family has a `ToolCallParser` in a file of its own. `parser_for_template` picks the parser from a model's chat
-template, and `parser_for` from a name.
+Each format has a `ToolCallParser`. `parser_for_template` picks the parser from a model's chat template, and
+`parser_for` picks it by name.
 """
 
 from __future__ import annotations

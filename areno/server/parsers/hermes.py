@@ -1,4 +1,4 @@
-"""Parse tool calls that are JSON objects.
+"""Parsers for tool calls that are JSON objects.
 
 Qwen 2.5, Qwen 3 and Hermes write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or several times.
 Llama 3 writes `{"name": ..., "parameters": {...}}` as the whole answer or after `<|python_tag|>`, and separates several
@@ -29,7 +29,8 @@ class HermesParser(ToolCallParser):
             tools: Ignored. Any function name is accepted.
 
         Returns:
-            A list of one (name, arguments as JSON text), or None if the text is not a call.
+            A generator for `yield from`, which yields while more text is needed. Its result is a list with one tuple
+            (name, arguments as JSON text), or None if the text is not a call.
         """
         yield from source.skip_space()
         text = yield from source.json_object()
@@ -127,8 +128,8 @@ PYTHON_TAG = "<|python_tag|>"
 class LlamaJsonParser(ToolCallParser):
     """Parser for Llama 3.
 
-    A JSON object without the tag is a call only at the start of the answer or after another call, and only if it names
-    an offered tool.
+    A JSON object without the tag `<|python_tag|>` is a call only at the start of the answer or after another call, and
+    only if it names an offered tool.
     """
 
     name = "llama3_json"
@@ -137,8 +138,9 @@ class LlamaJsonParser(ToolCallParser):
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
         """Find the next place at which a call may begin.
 
-        This is an opening brace at the start of the answer, a `;` before a further call, or the tag `<|python_tag|>`.
-        Before a brace there is no tag, so the second index of the result is that of the brace itself.
+        This is a JSON object (an opening brace) at the start of the answer or, after a call, behind an optional `;`.
+        Elsewhere it is the tag `<|python_tag|>`. Before a brace there is no tag, so the second index of the result is
+        the index of the brace itself.
 
         Args:
             text: All text so far.
@@ -147,8 +149,8 @@ class LlamaJsonParser(ToolCallParser):
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
-            text may be the beginning of a tag, None).
+            (index of the opening tag, index of the first character after the tag). If no tag is found, (index, None):
+            the text from this index on may be the beginning of a tag, and the text before it contains no tag.
         """
         if is_fresh:
             start = after_space(text, at)
@@ -166,7 +168,8 @@ class LlamaJsonParser(ToolCallParser):
             tools: Function name -> JSON schema of the arguments. None accepts any name.
 
         Returns:
-            A list of one (name, arguments as JSON text), or None if the text is not a call of an offered tool.
+            A generator for `yield from`, which yields while more text is needed. Its result is a list with one tuple
+            (name, arguments as JSON text), or None if the text is not a call of an offered tool.
         """
         yield from source.skip_space()
         text = yield from source.json_object()

@@ -1,4 +1,4 @@
-"""Compose grammars in llguidance's variant of Lark.
+"""Composition of grammars in llguidance's variant of Lark.
 
 `Lark` collects named rules for texts and JSON schemas and returns the whole grammar as text. The other functions
 prepare JSON schemas for llguidance, because users write schemas in many dialects.
@@ -33,8 +33,10 @@ class Lark:
     gives an expression a name, and `text` returns the whole grammar.
 
     Args:
-        special: Special tokens and their ids. Only `literal` and `until` match them, and no text pattern does.
-        strict: Whether a feature of JSON Schema that llguidance does not know is an error. If False, it is ignored.
+        special: Special tokens and their ids. Only `literal` and `until` can match special tokens. Other text patterns
+            never match them.
+        strict: Whether a feature of JSON Schema that llguidance does not know is an error. If False, the feature is
+            ignored.
     """
 
     def __init__(self, special: Mapping[str, int], strict: bool = True):
@@ -96,8 +98,9 @@ class Lark:
 
         Args:
             schema: JSON schema.
-            one_line: Whether the JSON must be formatted as by `json.dumps`. If False, whitespace is free within bounds.
-            strict: Overrides `strict` of the grammar. None keeps it.
+            one_line: If True, the JSON must be formatted as by `json.dumps`. If False, a bounded amount of whitespace
+                is allowed wherever JSON allows whitespace.
+            strict: Overrides the `strict` of the grammar. None keeps the grammar's value.
             **guidance: Further options of llguidance's `x-guidance`.
         """
         strict = self._strict if strict is None else strict
@@ -116,7 +119,7 @@ class Lark:
 
 
 def parameters_of(schema: Schema) -> Schema:
-    """Return the JSON schema of a tool's arguments, as an object schema without further properties.
+    """Return the JSON schema of a tool's arguments, as an object schema that forbids unlisted properties if possible.
 
     Args:
         schema: The `parameters` of a tool. It may have Python's type names, or consist of the properties alone.
@@ -129,11 +132,12 @@ def parameters_of(schema: Schema) -> Schema:
 
 
 def close_objects(schema: Any) -> Any:
-    """Return a schema in which objects that list their properties allow no others.
+    """Return a schema in which objects that list their properties forbid unlisted properties.
 
-    `additionalProperties: false` is added to each object that lists properties and does not set it, so that models end
-    objects where they should end. A schema with combining keywords, such as `allOf`, is returned unchanged, because a
-    property that is unknown in one branch may be required by another.
+    This adds `additionalProperties: false` to each object that lists properties and does not set it, so that models end
+    objects where they should end. Objects with `anyOf`, `oneOf` or `$ref` are left as they are. A schema that contains
+    other combining keywords, such as `allOf`, is returned unchanged, because a property that is unknown in one branch
+    may be required by another branch.
 
     Args:
         schema: JSON schema. It is not changed in place.
@@ -145,13 +149,13 @@ def close_objects(schema: Any) -> Any:
 
 
 def rebase_refs(schema: Any, path: str) -> Any:
-    """Return a schema that can be embedded at a path of another schema.
+    """Return a copy of a schema that can be embedded in another schema, by adding a prefix to its `$ref`s.
 
-    Its references to its own parts (`$ref` beginning with #) get the path as a prefix.
+    Only references within the schema itself, which begin with `#`, get the prefix.
 
     Args:
         schema: JSON schema. It is not changed in place.
-        path: JSON pointer to the place of embedding, such as "/properties/arguments".
+        path: JSON pointer to the place in the other schema, such as "/properties/arguments". This is the prefix.
     """
 
     def follow(key: str, value: Any) -> Any:
@@ -162,7 +166,11 @@ def rebase_refs(schema: Any, path: str) -> Any:
 
 
 def _close_all(schema: Any) -> Any:
-    """Return a copy of a schema with `additionalProperties` false in it and in all its subschemas."""
+    """Return a copy of a schema in which all objects that list properties have `additionalProperties`.
+
+    The value is false unless the schema sets another value. Objects with `anyOf`, `oneOf` or `$ref` are left as they
+    are.
+    """
     done = _rewritten(schema, lambda _, value: _close_all(value))
     if (
         isinstance(done, dict)
@@ -181,9 +189,11 @@ def _json_types(schema: Any) -> Any:
 
 
 def _rewritten(schema: Any, rewrite: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of a schema with `rewrite(keyword, value)` applied once to each subschema.
+    """Return a copy of a schema in which `rewrite(keyword, value)` replaces the value of each keyword, at one level.
 
-    Keywords that hold plain values, such as `enum`, are copied unchanged.
+    The keyword is "" for each element of a list and for each named subschema, such as those in `properties`. Values
+    that are plain data, such as the value of `enum`, are copied unchanged. To reach deeper levels, `rewrite` calls this
+    function again.
     """
     if isinstance(schema, list):
         return [rewrite("", each) for each in schema]

@@ -1,4 +1,4 @@
-"""Parse the text that a model wrote into reasoning, content and tool calls.
+"""Parsing of the text that a model wrote into reasoning, content and tool calls.
 
 `ToolCallParser` is the base class of the parsers of all families. It parses a finished text (`parse`) or a text that
 arrives in pieces (`stream`), with the same result.
@@ -73,8 +73,8 @@ class ToolCallParser:
 
     The parsed text is the model's output with its special tokens (`skip_special_tokens=False`), but without the stop
     token. Reasoning is the text between `<think>` and `</think>` at the start. A call that is malformed or cut off
-    counts as text. Whitespace next to a call is content only if there is text before and after it. No text raises an
-    exception, and nothing in the text is ever executed.
+    counts as text. Whitespace next to a call is content only if there is text before and after it. Parsing never raises
+    an exception because of the text, and never executes code in the text.
 
     Attributes:
         name: Name of the parser.
@@ -132,8 +132,8 @@ class ToolCallParser:
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
-            text may be the beginning of a tag, None).
+            (index of the opening tag, index of the first character after the tag). If no tag is found, (index, None):
+            the text from this index on may be the beginning of a tag, and the text before it contains no tag.
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:
@@ -150,7 +150,8 @@ class ToolCallParser:
             tools: Function name -> JSON schema of the arguments. None accepts any name.
 
         Returns:
-            (name, arguments as JSON text) of each call, or None if the text is not a call.
+            A generator for `yield from`, which yields while more text is needed. Its result is a list of tuples
+            (name, arguments as JSON text), or None if the text is not a call.
         """
         raise NotImplementedError("the family has tags but does not read calls")
 
@@ -210,7 +211,10 @@ class MessageStream:
         return deltas
 
     def _message(self, in_reasoning: bool) -> Reading[None]:
-        """Read the whole message."""
+        """Parse the whole message and append its deltas to `_deltas`.
+
+        This is a generator that yields while more text is needed.
+        """
         source = self._source
         if not in_reasoning:
             yield from source.skip_space()
@@ -223,7 +227,7 @@ class MessageStream:
         yield from self._content()
 
     def _reasoning(self) -> Reading[None]:
-        """Read reasoning up to `</think>`."""
+        """Emit the reasoning up to `</think>` as deltas. A generator that yields while more text is needed."""
         source = self._source
         yield from source.skip_newlines()
         while True:
@@ -242,7 +246,10 @@ class MessageStream:
         source.forget()
 
     def _content(self) -> Reading[None]:
-        """Read content and tool calls up to the end."""
+        """Emit the content and the tool calls after the reasoning as deltas.
+
+        This is a generator that yields while more text is needed.
+        """
         source, is_fresh = self._source, True
         while True:
             if self._n_calls and is_fresh:
@@ -266,7 +273,11 @@ class MessageStream:
             is_fresh = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:
-        """Read the calls after an opening tag. If there is no call, emit the tag as content and return False."""
+        """Read the calls after the opening tag `text[start:after_tag]`, and emit them as deltas.
+
+        Return whether there was a call. If there was none, the tag is emitted as content. This is a generator for
+        `yield from`.
+        """
         source = self._source
         source.at = after_tag
         tag = source.text[start:after_tag]
@@ -284,7 +295,10 @@ class MessageStream:
         return True
 
     def _emit_to(self, end: int, reasoning: bool = False) -> None:
-        """Emit the text from the cursor to `end` as a delta, and drop it from the source."""
+        """Emit the text from the cursor to index `end` as a delta, and drop the text up to `end` from the source.
+
+        The delta is of the reasoning if `reasoning` is True, else of the content.
+        """
         source = self._source
         if text := source.text[source.at : end]:
             if not reasoning:

@@ -1,7 +1,7 @@
-"""Parse tool calls that look like Python: `[name(key=value, ...), ...]`.
+"""Parser for tool calls that look like Python: `[name(key=value, ...), ...]`.
 
-Llama 3.2 and 4 and LFM2 write such a list as the whole answer or between tags. A small parser reads the literals, and
-nothing is evaluated.
+Llama 3.2, Llama 4 and LFM2 write such a list as the whole answer or between tags. A small parser reads the literals,
+and nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PythonicParser(ToolCallParser):
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
         """Find the next place at which a list of calls may begin: a `[` at the start of the answer, or a tag.
 
-        A list without a tag gives the index of its `[` twice.
+        For a list without a tag, both indices of the result are the index of the `[`.
 
         Args:
             text: All text so far.
@@ -57,8 +57,8 @@ class PythonicParser(ToolCallParser):
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (start of the opening tag, index of the first character after it). If there is no tag, (index from which the
-            text may be the beginning of a tag, None).
+            (index of the opening tag, index of the first character after the tag). If no tag is found, (index, None):
+            the text from this index on may be the beginning of a tag, and the text before it contains no tag.
         """
         if is_fresh and not after_call:
             at = after_space(text, at)
@@ -75,7 +75,8 @@ class PythonicParser(ToolCallParser):
             tools: Function name -> JSON schema of the arguments. None accepts any name.
 
         Returns:
-            (name, arguments as JSON text) of each call, or None if the text is not a list of calls.
+            A generator for `yield from`, which yields while more text is needed. Its result is a list of tuples
+            (name, arguments as JSON text), or None if the text is not a list of calls.
         """
         yield from source.skip_space()
         try:
@@ -105,7 +106,10 @@ class PythonicParser(ToolCallParser):
 
 
 def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
-    """Return the grammar of name(key=value, ...), with keys in the schema's order. Optional keys may be missing."""
+    """Return the grammar of a call name(key=value, ...).
+
+    The keys must be in the schema's order. Optional keys may be missing.
+    """
     required = frozenset(schema.get("required") or ())
     first = after = '""'  # the remaining arguments: before any argument is written, and after one is
     for key, each in reversed(properties_of(schema).items()):
@@ -119,9 +123,10 @@ def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
 
 
 def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return the grammar of a literal, limited to JSON that Python reads the same way.
+    """Return the grammar of an argument's value: True or False for a boolean, and JSON for all other types.
 
-    A boolean argument is True or False. Booleans inside of lists and objects are written as in JSON.
+    The JSON is limited to string escapes that mean the same in Python. `root` is the schema with the definitions that
+    `schema` refers to.
     """
     if types_of(resolved(schema, root)) == {"boolean"} and "enum" not in schema and "const" not in schema:
         return f"({lark.literal('True')} | {lark.literal('False')})"
@@ -130,7 +135,12 @@ def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
 
 
 class _Literals:
-    """Recursive-descent parser of Python literals: strings, numbers, True, False, None, lists, tuples and dicts."""
+    """Recursive-descent parser of calls and Python literals.
+
+    The literals are strings, numbers, True, False, None, lists, tuples and dicts, and true, false and null of JSON.
+    The methods are generators for `yield from`, which yield while more text is needed. They raise Malformed for
+    other text.
+    """
 
     def __init__(self, source: Cursor):
         self._source = source
@@ -177,9 +187,9 @@ class _Literals:
             raise Malformed
 
     def _ends(self, closing: str, items: Any) -> Reading[bool]:
-        """Return whether the list ends, after skipping the closing bracket or the comma before the next item.
+        """Skip the closing bracket, or the comma before the next item. Return whether it was the closing bracket.
 
-        `items` are the items read so far. A comma may precede the closing bracket.
+        `items` has the items read so far. A comma may precede the closing bracket.
         """
         if items:
             yield from self._source.skip_space()
@@ -209,7 +219,7 @@ class _Literals:
         return _WORDS[word]
 
     def _list(self, opening: str, depth: int) -> Reading[Any]:
-        """Read a list or a tuple as a list. `(value)` is the value itself."""
+        """Read a list or a tuple and return a list. For a value in parentheses, `(value)`, return the value."""
         closing = "]" if opening == "[" else ")"
         items: list[Any] = []
         yield from self._expect(opening)
@@ -262,7 +272,10 @@ class _Literals:
         return "".join(chars)
 
     def _escape(self) -> Reading[str]:
-        """Read an escape after its backslash and return its characters. Octal and unknown escapes stay as they are."""
+        r"""Read an escape after its backslash and return its characters.
+
+        Unknown escapes, and octal escapes other than \0, are returned unchanged with the backslash.
+        """
         source = self._source
         char = yield from source.peek()
         source.at += 1

@@ -1,4 +1,4 @@
-"""Parse tool calls in the XML form of Qwen3-Coder, Qwen 3.5 and Nemotron 3.
+"""Parser for tool calls in the XML form of Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
     <tool_call>
     <function=NAME>
@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-String values are written without quotes, and all other values as JSON. The type in the tool's schema tells them
-apart.
+String values are written without quotes, and all other values as JSON. Only the type in the tool's schema tells whether
+a value is a string.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 class Qwen3CoderParser(ToolCallParser):
     """Parser for Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
-    These models sometimes omit `<tool_call>` around the function, so it is optional. If the schema allows no string but
-    the value is not JSON, the value becomes a string, which the tool will refuse.
+    The tag `<tool_call>` around the function is optional, because these models sometimes omit it. If the schema allows
+    no string but the value is not JSON, the value becomes a string, which the tool will refuse.
     """
 
     name = "qwen3_coder"
@@ -57,7 +57,8 @@ class Qwen3CoderParser(ToolCallParser):
                 only after `<tool_call>`.
 
         Returns:
-            A list of one (name, arguments as JSON text), or None if the text is not a call.
+            A generator for `yield from`, which yields while more text is needed. Its result is a list with one tuple
+            (name, arguments as JSON text), or None if the text is not a call.
         """
         if tag == OPEN:
             yield from source.skip_space()
@@ -128,9 +129,10 @@ class Qwen3CoderParser(ToolCallParser):
         return source.text[start : source.at - 1].strip() or None
 
     def _value(self, source: Cursor) -> Reading[str | None]:
-        """Read the text of a value and its closing tag. Return None if there is no closing tag.
+        """Read a parameter's value and its closing tag, and return the value as text.
 
-        A closing tag ends the value only if another tag follows.
+        Returns None if no closing tag is found. A closing tag ends the value only if the next parameter or the end
+        of the function follows.
         """
         start = source.at
         while (yield from source.until(END_PARAMETER)) is not None:

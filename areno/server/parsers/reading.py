@@ -1,8 +1,9 @@
-"""Read text and JSON schemas for the tool-call parsers.
+"""Reading of text and JSON schemas for the tool-call parsers.
 
-`Cursor` reads a text that is still being sampled. Its methods are generators, to be called with `yield from`. They
-yield while the result depends on text that has not arrived. So a parser is written once, as if it had the whole text,
-and gives the same result for a stream. The functions below `Cursor` read the JSON of calls and the schemas of tools.
+`Cursor` reads a text that is still being sampled. Most of its methods are generators, to be called with `yield from`.
+They yield while the result depends on text that has not arrived. So a parser is written once, as if it had the whole
+text, and gives the same result for a stream. The functions after `Cursor` read the JSON of calls and the schemas of
+tools.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ def after_space(text: str, at: int) -> int:
 
 
 def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
-    """Return the index from which the end of the text may be the beginning of a tag, or len(text) if it is not.
+    """Find the beginning of a tag that may be cut off by the end of the text.
 
     Args:
         text: Any text.
         tags: The tags.
         at: Index of the first character to look at.
+
+    Returns:
+        The smallest index such that text[index:] is the beginning of a tag. len(text) if there is no such index.
     """
     longest = max(map(len, tags), default=1) - 1
     for start in range(max(at, len(text) - longest), len(text)):
@@ -49,8 +53,11 @@ def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
 class Cursor:
     """A reading position in a text that is still being sampled.
 
+    All methods but `forget` are generators for `yield from`. They yield while their result needs text that has not
+    arrived.
+
     Attributes:
-        text: All text so far, less the text dropped by `forget`.
+        text: All text so far, without the text dropped by `forget`.
         at: Index of the next character to read.
         ended: Whether no more text will arrive.
     """
@@ -63,23 +70,23 @@ class Cursor:
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Reading[str]:
-        """Return the next character, or "" at the end of the text."""
+        """Return the next character, or "" at the end of the text. A generator that yields until more text arrives."""
         while self.at == len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def skip_space(self) -> Reading[None]:
-        """Skip whitespace."""
+        """Skip whitespace. A generator that yields while more whitespace may arrive."""
         while (yield from self.peek()).isspace():
             self.at = after_space(self.text, self.at)
 
     def skip_newlines(self) -> Reading[None]:
-        """Skip newlines."""
+        """Skip newlines. A generator that yields while more newlines may arrive."""
         while (yield from self.peek()) == "\n":
             self.at += 1
 
     def looks_at(self, word: str) -> Reading[bool]:
-        """Return whether `word` comes next.
+        """Return whether `word` comes next. A generator that yields until this is certain.
 
         Args:
             word: The text to look for.
@@ -89,7 +96,7 @@ class Cursor:
         return self.text.startswith(word, self.at)
 
     def accept(self, word: str) -> Reading[bool]:
-        """Skip `word` if it comes next, and return whether it did.
+        """Skip `word` if it comes next, and return whether it did. A generator that yields until this is certain.
 
         Args:
             word: The text to look for.
@@ -102,11 +109,14 @@ class Cursor:
     def until(self, mark: str) -> Reading[str | None]:
         """Return the text before the next `mark`, and move the cursor past the mark.
 
+        This is a generator that yields until the mark arrives.
+
         Args:
             mark: The text to look for.
 
         Returns:
-            The text, or None if there is no mark up to the end. The cursor then stays.
+            The text before the mark. If the whole text has arrived without the mark, None, and the cursor is not
+            moved.
         """
         start = searched = self.at
         while (found := self.text.find(mark, searched)) < 0:
@@ -120,7 +130,7 @@ class Cursor:
     def json_object(self) -> Reading[str | None]:
         """Return the text of the JSON object at the cursor, and move the cursor past it.
 
-        Only brackets and strings are checked.
+        This is a generator that yields until the end of the object arrives. Only brackets and strings are checked.
 
         Returns:
             The text, or None if the text at the cursor cannot be a JSON object.
