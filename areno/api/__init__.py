@@ -1,4 +1,4 @@
-"""The SDK. The registry of algorithms is imported from areno.api, and all other public names from `areno`."""
+"""The algorithm registry of the SDK. Import its names from areno.api, and all other public names from `areno`."""
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm, register_algorithm
 

@@ -1,19 +1,20 @@
-"""The registry of algorithms: those of areno, those of installed packages, and those that a user's file registers.
+"""The registry of algorithms: those of installed packages, areno included, and those that a user's script registers.
 
-An algorithm is a configuration class and a loop. The class defines the loss and the advantages that its settings
-describe, and an Algorithm may replace both. A file of your own registers an algorithm and runs it, as
+An Algorithm consists of a configuration class and a training loop. The configuration class defines the loss and the
+advantages. An Algorithm can replace either with a function of its own. A script registers its algorithm and runs it, as
 examples/algorithms does:
 
     ALGORITHM = register_algorithm(
         Algorithm(name="mine", config=MyConfig, loop=lambda: areno.PolicyOnlyTrainer, loss_fn=my_loss)
     )
     if __name__ == "__main__":
-        run_algorithm(ALGORITHM)  # of areno.launch
+        run_algorithm(ALGORITHM)  # imported from areno.launch
 
-A package, areno included, declares its algorithms as entry points of the group "areno.algorithms", name =
-"module:ALGORITHM". A checkout that is not installed has no entry points, so they are read from its pyproject.toml.
-This module does not import torch, so that `--help` and `--cfg job` respond fast, provided that the user's file does
-not import torch either.
+A package declares its algorithms as entry points of the group "areno.algorithms", in the form `name =
+"module:ALGORITHM"`. In a checkout of areno that is not installed, the entry points are read from pyproject.toml.
+
+This module does not import torch, so that `--help` and `--cfg job` respond fast. A user's script should not import
+torch at its top level either.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ class Algorithm:
 
     Attributes:
         name: The name of the algorithm for `--algo` and get_algorithm.
-        config: The dataclass of the algorithm's configuration, which is the class that the loop reads or a subclass of
-            it.
-        loop: A function that imports and returns the class of the training loop, so that `--help` need not load torch:
-            PolicyOnlyTrainer samples groups and needs no critic, PPOTrainer adds a critic, SFTTrainer and DPOTrainer
-            train on rows of a dataset.
-        default: The configuration that runs if --config-name is not given.
-        loss_fn: Makes the loss function `(pack, logprobs) -> (loss, stats)` from the configuration, see areno.loss_fns.
-            None uses the loss of the configuration, `config.loss_fn()`.
+        config: The configuration class, a dataclass. It must be the class that the training loop expects, or a subclass
+            of that class.
+        loop: A function without arguments that imports and returns the class of the training loop. It is a function so
+            that `--help` need not load torch. PolicyOnlyTrainer samples groups of completions and needs no critic,
+            PPOTrainer adds a critic, SFTTrainer and DPOTrainer train on rows of a dataset.
+        default: The name of the configuration file that is used if --config-name is not given.
+        loss_fn: Function (config) -> loss function, where the loss function is `(pack, logprobs) -> (loss, stats)`, see
+            areno.loss_fns. None uses the loss of the configuration, `config.loss_fn()`.
         advantage_fn: Function (rows, group id of each row, actor settings) that computes advantages, see AdvantageFn in
             areno.trainers.rows. None uses `config.advantages()`.
         roles: Models other than the actor that must be configured, such as "ref", the reference model whose
@@ -93,16 +94,17 @@ class Algorithm:
 
         Args:
             config: The configuration of the run, an instance of `self.config`.
-            run_dir: The folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
-            given: Keyword arguments of the loop that a script passes in: train_dataset, valid_dataset, trackers, and
-                for loops with rewards reward_fn.
+            run_dir: The folder of logs, rollouts and checkpoints. None resumes or makes a folder under
+                cluster.fileroot.
+            given: Keyword arguments that a script passes to the loop: train_dataset, valid_dataset and trackers. Loops
+                that use rewards also take reward_fn.
 
         Returns:
             An instance of the class that `loop` returns. Close it, or use it as a context manager.
 
         Raises:
-            ConfigError: A model in `roles` is null in the configuration, or `config` is not of the class that the
-                loop reads.
+            ConfigError: A model in `roles` is null in the configuration, or `config` is not an instance of the class
+                that the loop expects.
         """
         missing = [role for role in self.roles if vars(config).get(role) is None]
         if missing:

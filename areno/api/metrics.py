@@ -26,13 +26,13 @@ from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
 class Stopwatch:
     """Measures the phases of a step in seconds, for the time/* metrics.
 
-    The time of a phase inside another phase counts only for the outer phase.
+    A phase inside another phase is not measured separately. Its time counts for the outer phase.
 
     Args:
         before_phase: Called with the name of each outer phase before it starts.
 
     Attributes:
-        seconds: Seconds of each phase since `reset`, by name.
+        seconds: Phase name -> seconds spent in this phase since `reset`.
     """
 
     def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
@@ -47,12 +47,15 @@ class Stopwatch:
         self.seconds, self._began = {}, time.perf_counter()
 
     def close_step(self) -> None:
-        """Set the phase `other` to the time since `reset` that no phase counts."""
+        """Record the time since `reset` that was spent outside all phases, as the phase `other`."""
         self.seconds["other"] = max(0.0, time.perf_counter() - self._began - self.total)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a `with` block as a phase of the step. The block must make progress (see areno.heartbeat).
+        """Measure a `with` block as a phase of the step.
+
+        Long work inside the block must call heartbeat.beat regularly, because a watchdog reports a block without a beat
+        as a hang.
 
         Args:
             name: Name of the phase. Repeated blocks of the same name add up.
@@ -199,7 +202,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return mean and standard deviation of each named part of the rewards, over the samples that have the part."""
+    """Return the mean and standard deviation of each named reward component, over the samples that have the component.
+
+    A component is an entry of RewardOutcome.parts. The names in the result are reward/<component> for the mean and
+    reward/<component>_std for the standard deviation.
+    """
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.outcome.parts.items():
@@ -209,7 +216,10 @@ def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return statistics of the agents of a step. Empty if the samples are single completions."""
+    """Return statistics of agent rollouts: numbers of failed samples, mean turns, mean rows and mean tool calls.
+
+    The result is empty if the samples are single completions, without agents.
+    """
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
     failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)
     if not found and not failed:
@@ -254,13 +264,16 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
 def _sample_stats(
     lengths: Mapping[str, Any], *, logprobs: Sequence[Any], rewards: Sequence[float], advantages: Any
 ) -> dict[str, float]:
-    """Return the statistics that samples and training rows have in common.
+    """Compute the rollout statistics that can be computed from scored samples and from training rows alike.
 
     Args:
-        lengths: Lengths in tokens by name, each a list with a number per sample. Must have response_len.
-        logprobs: Log-probabilities of the tokens of each response.
-        rewards: Rewards of the samples that have one.
+        lengths: Name -> the length of each sample in tokens. Must have the name response_len.
+        logprobs: Log-probabilities of the response tokens, one sequence for each sample.
+        rewards: Rewards of the samples that have a reward.
         advantages: Advantages of the samples that have a reward.
+
+    Returns:
+        Statistics by name, without the prefix rollout/.
     """
     stats: dict[str, float] = {"num_sequences": len(logprobs)}
     if not logprobs:
@@ -297,7 +310,10 @@ def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, floa
 
 
 def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
-    """Return statistics under a prefix: `{"loss": 1.0}` under "train" is `{"train/loss": 1.0}`."""
+    """Put a prefix before the names of statistics.
+
+    For example, {"loss": 1.0} with the prefix "train" becomes {"train/loss": 1.0}.
+    """
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
 
 
@@ -342,10 +358,10 @@ class MetricsRecorder(Trackers):
 class StepLog:
     """Records the metrics of a script's training calls, grouped into steps that count from 1.
 
-    A new step begins when a model is trained that was already trained in the current step.
+    Each model is trained at most once in a step. When a model is trained again, a new step begins.
 
     Args:
-        clock: Stopwatch of the phases since the actor was last trained.
+        clock: Stopwatch that measures the phases of a step. It is reset each time the actor has been trained.
 
     Attributes:
         recorder: Receives the metrics. None records nothing.
@@ -359,7 +375,14 @@ class StepLog:
         self._skipped: tuple[int, int] | None = None  # skipped prompts: (since the actor was last trained, in total)
 
     def counting_skipped(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
-        """Yield the batches of one epoch of a loader, and count skipped rows for the metrics."""
+        """Yield the prompt batches of one epoch, and count the rows that the loader skips because they are too long.
+
+        The counts become the metrics rollout/skipped_long and rollout/total_skipped_long of the actor's next training
+        call.
+
+        Args:
+            loader: Loader of the prompts.
+        """
         counted = 0
         for batch in loader.batches():
             counted += self._count_skipped(loader.total_skipped_long - counted)
@@ -372,7 +395,18 @@ class StepLog:
         return n
 
     def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
-        """Record the statistics of a training call, and return a copy. For the actor, times of the step are added."""
+        """Record the statistics of a training call as metrics of the current step.
+
+        For the actor, this also records the times of the step and metrics of the rows, and resets the stopwatch.
+
+        Args:
+            role: Name of the trained model, such as "actor" or "critic".
+            rows: The rows of the training call.
+            stats: Statistics that the training call returned.
+
+        Returns:
+            A copy of `stats`. For the actor, it also has the rollout, training and total seconds of the step.
+        """
         if role in self._trained:
             self._trained.clear()
             self._step += 1

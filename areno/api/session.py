@@ -30,8 +30,11 @@ _MAX_PROMPTS = 200_000  # prompts that are remembered
 class ExpectedLengths:
     """Estimates the number of tokens in a completion of a prompt from earlier rollouts.
 
-    The estimate is the mean over the last completions of the prompt, or, for a new prompt, over the last rollout. A
-    resumed run starts without estimates. This changes which device generates a sample, but not the sample.
+    The estimate for a prompt is the mean length of its completions in the last rollout that contained it. The estimate
+    for a new prompt is the mean length over the whole last rollout.
+
+    The estimates decide which device generates a sample, but never change the sample. So a resumed run, which starts
+    without estimates, draws the same samples.
     """
 
     def __init__(self) -> None:
@@ -106,12 +109,12 @@ class Sessions:
 
 @dataclass(kw_only=True, frozen=True)
 class ProxySettings:
-    """Settings with which a session serves the policy to agents.
+    """Settings of the HTTP server through which a session serves the policy to agents.
 
     Attributes:
         params: Sampling settings for requests that set none.
-        timeout_s: Longest time of a request, in seconds.
-        seed: Seed of the requests.
+        timeout_s: Timeout of a request, in seconds.
+        seed: Seed for requests that set none.
     """
 
     params: SamplingParams
@@ -148,7 +151,7 @@ class RolloutSession:
 
     @property
     def timeout_s(self) -> float:
-        """Longest time of a request, in seconds."""
+        """Timeout of an agent's request, in seconds."""
         return self.proxy.server.sampler.limits.timeout_s
 
     @property
@@ -166,8 +169,8 @@ class RolloutSession:
 
         Raises:
             ConfigError: n_tokens is not a whole number above 0.
-            EngineError: The call is outside the `with` block, or streaming requests are open and would be ended by
-                making a larger cache.
+            EngineError: The call is outside the `with` block. Or the cache must grow while streaming requests are
+                open, which would end these requests.
         """
         check_count("n_tokens", n_tokens)
         if self._sessions.open is not self:
@@ -317,9 +320,10 @@ class RolloutSession:
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError if the running task was cancelled, such as by Ctrl-C.
+    """Raise CancelledError if the running asyncio task was cancelled, such as by Ctrl-C.
 
-    A rollout calls this function, since it never awaits.
+    asyncio delivers a cancellation only where a task awaits. A rollout never awaits, so the rollout calls this
+    function instead.
     """
     try:
         task = asyncio.current_task()
@@ -331,7 +335,7 @@ def raise_if_cancelled() -> None:
 
 
 def sequence_of(output: GenerationOutput) -> RolloutSequence:
-    """Convert a finished output of the engine to a completion."""
+    """Convert a finished completion from the engine's GenerationOutput to the RolloutSequence of the SDK."""
     assert output.finish_reason is not None, "a partial output of a request that does not stream"
     given = vars(output)  # numbers that came as arrays stay arrays
     return RolloutSequence(

@@ -93,11 +93,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @classmethod
     def from_plan(cls, plan: TrainerPlan, clock: Stopwatch | None = None) -> Trainer:
-        """Make a Trainer from a plan, the checked settings of models and devices. Call `init()` next.
+        """Make a Trainer from a plan, which holds the checked settings of models and devices. Call `init()` next.
 
         Args:
             plan: The plan, such as from `plan_of_experiment`.
-            clock: Stopwatch of a training loop that records its own steps. None lets the Trainer record steps.
+            clock: Stopwatch of a training loop, if the loop records the metrics of its steps itself. None makes the
+                Trainer record the metrics of its training calls.
 
         Returns:
             A Trainer without a loaded model.
@@ -113,7 +114,15 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         metrics_log_dir: str | None,
         clock: Stopwatch | None = None,
     ) -> None:
-        """Set the state before `init()`. `rename` maps a setting to the argument of a script, for errors."""
+        """Set the attributes of a new Trainer. No model is loaded.
+
+        Args:
+            open_plan: Returns the plan. It is called by `init()`.
+            rename: Maps the name of a setting to the argument that a script passed, for error messages. None keeps the
+                names.
+            metrics_log_dir: Folder for TensorBoard event files. None writes no event files.
+            clock: Stopwatch of a training loop that records its own steps. None makes the Trainer record steps.
+        """
         self._open_plan, self._metrics_log_dir = open_plan, metrics_log_dir
         self._named = contextlib.nullcontext if rename is None else partial(keys_renamed, rename)
         self._engine: Engine | None = None
@@ -237,10 +246,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 LossMaskPolicy(). Only with proxy=True.
             max_running_prompts: Largest number of samples (not prompts) decoded at once, over all ranks. None uses the
                 value set in ArenoConfig.
-            timeout_s: Longest time of an agent's request, in seconds.
+            timeout_s: Timeout of an agent's request, in seconds.
             proxy: Whether to serve the policy to agents at session.get_base_url(). The KV cache then has room for
                 conversations of sampling_params.max_context_len tokens.
-            seed: Seed of agents' requests. None gives each session a different seed, the same whenever the script runs.
+            seed: Seed of agents' requests. None derives a new seed for each session. The derived seeds are the same in
+                every run of the script.
 
         Returns:
             The session, which opens at the start of its `with` block.
@@ -280,7 +290,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             prompts: Texts or lists of chat messages. A text goes through the chat template, if the tokenizer has one.
             n_samples: Number of samples per prompt.
             sampling_params: Sampling settings of all prompts.
-            seed: Seed of the call. None gives each call a different seed, the same whenever the script runs.
+            seed: Seed of the call. None derives a new seed for each call. The derived seeds are the same in every run
+                of the script.
             on_progress: Called during the rollout with (finished samples, statistics of each rank). None logs the
                 statistics.
 
@@ -315,7 +326,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             prompt_tokens: Token ids of each prompt.
             n_samples: Number of samples per prompt.
             sampling_params: Sampling settings of all prompts.
-            seed: Seed of the call. None gives each call a different seed, the same whenever the script runs.
+            seed: Seed of the call. None derives a new seed for each call. The derived seeds are the same in every run
+                of the script.
             on_progress: Called during the rollout with (finished samples, statistics of each rank). None logs the
                 statistics every decode_progress_interval_s seconds.
             at_once: Largest number of prompts in progress at the same time. When a prompt is complete, the next prompt
@@ -345,7 +357,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return results
 
     def _own_seed(self) -> int:
-        """Return a new seed for a rollout whose seed is None. A script that runs again gets the same seeds."""
+        """Derive a new seed for a rollout whose seed is None. Every run of the script derives the same seeds."""
         self._rollouts += 1
         return self.engine.spec.seed * 1_000_003 + self._rollouts
 
@@ -366,31 +378,32 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         rows_per_unit: int = 1,
         old_logprobs: OldLogprobs = "recompute",
     ) -> dict[str, float]:
-        """Train the policy on rows: one optimizer step by default.
+        """Train the policy on rows. By default, take one optimizer step.
 
-        The denominator of importance ratios is the policy before the first call on a row. The first call stores the
-        log-probabilities under this policy in `TrainSequence.old_logprobs` for later calls. So the first update on a
-        row has ratio exactly 1.
+        By default, importance ratios divide by the probabilities under the policy before the first training call on a
+        row. That call stores the log-probabilities in `TrainSequence.old_logprobs`, and later calls on the row reuse
+        them. In the first update on a row, all ratios are therefore exactly 1.
 
         Args:
             batch_data: Rows to train on.
             loss_fn: Loss function (pack, logprobs) -> (loss, statistics), from areno.loss_fns or defined by the script.
-            mini_bs: Number of rows in a forward pass, unless mb_spec or ArenoConfig.runtime sets the size. Results do
-                not depend on this number.
-            gradient_accumulation_steps: Number of forward passes in each optimizer step. None takes one step on all
-                rows.
+            mini_bs: Number of rows in a micro-batch (one forward pass), unless mb_spec or ArenoConfig.runtime sets the
+                size. Results do not depend on this number.
+            gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
+                one step on all rows.
             mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
-            n_minibatches: Number of parts that the rows are split into. Each part is an optimizer step. The rows are
-                shuffled with `seed` before the split.
-            temperature: Sampling temperature of the rows. None uses the temperature of this Trainer's last rollout.
-            sampling: Sampling settings of the rows. `temperature` has priority. None uses the settings of this
-                Trainer's last rollout.
+            n_minibatches: Number of optimizer steps. The rows are shuffled with `seed` and split into this many parts,
+                one for each step. Set at most one of n_minibatches and gradient_accumulation_steps.
+            temperature: Temperature that the rows were sampled with. If given, `sampling` is ignored.
+            sampling: Settings that the rows were sampled with. If this and `temperature` are None, the settings of this
+                Trainer's last rollout are used.
             seed: Seed of the shuffle.
             rows_per_unit: Number of adjacent rows that stay in one micro-batch, such as 2 for DPO.
-            old_logprobs: Source of the denominator of importance ratios. "recompute" is described above; a call with
-                several optimizer steps costs an additional forward pass over the rows. "loglinear": the loss
-                interpolates the denominator in the steps after the first. "rollout": the log-probabilities of the
-                rollout are the denominator. "loglinear" and "rollout" do not store log-probabilities in the rows.
+            old_logprobs: Which log-probabilities importance ratios divide by. "recompute" takes those before the first
+                training call, as described above. With several optimizer steps, this usually costs an additional
+                forward pass over the rows. "loglinear" does the same in the first step, and in later steps the loss
+                interpolates the log-probabilities. "rollout" takes the log-probabilities of the rollout. Only
+                "recompute" stores log-probabilities in the rows.
 
         Returns:
             Statistics by name. docs/sdk.md lists them.
@@ -417,18 +430,21 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         n_minibatches: int = 1,
         seed: int = 0,
     ) -> dict[str, float]:
-        """Train a critic on the `returns` of rows: one optimizer step by default.
+        """Train a critic on the `returns` of rows. By default, take one optimizer step.
 
         Args:
             role: Name of a trainable role with a value head, such as "critic".
             batch_data: Rows with `returns` and `values`.
-            mini_bs: Number of rows in a forward pass, unless mb_spec or ArenoConfig.runtime sets the size.
-            gradient_accumulation_steps: Number of forward passes in each optimizer step. None takes one step on all
-                rows.
-            cliprange_value: Largest distance between a value and the row's `values` before the value is clipped.
+            mini_bs: Number of rows in a micro-batch (one forward pass), unless mb_spec or ArenoConfig.runtime sets the
+                size.
+            gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
+                one step on all rows.
+            cliprange_value: Clip range of the PPO value loss. Predicted values are clipped to within this distance of
+                the row's `values`.
             value_loss_coef: Factor on the loss.
             mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
-            n_minibatches: Number of parts that the rows are split into. Each part is an optimizer step.
+            n_minibatches: Number of optimizer steps. The rows are shuffled and split into this many parts, one for each
+                step.
             seed: Seed of the shuffle before the split.
 
         Returns:
@@ -453,7 +469,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
     def _micro_batches(self, mini_bs: int, mb_spec: MicroBatchSpec | None) -> MicroBatchSpec:
-        """Return the micro-batch size of a call: mb_spec if given, otherwise mini_bs and the plan's token limit."""
+        """Return the micro-batch size of a training call.
+
+        This is `mb_spec` if it is given. Otherwise it is `mini_bs` rows, or max_tokens_per_mb tokens if the engine's
+        settings have this limit.
+        """
         if mb_spec is not None:
             return mb_spec
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self.engine.spec.mb_spec.max_tokens_per_mb)
@@ -510,13 +530,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Args:
             role: Name of a role with a language-model head, such as "actor" or "ref".
             token_rows: Token ids of each row.
-            temperature: Log-probabilities are those of softmax(logits / temperature). None uses the temperature of this
-                Trainer's last rollout.
-            sampling: Sampling settings of the rows. `temperature` has priority. None uses the settings of this
-                Trainer's last rollout.
+            temperature: Temperature of the distribution, softmax(logits / temperature). If given, `sampling` is
+                ignored.
+            sampling: Settings that the rows were sampled with. If this and `temperature` are None, the settings of this
+                Trainer's last rollout are used.
             mb_spec: Size of micro-batches. None uses the size set in ArenoConfig.
-            routes: For the actor with routing replay, RolloutSequence.routes of each row. None lets the router choose
-                the experts.
+            routes: Experts that the rollout chose (RolloutSequence.routes) for each row, for an actor with routing
+                replay. None lets the router choose the experts.
 
         Returns:
             For each row, one log-probability per token, 0.0 for the first token.
@@ -557,7 +577,18 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return self._score("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
 
     def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
-        """Check the arguments of the scoring call `what`, and return the result of `score`. Empty for no rows."""
+        """Check that no rollout session is open and that `rows` are valid, and call `score(role, rows, *settings)`.
+
+        Args:
+            what: Name of the public method, for error messages.
+            score: Method of the engine that scores rows.
+            role: Name of the model that scores.
+            rows: Token ids of each row.
+            settings: Further arguments of `score`.
+
+        Returns:
+            The result of `score`, one entry per row. Empty without a call if there are no rows.
+        """
         self._sessions.refuse(what)
         check_token_rows(rows, "token_rows", may_be_empty=True)
         if not rows:
@@ -599,13 +630,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     ) -> None:
         """Write the model of a role into a folder in Hugging Face format, file by file.
 
-        An error leaves a partial checkpoint. Use save_checkpoint to write either all files or none.
+        If writing fails, a partial checkpoint remains in the folder. To write either all files or none, use
+        save_checkpoint.
 
         Args:
             folder: The folder to write into. It is created if it does not exist.
             role: Name of the role, such as "actor" or "critic".
-            background: Whether to return when a copy of the weights is in host memory, and to write the files in the
-                background. checkpoint_written says when they are complete.
+            background: If True, return as soon as the weights are copied to host memory, and write the files in the
+                background. Then checkpoint_written tells when the files are complete.
             merge_adapters: Whether to merge LoRA adapters into the weights. If False, only the adapters are written.
         """
         engine = self._outside_rollout("save_checkpoint")

@@ -29,7 +29,7 @@ _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 
 
 def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
-    """Return all data of the page.
+    """Collect all data that the page shows.
 
     Args:
         runs: The runs.
@@ -38,13 +38,13 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
     Returns:
         A dictionary with these keys.
         "title": title of the page.
-        "runs": for each run "name", "path", "status", "steps", "duration", "versions", "settings", "overrides",
-        "series" and "samples".
+        "runs": one dictionary per run with "name", "path", "status", "steps", "duration", "versions", "settings",
+        "overrides", "series" and "samples".
         "verdict": result of `verdict`.
-        "headlines": for each main scalar "name", "title", "unit", "counts" and "runs", a list with [first value, best
-        value, last value, step of the best value] or None for each run.
+        "headlines": one dictionary per main scalar with "name", "title", "unit", "counts" and "runs". Here, "runs" has
+        for each run a list [first value, best value, last value, step of the best value], or None.
         "charts": heading -> charts, each with "title", "names", "stacked", "unit" and "counts".
-        "constant": scalar -> value, for scalars that have one value in all steps of all runs.
+        "constant": scalar -> value, for scalars that never change in any run and have no chart.
         "differences": setting -> its value in each run, for settings that differ.
     """
     names = run_names(runs)
@@ -90,7 +90,14 @@ def _title(runs: Sequence[RunReader]) -> str:
 
 
 def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """Return the charts, and scalar -> value for scalars that are constant over all steps of all runs."""
+    """Choose the charts of the report. Most scalars that are constant over all steps of all runs get no chart.
+
+    Args:
+        metrics: The recorded scalars of each run, by name.
+
+    Returns:
+        (heading -> charts, scalar -> value). The second mapping has the constant scalars without a chart.
+    """
     values: dict[str, list[float]] = {}
     for of_run in metrics:
         for name, series in of_run.items():
@@ -104,7 +111,14 @@ def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Char
 
 
 def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
-    """Return one row for each main scalar, with the first, best and last value of each run."""
+    """Return one dictionary for each main scalar that at least one run has recorded.
+
+    Its key "runs" has for each run [first value, best value, last value, step of the best value], or None. The other
+    keys are "name", "title", "unit" and "counts" (whether the values are counts).
+
+    Args:
+        metrics: The recorded scalars of each run, by name.
+    """
     found = [headlines(of_run) for of_run in metrics]
     rows = []
     for name, (title, _) in NAMES.items():
@@ -131,8 +145,10 @@ def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
         most_bytes: Maximum size of the result in bytes.
 
     Returns:
-        {"index": packed list with the values of each sample that the table shows, "steps": {step: its packed samples},
-        "left_out": sentence about the samples that did not fit, or ""}.
+        A dictionary with these keys.
+        "index": packed list of the rows in the table of samples, one row for each sample.
+        "steps": step -> packed list of its samples.
+        "left_out": sentence about the samples that did not fit, or "".
     """
     steps = run.sampled_steps()
     if not steps:
@@ -164,9 +180,15 @@ def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
 
 
 def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Return as many steps as fit in `most_bytes`, at equal distances, with the first and the last step.
+    """Choose as many steps as fit in `most_bytes`, at equal distances, always with the first and the last step.
 
-    `sizes` is the size of each step in bytes. The result is empty if not even two steps fit.
+    Args:
+        steps: Steps in ascending order.
+        sizes: Step -> its size in bytes.
+        most_bytes: Maximum sum of the sizes.
+
+    Returns:
+        The chosen steps. Empty if the first and the last step together are too large.
     """
     for stride in range(1, len(steps) + 1):
         kept = [*steps[:-1:stride], steps[-1]]
@@ -193,13 +215,13 @@ def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
 
 
 def task_of(sample: Mapping[str, Any]) -> str:
-    """Return the task of a recorded sample without its chat template.
+    """Return the task of a recorded sample, as text without the chat template.
 
     Args:
         sample: A recorded sample.
 
     Returns:
-        The first user message if the sample is an agent's, otherwise the field `task`. "" if it has neither.
+        The first user message if an agent made the sample, otherwise the field `task`. "" if the sample has neither.
     """
     try:
         messages = sample["trajectory"]["turns"][0]["messages"]

@@ -214,9 +214,15 @@ def _note_length(missing: list[str], what: str, found: int, recorded: int | None
 
 
 def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
-    """Set the array `name` at `places` (a bool mask) to recorded values, of which None becomes NaN.
+    """Write recorded per-token values into an array of the row. Does nothing if `values` is None.
 
-    If the number of values does not match the mask, add a description to `row.missing` instead.
+    If the number of values differs from the number of marked tokens, add a description to `row.missing` instead.
+
+    Args:
+        row: The row to change.
+        places: (n_tokens,) bool, True for the tokens that have a value.
+        name: Attribute of the row that holds the array, such as "logprobs".
+        values: One value for each True in `places`. None becomes NaN.
     """
     if values is None:
         return
@@ -227,9 +233,11 @@ def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[floa
 
 
 def _bounds(versions: Any) -> tuple[int, int] | None:
-    """Return the oldest and the newest weight version, or None without versions.
+    """Return the oldest and the newest version of the weights that sampled the tokens, or None without versions.
 
-    `versions` has one version for each token, or (version, number of tokens) pairs.
+    Args:
+        versions: One version for each token, or a list of [version, number of tokens]. Empty or None without
+            versions.
     """
     if not versions:
         return None

@@ -115,17 +115,16 @@ def replay(
         run: The run.
         step: Training step whose recorded samples contain the sample.
         number: Index of the sample within the step, from 0.
-        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint nearest, in steps, to
-            the weights that generated the sample.
+        checkpoint: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint whose step is nearest to
+            `step` - 1, because the weights after that step sampled the sample.
         row: Index of the training row to recompute, from 0. A sample of an agent may consist of several training rows.
         device: "auto", "cpu" or "cuda".
 
     Returns:
-        The tokens of the sample with their log-probabilities and other numbers, and the loss.
+        The tokens of the sample with their log-probabilities, advantages and gradients, and the loss.
 
     Raises:
-        ArenoError: If there is no such sample or checkpoint, or the algorithm of the run generates no samples, as
-            SFT.
+        ArenoError: There is no such sample or checkpoint, or the run's algorithm (such as SFT) generates no samples.
     """
     samples = run.samples(step)
     if not 0 <= number < len(samples):
@@ -166,7 +165,7 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
         run: The run.
         step: Training step whose recorded samples contain the sample.
         wanted: A step of the run, `latest`, `best`, or a folder. None takes the checkpoint whose step is nearest to
-            `step` - 1, whose weights sampled the sample.
+            `step` - 1, because the weights after that step sampled the sample.
 
     Returns:
         (folder, step). The step is 0 for the model that the run began with, and None for a folder outside of the run.
@@ -196,9 +195,20 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
 
 
 def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> tuple[Any, Algorithm]:
-    """Return the run's configuration with the checkpoint as its actor model, and its algorithm.
+    """Load the run's configuration, changed so that the checkpoint is the actor and the engine runs on this machine.
 
-    If the reference model is unknown, a description is added to `missing`.
+    Args:
+        run: The run.
+        folder: Folder of the checkpoint.
+        device: "auto", "cpu" or "cuda".
+        missing: List to which a description is added if the reference model is unknown, because the run began with
+            random weights.
+
+    Returns:
+        (configuration, algorithm of the run).
+
+    Raises:
+        ArenoError: The algorithm generates no samples.
     """
     from areno.launch.compose import load, mention_version
 
@@ -226,7 +236,16 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
 def _logprobs(
     plan: TrainerPlan, config: PolicyExperimentConfig, tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the log-probabilities of all tokens under the checkpoint, and under the reference model or None."""
+    """Compute the log-probabilities of all tokens under the checkpoint and under the reference model.
+
+    Args:
+        plan: The plan of the engine to start, with the checkpoint as the actor.
+        config: Settings of the run.
+        tokens: Token ids of the row, n of them.
+
+    Returns:
+        Two arrays (n,). The second is None if the run has no reference model.
+    """
     from areno.engine.engine import Engine
 
     with Engine(plan.spec.frozen(), plan.workers) as engine:
@@ -299,10 +318,18 @@ def _add_loss(
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
-    """Add the loss to `found`, and the contribution and gradient to each of its tokens.
+    """Compute the loss of a step with this row alone, and add it to the replay.
 
-    `step` is the step that trained on the sample. `now` and `ref` are the log-probabilities of all tokens under the
-    checkpoint and the reference model.
+    This sets `found.loss`, and `loss` (contribution to the loss) and `gradient` of each trained token.
+
+    Args:
+        found: The replay to complete.
+        step: The step that trained on the sample.
+        recorded: The recorded row, with n tokens.
+        now: (n,) log-probabilities under the checkpoint.
+        ref: (n,) log-probabilities under the reference model, or None without a reference model.
+        config: Settings of the run.
+        algorithm: The algorithm of the run, which provides the loss function.
     """
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(

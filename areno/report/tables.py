@@ -49,7 +49,9 @@ def _row(run: RunReader) -> list[str]:
 
 
 def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
-    """Return tables of the settings and package versions that differ between runs, and of the results.
+    """Return tables that compare runs: the settings that differ, the package versions that differ, and the results.
+
+    If all settings are equal, or if the settings of a run are unknown, the list also has a text that says so.
 
     Args:
         paths: Folders of the runs.
@@ -114,12 +116,12 @@ def _part_names(outcomes: Sequence[Any]) -> list[str]:
 
 
 def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> table.Table:
-    """Return a table of the first samples: reward, parts of the reward, recorded reward and completion.
+    """Return a table of the first samples: reward, components of the reward, recorded reward and completion.
 
     Args:
         rows: The recorded samples, with their recorded rewards.
         records: The same samples in the form that reward functions get.
-        outcomes: The result of scoring each sample again.
+        outcomes: The RewardOutcome of scoring each sample again.
         most: Maximum number of samples in the table.
     """
     names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
@@ -143,10 +145,10 @@ def _recorded(row: Mapping[str, Any]) -> float | None:
 
 
 def summary_table(outcomes: Sequence[Any]) -> table.Table:
-    """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each part.
+    """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each reward component.
 
     Args:
-        outcomes: The result of scoring each sample. Samples without a reward do not count.
+        outcomes: The RewardOutcome of each sample. Samples without a reward do not count.
     """
     shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
     values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}

@@ -42,20 +42,23 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def settings_today(run: RunReader) -> Mapping[str, Any]:
-    """Return the settings of a run, with settings that have been renamed since under their current names.
+    """Return the settings of a run, with each setting that areno has since renamed under its new name.
 
     Args:
-        run: The run. The settings of an unknown algorithm are returned as recorded.
+        run: The run. If its algorithm is unknown, its settings are returned with the recorded names.
     """
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as distinguish the paths.
+    """Shorten each path to its last components, with just as many components as make all names different.
 
     Args:
         paths: Folders of runs.
+
+    Returns:
+        One name per path, such as "trial0" or "quickstart/trial0".
     """
     parts = [path.absolute().parts for path in paths]
     names = [str(path) for path in paths]
@@ -67,9 +70,9 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def run_names(runs: Sequence[RunReader]) -> list[str]:
-    """Return a short name of each run.
+    """Return a short name of each run, made from the end of its path.
 
-    The name of a run in a sweep also has the overrides in which the runs differ, cut off after 48 characters.
+    For a run of a sweep, the name also lists the overrides that not all runs share, cut off after 48 characters.
 
     Args:
         runs: The runs.
@@ -98,7 +101,7 @@ _OF_TRAINING = {"train/accuracy": ("accuracy", max), "train/loss": ("loss", min)
 
 
 def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[Mapping[str, Series]]) -> dict[str, Any]:
-    """Return the verdict at the top of a report, as plain data.
+    """Compare runs, and return the result for the top of a report as plain data.
 
     Args:
         runs: The runs.
@@ -107,15 +110,16 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
     Returns:
         A dictionary with these keys.
-        "about": the comparison in words.
-        "title", "value" and "std": title and result of the best setting, and the sample standard deviation of the
-        result over seeds or None.
-        "spread": the meaning of "std" in words.
+        "about": a sentence that says what is compared.
+        "title": name of the best setting.
+        "value": result of the best setting. None if no run has a result.
+        "std": sample standard deviation of the result over seeds. None without several seeds.
+        "spread": the meaning of "value" and "std" in words.
         "notes": sentences.
-        "places": the ranking of the settings, best first, each with "title", "value", "std", "runs" and "values".
-        "best": index of the best run in `runs`.
-        For a single run, "places" is empty, and "scalar" names its main scalar. Without a result, "value" and "best"
-        are None.
+        "places": ranking of the settings, best first, each with "title", "value", "std", "runs" and "values". Empty for
+        a single run.
+        "best": index of the best run in `runs`. None if no run has a result.
+        "scalar": name of the main scalar. Only for a single run.
     """
     if len(runs) == 1:
         return _of_one(runs[0], names[0], metrics[0])
@@ -125,10 +129,10 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
 
 def best_of(metrics: Mapping[str, Series]) -> Headline | None:
-    """Return the first, best and last value of the scalar by which a run is judged.
+    """Return the first, best and last value of the scalar that runs are compared by.
 
-    The scalar is a result of evaluation or the reward. A run of SFT or DPO without evaluation is judged by the accuracy
-    or the loss of training.
+    This is the first recorded scalar among the evaluation results and the reward. A run of SFT or DPO without
+    evaluation uses the accuracy or the loss of training instead.
 
     Args:
         metrics: The scalars of the run, by name.
@@ -161,9 +165,9 @@ def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[st
 
 
 def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
-    """Return the sweep to which all runs belong, and sentences about runs of it without a result.
+    """Return the results of the sweep that all runs belong to, and sentences about the runs that have no result.
 
-    The sweep is None if the runs do not belong to one sweep, or its sweep.json is damaged.
+    The first value is None if the runs do not belong to one sweep, or if its sweep.json is missing or damaged.
     """
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
@@ -182,9 +186,15 @@ def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
 
 
 def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, list[str]]:
-    """Return the sweep described by the content of a sweep.json, and the names of its runs without a result.
+    """Convert the content of a sweep.json to a Sweep that has only the compared runs.
 
-    `index` maps the name of each compared run to its index. Other runs are left out of the sweep.
+    Args:
+        read: The parsed JSON.
+        folder: Folder of the sweep.
+        index: Name of each compared run -> its index in the comparison.
+
+    Returns:
+        The sweep, and the names of all runs in sweep.json that have no finite result.
     """
     sweep = Sweep(folder, str(read["objective"]), "min" if read["mode"] == "min" else "max")
     missing = []
@@ -201,9 +211,9 @@ def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, l
 
 
 def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
-    """Return runs of any folders as a sweep over the settings in which they differ.
+    """Treat runs that do not belong to one sweep as a sweep over the settings in which they differ.
 
-    The objective is the main scalar that most of the runs have recorded.
+    The objective of this sweep is the main scalar that most of the runs have recorded.
     """
     choices = [(name, choose) for name, (_, choose) in NAMES.items() if choose] + [_FALLBACK]
     scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))
@@ -228,7 +238,14 @@ def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
 
 
 def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
-    """Return the verdict of several runs as plain data. `kind` begins its description, such as "a sweep of"."""
+    """Return the dictionary of `verdict` for several runs.
+
+    Args:
+        sweep: The results of the runs.
+        names: Name of each run.
+        notes: Sentences that the dictionary contains in addition to its own.
+        kind: The first words of "about", such as "a sweep of".
+    """
     better = "more" if sweep.mode == "max" else "less"
     places = _places(sweep, names)
     found: dict[str, Any] = {

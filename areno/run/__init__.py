@@ -1,1 +1,1 @@
-"""A run around its training loop: progress, outputs, evaluation, checkpoints, states and resuming."""
+"""What surrounds a training loop: progress, outputs, evaluation, checkpoints, training states and resuming."""

@@ -49,7 +49,7 @@ class Ranking:
     """Orders the saved checkpoints by the value of saver.best_metric at their steps.
 
     Args:
-        config: Settings of checkpoints.
+        config: The section saver of the settings.
 
     Attributes:
         mode: Whether larger ("max") or smaller ("min") values are better.
@@ -66,14 +66,14 @@ class Ranking:
         self._warned = False
 
     def record(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Record the metric of a step.
+        """Record the value of saver.best_metric in a step, if the scalars contain this metric.
 
         Args:
             step: Number of the step.
-            scalars: Scalars of the step by name, among which the metric may be missing.
+            scalars: Scalars of the step by name.
 
         Returns:
-            Whether the step has a checkpoint whose value has been set by this call.
+            True if the ranking changed, because the step has a checkpoint and the scalars contain the metric.
         """
         self._names |= scalars.keys()
         metric = self.config.best_metric
@@ -86,7 +86,7 @@ class Ranking:
         return step in self.values
 
     def add(self, step: int) -> None:
-        """Add the checkpoint of a step. Its value may be noted before this call, or later in the same step.
+        """Add the checkpoint of a step. The metric of the step may be recorded before or after this call.
 
         Args:
             step: Step of the checkpoint.
@@ -95,10 +95,10 @@ class Ranking:
         self.values[step] = self._last[1] if self._last[0] == step else None
 
     def warn_of_wrong_name(self) -> None:
-        """Warn once if checkpoints were saved but no step so far has recorded the metric.
+        """Warn once if a checkpoint was added but no step so far has recorded saver.best_metric.
 
-        Call this after the step of a checkpoint has ended, since the step may record the metric after the
-        checkpoint.
+        Call this only after the step of the checkpoint has ended, because the metric may be recorded after the
+        checkpoint is added.
         """
         metric = self.config.best_metric
         if metric is not None and self.values and metric not in self._names and not self._warned:
@@ -107,7 +107,7 @@ class Ranking:
             logger.warning("saver.best_metric: no step has recorded %s, so no checkpoint is the best%s", metric, hint)
 
     def best(self, steps: Iterable[int]) -> list[int]:
-        """Return the steps that have a value, the best first. Equal values are in order of steps.
+        """Return the steps that have a value, the best first. Among equal values, the earlier step is first.
 
         Args:
             steps: Steps with a checkpoint.
@@ -132,7 +132,7 @@ class Ranking:
         return {*known[-self.config.keep :], *best[: self.config.keep_best]}
 
     def text(self, best: int | None) -> str:
-        """Return the content of metrics.json.
+        """Return the content of metrics.json: metric, mode, best step and the value of each checkpoint.
 
         Args:
             best: Step of the best checkpoint. None if no checkpoint has a value.
@@ -142,7 +142,7 @@ class Ranking:
         return json.dumps(record, indent=2) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the recorded values, to be saved in a state."""
+        """Return the recorded values, for the training state from which a run resumes."""
         return {"values": [[step, value] for step, value in self.values.items()], "last": list(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +158,8 @@ class Ranking:
 class HubUpload:
     """Uploads checkpoints to the Hugging Face hub in a thread, one at a time.
 
-    If several checkpoints wait, only the newest is uploaded. A failed upload causes a warning.
+    While an upload is in progress, only the newest waiting checkpoint is kept in the queue. A failed upload causes a
+    warning.
 
     Args:
         repo: Repository, as owner/name. It is created if it does not exist.
@@ -252,17 +253,17 @@ class HubUpload:
 
 
 class _Dropped(Exception):
-    """Raised inside the context of an unfinished checkpoint, so that the context removes its folder."""
+    """Raised inside the context manager that writes a checkpoint, to make it remove the unfinished folder."""
 
 
 class Saver:
     """Writes the checkpoints of one run, and removes checkpoints that the settings do not keep.
 
     Args:
-        config: Settings of checkpoints.
+        config: The section saver of the settings.
         default_dir: Folder of the checkpoints if saver.path is null.
-        is_written: Returns whether all files of the last `save` are complete, for files that are written in the
-            background. It raises CheckpointError if they cannot be written.
+        is_written: Returns whether the files of the last `save` are complete, and raises CheckpointError if they cannot
+            be written. The default is for files that are never written in the background.
 
     Attributes:
         saved_step: Step of the newest complete checkpoint. None before the first.
@@ -319,12 +320,15 @@ class Saver:
             self._claim = claim.pop_all()
 
     def refuse_checkpoints(self) -> None:
-        """Raise ConfigError if the folder has checkpoints, for a new run, which cannot have written them."""
+        """Raise ConfigError if the folder has checkpoints. Called by a new run, because these are from another run."""
         if self._has_checkpoints():
             raise self._belongs("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
-        """Unlock the folder and remove an unfinished checkpoint. An empty folder that `claim` made is removed too."""
+        """Unlock the folder, and remove an unfinished checkpoint.
+
+        The folder is removed too if `claim` made it and it is empty.
+        """
         self._drop()
         self._claim.close()
 
@@ -381,7 +385,11 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Block until no checkpoint is unfinished. Raises CheckpointError as `poll` does."""
+        """Block until the files of the last checkpoint are complete.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written. No partial files remain.
+        """
         while not self.poll():
             time.sleep(_POLL_S)
 
@@ -431,7 +439,7 @@ class Saver:
             self._tidy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and ranking, to be saved in a state."""
+        """Return saved step, trigger counters and ranking, for the training state from which a run resumes."""
         return {
             "saved_step": self.saved_step,
             "under_way": self._unfinished_step,
@@ -440,10 +448,10 @@ class Saver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. An unfinished checkpoint is removed.
+        """Restore what `state_dict` returned, and remove a checkpoint that this process has not finished writing.
 
         Args:
-            state: The saved counters and ranking.
+            state: The dictionary from `state_dict`.
         """
         self._drop()
         self.saved_step, self._interrupted_step = state["saved_step"], state["under_way"]
@@ -467,10 +475,10 @@ class Saver:
         self._link("latest", step)
 
     def _tidy(self) -> None:
-        """Update `best` and metrics.json, and remove checkpoints that the settings do not keep.
+        """Update the link `best` and the file metrics.json, and remove checkpoints that the settings do not keep.
 
-        A checkpoint that the ranking does not know was saved after the state from which the run resumed. It is kept
-        until the run has passed its step.
+        After a resume, the folder may have checkpoints of steps that the run will repeat. Such a checkpoint is kept
+        until the run has saved a checkpoint of a later step.
         """
         newest = self.saved_step
         if newest is None or (self.config.keep is None and self.config.best_metric is None):

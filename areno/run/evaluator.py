@@ -1,4 +1,4 @@
-"""Evaluation of a run: measures its validation sets, and decides when to stop early."""
+"""Evaluation of a run: computes the metrics of its validation sets, and decides when to stop early."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
 
 
 class Evaluator:
-    """Measures the validation sets of a run, and tracks the best value of evaluator.metric for early stopping.
+    """Computes the metrics of a run's validation sets, and decides on early stopping.
 
     Args:
         config: Settings of the run.
-        loaders: Batches of each validation set by its name. A single set may have the name "". With an empty mapping,
-            nothing is evaluated.
-        measure: Computes the metrics of one validation set.
+        loaders: Name of each validation set -> its batches. If there is only one set, its name may be "". With an empty
+            mapping, nothing is evaluated.
+        measure: Function (name of a set, its batches) -> metrics of the set.
 
     Attributes:
         due: Returns whether to evaluate after a step, see Trigger.due.
@@ -33,7 +33,7 @@ class Evaluator:
         n_without: Number of consecutive evaluations without an improvement of the metric.
 
     Raises:
-        ConfigError: evaluator.metric or saver.best_metric is not among the measured metrics.
+        ConfigError: evaluator.metric or saver.best_metric is not among the computed metrics.
     """
 
     def __init__(self, config: ExperimentConfig, loaders: Mapping[str, BatchLoader[Any]], measure: Measure):
@@ -49,14 +49,14 @@ class Evaluator:
         self.n_without = 0
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Measure every validation set.
+        """Compute the metrics of every validation set.
 
         Args:
             step: The current step.
 
         Returns:
-            Metrics by name: <set>/<metric> for each set, and <metric> for the mean over the sets. A single set with the
-            name "" has only <metric>. Empty without validation sets.
+            Metrics by name: <set>/<metric> for each set, and <metric> for the mean over the sets. A single set with
+            the name "" has only <metric>. Empty without validation sets.
         """
         if not self._loaders:
             return {}
@@ -85,7 +85,7 @@ class Evaluator:
         return f"eval/{self.metric} has not improved in {self.n_without} evaluations{best}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and positions in the validation sets, to be saved in a state."""
+        """Return best value, counters and loader positions, for the training state from which a run resumes."""
         return {
             "trigger": self.trigger.state_dict(),
             "evaluated_step": self.evaluated_step,
@@ -115,8 +115,8 @@ def over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         found: Name of a set -> name of a metric -> value.
 
     Returns:
-        <metric>: mean over the sets that have the metric, each set counting the same. For num_sequences, the sum.
-        <set>/<metric>: value for one set.
+        The value of each set as <set>/<metric>, and its mean over the sets that have it as <metric>. Each set has
+        the same weight in the mean. For num_sequences, <metric> is the sum.
     """
     scalars: dict[str, float] = {}
     for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):

@@ -1,7 +1,7 @@
 """The outputs of a run: its console, log file, trackers and warnings.
 
-The training loop passes the scalars of each step to `RunOutputs.log`. Checkpoints are in checkpoints.py, states in
-recovery.py.
+The training loop passes the scalars of each step to `RunOutputs.log`. Checkpoints are written by checkpoints.py, and
+training states, from which a run resumes, by recovery.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _MAX_CHARS = 160  # of the settings in the line at the start
 
 @dataclass(frozen=True, kw_only=True)
 class RunTexts:
-    """Names and texts with which the outputs describe a run.
+    """Names and texts that describe a run in its outputs.
 
     Attributes:
         headline: Names of the scalars in the console line of each step.
         reward: Names of the reward functions and the reward model, for warnings. "" without rewards.
-        unanswered: Description of the rows without solutions, for warnings. "" if rows have solutions.
+        unanswered: A text such as "no row of train.jsonl" if no dataset row has the field `solutions`, for warnings. ""
+            if rows have this field.
         facts: Name -> text, printed at the start of the run. Empty prints nothing.
         token_text: Returns the text of a token id, for recorded samples.
     """
@@ -106,7 +107,8 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         """Print the facts and the settings of the run at its start. Prints nothing if `texts.facts` is empty.
 
         Args:
-            files: Files of the run, whose metrics file is named.
+            files: Files of the run. The folder of the TensorBoard event files is printed as the place of the
+                metrics.
         """
         if not self._texts.facts:
             return
@@ -136,7 +138,9 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             logger.warning("step %d: %s", self._progress.step, text)
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
-        """Count steps whose updates were skipped because loss or gradient norm was not finite, and warn of the first.
+        """Count consecutive steps whose updates were all skipped because loss or gradient norm was not finite.
+
+        The first such step of the run causes a warning.
 
         Args:
             stats: Statistics of the step, with "loss" and "grad_norm".
@@ -159,12 +163,12 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             _raise_skipped(f"{self._n_skipped} steps in a row")
 
     def check_learned(self) -> None:
-        """Raise EngineError if updates were skipped and no update of the run has ever been applied."""
+        """Raise EngineError if the run has skipped updates and has never applied one."""
         if self._n_skipped and not self._n_applied:
             _raise_skipped("all steps")  # a checkpoint would look as if the run had learned something
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters that warnings use, to be saved in a state."""
+        """Return the counters on which warnings depend, for the training state from which a run resumes."""
         return {
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
@@ -182,7 +186,10 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
 
 
 def _shortened(settings: str) -> str:
-    """Cut a long list of settings to one line that refers to config.yaml, which has all of them."""
+    """Cut a text with many settings to one line.
+
+    A cut line ends with a reference to config.yaml, which has all settings.
+    """
     return textwrap.shorten(settings, _MAX_CHARS, placeholder=" ... (all: config.yaml)")
 
 

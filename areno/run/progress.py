@@ -1,7 +1,7 @@
-"""The progress of a run, and the triggers for saving, evaluating and writing states.
+"""The progress of a run, and the triggers for saving, evaluating and writing training states.
 
 `RunProgress` provides the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
-steps an action is due. Both are saved in a state and loaded by a resumed run.
+steps an action is due. Their state dicts are part of the training state from which a run resumes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areno.types import Batch
 
 
 class Trigger:
-    """Decides after which steps to save, evaluate or write a state.
+    """Decides after which steps an action is due, such as saving a checkpoint or evaluating.
 
     Args:
         config: Intervals in steps, epochs and seconds.
@@ -51,7 +51,7 @@ class Trigger:
         return is_due
 
     def state_dict(self) -> dict[str, float]:
-        """Return the counters, to be saved in a state.
+        """Return the number of epochs and the seconds since the action was last due, for a resumed run.
 
         The time between two processes of a run does not count towards freq_secs.
         """
@@ -68,10 +68,10 @@ class Trigger:
 
 
 class RunProgress:
-    """The step, epoch, rows and seconds of a run, its batches, and the history of its main metrics.
+    """The current step, epoch, rows and seconds of a run, its batches, and the history of its main metrics.
 
     Args:
-        config: Settings of the run, with its length in steps, epochs or rows, and its seed.
+        config: Settings of the run, which include its seed and its length in steps, epochs or rows.
         loader: The training batches.
 
     Attributes:
@@ -133,7 +133,7 @@ class RunProgress:
         return self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
 
     def open_batches(self) -> None:
-        """Start to read batches at the position of the loader. Call this before `next_step`."""
+        """Start to read batches, from the position that the loader has. Call this before `next_step`."""
         self._batches = self._through_epochs()
 
     def next_step(self) -> Batch[Any] | None:
@@ -220,7 +220,7 @@ class RunProgress:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, history and the loader's position, to be saved in a state."""
+        """Return counters, history and the loader's position, for the training state from which a run resumes."""
         return {
             "step": self.step,
             "loader": self.loader.state_dict(),

@@ -1,8 +1,9 @@
-"""Writes the states of a run, and continues the run from the newest state.
+"""Writes the training states of a run, and continues the run from the newest one.
 
-After every step, `Recovery.remember` records counters in memory. A state is written to disk when recover.freq_* asks
-for it, at the end of the run, and when the run is interrupted. `StateWriter` starts to write at the end of a step, and
-finishes while the next step runs. resume.py decides beforehand which run is resumed and which settings may change.
+A training state consists of weights, optimizers and the run's state dict. After every step, `Recovery.remember`
+records the state dict in memory. A state is written to disk when recover.freq_* says so, at the end of the run, and
+when the run is interrupted. `StateWriter` starts to write at the end of a step, and finishes while the next step
+runs. Before a run is resumed, resume.py decides which run it is and which settings may change.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _POLL_EVERY_S = 0.5  # each poll interrupts decoding for a moment
 
 
 class RecoverableEngine(Protocol):
-    """The methods of areno.engine.engine.Engine that writing and loading states use."""
+    """The methods of areno.engine.engine.Engine that write and load training states."""
 
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Start to write weights and optimizers into a folder.
+        """Start to write weights and optimizers into a folder, without waiting for the files.
 
         Args:
             folder: An existing folder.
@@ -48,7 +49,7 @@ class RecoverableEngine(Protocol):
         """Return whether all ranks have written their files.
 
         Args:
-            wait: Whether to block until they have.
+            wait: Whether to block until all files are written.
         """
         ...
 
@@ -57,7 +58,7 @@ class RecoverableEngine(Protocol):
 
         Args:
             folder: Folder of an earlier `save_state`.
-            with_moments: Whether to load the moments of the optimizers. If False, they start at zero.
+            with_moments: Whether to load the moments of the optimizers. If False, the moments start at zero.
         """
         ...
 
@@ -68,7 +69,10 @@ class RecoverableEngine(Protocol):
 
 @dataclass
 class _Write:
-    """A state that is being written. `thread` is None until the engine has written its files."""
+    """A training state that is being written.
+
+    `thread` is None until the engine has written its files. After that, it is the thread that completes the folder.
+    """
 
     step: int
     folder: Path
@@ -79,15 +83,16 @@ class _Write:
 
 
 class StateWriter:
-    """Writes states of one run in the background, one at a time.
+    """Writes the training states of one run in the background, one at a time. A run resumes from such a state.
 
     If a state cannot be written, a warning is logged, the run continues, and earlier states are kept.
 
     Args:
-        config: Settings of states.
+        config: The section recover of the settings.
         states: The folder of the states.
-        engine: Returns the engine. It is called when a state is written, because a run is opened before its engine.
-        before: Syncs the other files of the run. It is called in another thread, before a state becomes complete.
+        engine: Returns the engine. Called each time a state is written, because the engine does not exist yet when the
+            run is opened.
+        before: Syncs the other files of the run to disk. Called in another thread, before a state becomes complete.
         slow_s: Seconds after which an unfinished state causes a warning. None never warns.
 
     Attributes:
@@ -108,14 +113,15 @@ class StateWriter:
         self.written_step: int | None = None
 
     def begin(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Start to write the state of a step, unless the previous state is still being written.
+        """Start to write the training state of a step. Does nothing if the previous state is still being written.
 
         Args:
             step: The step that has just ended.
-            record: Counters of the run, to be written beside the weights.
+            record: The data for run.json: the run's state dict without weights, its settings and fingerprints; see
+                Recovery.remember.
 
         Returns:
-            False if the previous state is still being written, so that the call has had no effect.
+            False if the call has done nothing, otherwise True, even if writing has failed with a warning.
         """
         self.poll()
         if self._write is not None:
@@ -138,10 +144,12 @@ class StateWriter:
         return True
 
     def poll(self, wait: bool = False) -> None:
-        """Check the state that is being written, and make it complete if its files are written.
+        """Complete the state that is being written, if all its files are written.
+
+        Does nothing if no state is being written.
 
         Args:
-            wait: Whether to block until the state is complete.
+            wait: Whether to block until the state is complete or has failed.
         """
         write = self._write
         if write is None:
@@ -168,7 +176,7 @@ class StateWriter:
             self._write, self.written_step = None, write.step
 
     def _alarm(self, step: int) -> threading.Timer:
-        """Start a timer that warns if a state takes longer than `slow_s`, since the run does not wait for the disk."""
+        """Start a timer that logs a warning if the state of a step is not complete after `slow_s` seconds."""
 
         def warn() -> None:
             logger.warning(
@@ -199,11 +207,12 @@ class StateWriter:
         write.thread.start()
 
     def write(self, step: int, record: Mapping[str, Any]) -> bool:
-        """Write the state of a step, and block until it is complete.
+        """Write the training state of a step, and block until it is complete.
 
         Args:
             step: The step that has just ended.
-            record: Counters of the run, to be written beside the weights.
+            record: The data for run.json: the run's state dict without weights, its settings and fingerprints; see
+                Recovery.remember.
 
         Returns:
             Whether the state is complete. False if it could not be written.
@@ -214,7 +223,7 @@ class StateWriter:
         return self.written_step == step
 
     def drop(self) -> None:
-        """Stop writing the current state and remove its files, unless it has just become complete."""
+        """Stop writing the current state and remove its files. If the state has just become complete, it is kept."""
         write, self._write = self._write, None
         if write is not None:
             write.alarm.cancel()
@@ -223,7 +232,10 @@ class StateWriter:
             remove(write.folder)
 
     def _check_room(self) -> None:
-        """Raise CheckpointError if a state would fill the disk, so that the other files of the run still fit."""
+        """Raise CheckpointError if the disk has less free space than the newest state takes.
+
+        Without this check, a partly written state could fill the disk, and the other files of the run would not fit.
+        """
         needed, free = self.states.size(), shutil.disk_usage(self.states.folder).free
         if free < needed:
             text = "{} has {:.3g} GiB free, and it needs {:.3g}"
@@ -238,22 +250,23 @@ class StateWriter:
 
 
 class Recovery(AbstractContextManager["Recovery"]):
-    """Records, writes and loads the states of one run, and restarts lost workers.
+    """Writes and loads the training states of one run, and restarts lost workers.
 
+    A training state consists of weights, optimizers and the run's state dict. A run resumes from the newest state.
     Inside the context, no other process can resume the same run.
 
     Args:
         config: Settings of the run.
         folder: Folder of the run.
-        engine: Returns the engine. It is called when a state is written or loaded.
-        inputs: Setting that names a model or data -> fingerprint of the files. A resumed run must have the same
-            fingerprints.
+        engine: Returns the engine. Called when a state is written or loaded.
+        inputs: Fingerprints of the model and data files, keyed by the setting that names the files, such as
+            "actor.path". A resumed run must have the same fingerprints.
 
     Attributes:
         files: Log, metrics and samples of the run. Resuming truncates them to the step of the state.
         resumes: Whether an earlier process has already begun this run.
         trigger: Decides after which steps a state is due.
-        models_recorded: Whether no model has been trained since the last call of `remember`.
+        models_recorded: False from the moment a model is trained until the next call of `remember`, otherwise True.
 
     Raises:
         ConfigError: On entering the context, if another process runs the same run, if its settings, model or data
@@ -314,7 +327,14 @@ class Recovery(AbstractContextManager["Recovery"]):
         self._resources.close()
 
     def _check(self, state: State) -> None:
-        """Raise ConfigError if settings, model or data differ from the state in a way that cannot be resumed."""
+        """Check that the run can continue from a state with the current settings, models and data.
+
+        Args:
+            state: The state from which the run is to continue.
+
+        Raises:
+            ConfigError: A setting, model or dataset differs from that of the state, so that the run cannot continue.
+        """
         found = changes(type(self.config), state.record["config"], self._settings)
         earlier = EarlierRun.find(self.folder)
         if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
@@ -340,10 +360,11 @@ class Recovery(AbstractContextManager["Recovery"]):
     def load(self) -> dict[str, Any] | None:
         """Load the newest complete state into the engine, and truncate the files of the run to its step.
 
-        States with damaged files are set aside, and the next older state is tried.
+        A state with damaged files is renamed, and the next older state is tried.
 
         Returns:
-            The state dict that `remember` received. None without a state, if the run starts from its first step.
+            The state dict that was passed to `remember`. None if there is no state, so that the run starts from its
+            first step.
 
         Raises:
             CheckpointError: All states are damaged or missing, or have another format.
@@ -370,7 +391,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         return self.is_on and self._n_restarts < self.config.recover.retries
 
     def give_up(self, lost: WorkerLost) -> NoReturn:
-        """Raise the error of a lost worker. If workers were restarted before, the message names recover.retries.
+        """Raise the error of a lost worker. If workers were restarted before, the message also names recover.retries.
 
         Args:
             lost: The error of the worker.
@@ -408,7 +429,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.writer.poll(wait=True)  # by now it is known whether all ranks had written a state in progress
 
     def remember(self, run: Mapping[str, Any]) -> None:
-        """Record the counters of the run in memory, as the point from which the run can resume.
+        """Record the state dict of the run in memory. The next state that is written to disk contains it.
 
         Args:
             run: The state dict of the run, without weights.
@@ -424,9 +445,9 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.models_recorded = True
 
     def write(self, step: int, due: bool) -> None:
-        """Start to write the recorded state if a state is due.
+        """Start to write a state to disk if it is due, with what `remember` recorded last.
 
-        If the previous state is still being written, the next call starts it.
+        If the previous state is still being written, the due state is written by a later call.
 
         Args:
             step: The step that has just ended.
@@ -436,7 +457,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             self._waiting = not self.writer.begin(step, self._last)
 
     def write_now(self, step: int) -> None:
-        """Write the recorded state, and block until it is complete.
+        """Write a state to disk with what `remember` recorded last, and block until it is complete.
 
         Args:
             step: The step that has just ended.
@@ -445,9 +466,10 @@ class Recovery(AbstractContextManager["Recovery"]):
             self.writer.write(step, self._last)
 
     def write_at_interrupt(self, step: int) -> None:
-        """Write the last recorded state of a run that ends early.
+        """Write a last state when the run ends early, with what `remember` recorded last.
 
-        If the models have been trained since the state was recorded, nothing is written and the current step is lost.
+        If a model has been trained since the last `remember`, the weights do not fit that record. Then nothing is
+        written, and the current step is lost.
 
         Args:
             step: The current step, for the warning about a lost step.
@@ -465,18 +487,21 @@ class Recovery(AbstractContextManager["Recovery"]):
             logger.warning("the state of step %d could not be written: %s", last, error)
 
     def poll(self) -> None:
-        """Check the state that is being written, at most every 0.5 seconds. Call this often while a step runs."""
+        """Complete the state that is being written, if its files are ready. Call this often while a step runs.
+
+        Calls within 0.5 seconds of the last check do nothing.
+        """
         now = time.monotonic()
         if self.is_on and now - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
             self.writer.poll()
 
     def finished(self, step: int, result: float, ended_by: str) -> None:
-        """Record on disk that the run has finished, provided that the state of its last step is complete.
+        """Record on disk that the run has finished, if the training state of its last step is complete.
 
         Args:
             step: The last step.
-            result: The number by which runs are compared.
+            result: The final value of the metric by which runs are compared.
             ended_by: The setting that ended the run, such as "total_train_steps".
         """
         if self.written_step == step:

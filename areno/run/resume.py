@@ -1,10 +1,10 @@
 """Decides which run a command resumes and which settings may change, and prints how to resume a run.
 
-Resuming lies in three files:
+Three files implement resuming:
 
-resume.py    the folder of the run to resume, and the changed settings that are accepted
-recovery.py  what is recorded of a run, when it is written, and how a run continues from it
-states.py    the recorded states on disk
+resume.py    finds the run to resume, and checks which changed settings are accepted
+recovery.py  records and writes the training states of a run, and continues a run from a state
+states.py    stores the training states on disk
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ _KINDS = {key: found for found, keys in _LISTED.items() for key in keys.split()}
 
 @dataclass(frozen=True)
 class Change:
-    """One setting whose value differs between an earlier session of a run and this session.
+    """One setting whose value differs between an earlier session (process) of a run and this session.
 
     Attributes:
         key: Dotted name of the setting.
         before: Value in the earlier session.
         now: Value in this session.
-        kind: Whether the change is accepted: "harmless", "explicit" or "never", see Kind.
+        kind: Whether a resumed run accepts the change. "harmless": always. "explicit": only if the user names the run
+            by --resume. "never": not at all.
         effect: Effect of the change on the run, in words.
     """
 
@@ -91,7 +92,7 @@ class Change:
 
     @property
     def override(self) -> str:
-        """The change as an override of the command line, such as `seed=2`."""
+        """The change as a command-line override, such as `seed=2`."""
         return f"{self.key}={'...' if isinstance(self.now, Mapping) else show(self.now)}"
 
     def __str__(self) -> str:
@@ -100,12 +101,12 @@ class Change:
 
 
 def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ between two sessions of a run, in the order of the fields.
+    """Return the settings that differ between two sessions (processes) of a run, in the order of the fields.
 
     Args:
         cls: The configuration class.
-        before: Settings of the earlier session. Earlier names of settings are read too, and missing settings have their
-            defaults.
+        before: Settings of the earlier session. Settings may have names that areno has since renamed. Missing settings
+            have their defaults.
         now: Settings of this session.
     """
     before = with_current_names(cls, before)
@@ -114,7 +115,10 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _kind(key: str) -> tuple[Kind, str]:
-    """Return (kind, effect) of a change to a setting. A setting that is not listed is of kind "explicit"."""
+    """Return the kind and the effect of a change to a setting, as described in `Change`.
+
+    A setting that is not in the list of known settings is of kind "explicit".
+    """
     section = key
     while section not in _KINDS and section:
         section = section.rpartition(".")[0]
@@ -122,7 +126,10 @@ def _kind(key: str) -> tuple[Kind, str]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, old value, new value). A section that is null on one side counts as one setting."""
+    """Yield (dotted key, old value, new value) of each setting that differs.
+
+    A section that is null in only one of the two counts as one setting.
+    """
     for name in {**new, **old}:
         one, other = old.get(name), new.get(name)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -132,14 +139,14 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 class EarlierRun:
-    """The run that an earlier session has left in a folder.
+    """A run that an earlier process has left in a folder, and that may be resumed.
 
     Args:
         folder: Folder of the run, with a config.yaml.
 
     Attributes:
         folder: Folder of the run.
-        states: The recorded states of the run.
+        states: The training states of the run, on disk.
     """
 
     def __init__(self, folder: Path):
@@ -164,7 +171,10 @@ class EarlierRun:
 
     @property
     def can_resume(self) -> bool:
-        """Whether the run has recorded states, or can begin again because it has left no results."""
+        """Whether the run can be resumed.
+
+        This is the case if it has a folder of training states, or if it has left no results and can start again.
+        """
         return self.states.has_begun or not run_folder.has_results(self.folder)
 
     @property
@@ -184,10 +194,10 @@ class EarlierRun:
             raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if the folder holds a run of another recipe.
+        """Raise ConfigError if the folder holds a run of another algorithm.
 
         Args:
-            recipe: The recipe that is to resume the run.
+            recipe: Name of the algorithm that is to resume the run.
             key: The setting or flag that named the folder, for the message.
         """
         meant = recipe_of(self.folder)
@@ -199,14 +209,15 @@ class EarlierRun:
 
         Args:
             config: Settings of the session that is to resume the run.
-            recipe: Recipe of that session. None skips the check that the recipe is the same.
-            explicit: Whether the user has named the run by --resume, and so accepts changes of kind "explicit".
+            recipe: Name of the algorithm of that session. None does not check the algorithm.
+            explicit: Whether the user has named the run by --resume, and so accepts changes of kind "explicit" (see
+                Change).
 
         Returns:
             The settings that differ from those of the run.
 
         Raises:
-            ConfigError: The run belongs to another recipe, or a change is not accepted.
+            ConfigError: The run belongs to another algorithm, or a change is not accepted.
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
@@ -216,12 +227,13 @@ class EarlierRun:
 
 
 def refuse(found: Sequence[Change], folder: Path, explicit: bool) -> None:
-    """Raise ConfigError for changed settings with which a run cannot be resumed.
+    """Raise ConfigError if any of the changed settings does not allow a run to be resumed.
 
     Args:
         found: The changed settings.
         folder: Folder of the run, for the messages.
-        explicit: Whether changes of kind "explicit" are accepted.
+        explicit: Whether changes of kind "explicit" are accepted. Changes of kind "never" are never accepted; see
+            Change.
     """
     problems = []
     for change in found:
@@ -260,29 +272,28 @@ def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
 
 
 def run_to_resume(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
-    """Return the run in a folder if a run with these settings resumes it.
+    """Return the earlier run in a folder if a new process resumes it, or None if a new run begins.
 
     Args:
         config: Settings of the run that is to start.
         folder: Folder of that run.
 
     Returns:
-        The earlier run. None if a new run begins: with recover.mode=off, or if the folder holds no run that can be
-        resumed.
+        The earlier run. None with recover.mode=off, or if the folder holds no run that can be resumed.
     """
     earlier = EarlierRun.find(folder) if config.recover.mode != "off" else None
     return earlier if earlier is not None and earlier.can_resume else None
 
 
 def named_run(text: str, recipe: str) -> Path:
-    """Return the folder that the flag --resume names.
+    """Return the folder that the flag --resume names, as an absolute path.
 
     Args:
         text: The folder as the user wrote it.
-        recipe: The recipe whose command was called.
+        recipe: Name of the algorithm whose command was called.
 
     Raises:
-        ConfigError: The folder holds no run of this recipe that can be resumed.
+        ConfigError: The folder holds no run of this algorithm that can be resumed.
     """
     folder = Path(os.path.abspath(os.path.expanduser(text)))
     problem = ""
@@ -325,7 +336,10 @@ def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> 
 
 
 def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
-    """Return overrides under current names of settings, without trial_name, which may be the start time of a sweep."""
+    """Return the overrides of a sweep in a form that can be compared with those of an earlier start.
+
+    Renamed settings get their current names. trial_name is left out, because it may be the start time of the sweep.
+    """
     pairs = [line.lstrip("+").partition("=") for line in sweep]
     return [current_key(cls, key) + equals + value for key, equals, value in pairs if key != "trial_name"]
 
@@ -338,16 +352,16 @@ def accept_changes(
     Args:
         earlier: The run to resume.
         config: Settings of the session that resumes it.
-        recipe: The recipe whose command was called.
+        recipe: Name of the algorithm whose command was called.
         overrides: Overrides of the command line.
-        explicit: Whether the user has named the run by --resume. The overrides are then added to those of the run,
-            otherwise they replace them.
+        explicit: Whether the user has named the run by --resume. If True, the overrides are added to the recorded
+            overrides of the run. If False, they replace the recorded overrides.
 
     Returns:
         The settings that differ from the earlier session.
 
     Raises:
-        ConfigError: The run is in progress, belongs to another recipe, or a change is not accepted.
+        ConfigError: The run is in progress, belongs to another algorithm, or a change is not accepted.
     """
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
@@ -358,7 +372,9 @@ def accept_changes(
 
 
 def existing(folder: Path) -> NewFolder:
-    """Return the folder of an existing run or sweep as a NewFolder whose whole content existed before.
+    """Return a NewFolder for a folder that already holds a run or sweep.
+
+    All of its present files count as older than the run, so that `NewFolder.discard` will not remove any of them.
 
     Args:
         folder: Folder of the run or sweep.
@@ -380,7 +396,7 @@ def print_result(
         earlier: The run, which may have finished.
         config: Settings of the run in this session.
         changed: Settings that differ from the earlier session.
-        command: The command of the run's recipe.
+        command: The command of the run's algorithm, such as "python -m areno.recipes.gspo".
 
     Returns:
         The result. None if the run has steps left.
@@ -398,7 +414,12 @@ def print_result(
 
 
 def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the override with which a finished run trains for twice as long."""
+    """Return the override with which a finished run trains for twice as long, such as "total_train_steps=200".
+
+    Args:
+        finished: The content of finished.json, with "step" and "ended_by", the setting that ended the run.
+        settings: Settings of the run, nested.
+    """
     ended_by = finished["ended_by"]
     limit: Any = value_at(settings, ended_by) or finished["step"]
     return f"{ended_by}={2 * limit}"
@@ -408,7 +429,7 @@ def resume_command(command: str, folder: Path) -> str:
     """Return the command line that resumes a run.
 
     Args:
-        command: The command of the run's recipe.
+        command: The command of the run's algorithm.
         folder: Folder of the run.
     """
     return f"{command} --resume {shlex.quote(shown(folder))}"
@@ -419,10 +440,12 @@ def _sweep_command(folder: Path) -> str:
 
 
 def print_resume_command(command: str, folder: Path) -> None:
-    """Print the command that resumes a run which has just ended early. Prints nothing if the run has no state.
+    """Print the command that resumes a run which has just ended early.
+
+    Prints nothing if the run has no training state.
 
     Args:
-        command: The command of the run's recipe.
+        command: The command of the run's algorithm.
         folder: Folder of the run.
     """
     if EarlierRun(folder).states.steps():
@@ -432,7 +455,7 @@ def print_resume_command(command: str, folder: Path) -> None:
 def print_sweep_command(folder: Path) -> None:
     """Print how to resume a sweep that has ended early or has failed runs.
 
-    Prints nothing if no unfinished run of the sweep has a state.
+    Prints nothing if no unfinished run of the sweep has a training state.
 
     Args:
         folder: Folder of the sweep.
@@ -445,7 +468,7 @@ def print_next_commands(command: str, folder: Path) -> None:
     """Print the commands that report, evaluate, serve and continue a finished run, if stderr is a terminal.
 
     Args:
-        command: The command of the run's recipe.
+        command: The command of the run's algorithm.
         folder: Folder of the run.
     """
     finished = EarlierRun(folder).states.finished
@@ -467,10 +490,10 @@ def print_next_commands(command: str, folder: Path) -> None:
 def print_unfinished(command: str, experiment: Path) -> None:
     """Print how to resume the newest run or sweep of an experiment.
 
-    Prints nothing if it has finished, is running, or has no state.
+    Prints nothing if the newest run or sweep has finished, is running, or has no training state.
 
     Args:
-        command: The command of the recipe.
+        command: The command of the algorithm.
         experiment: Folder of the experiment, which may not exist.
     """
     if not os.path.isdir(experiment):  # returns False for a name that is too long, where Path raises

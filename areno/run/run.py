@@ -46,7 +46,10 @@ logger = logging.getLogger("areno")
 
 
 class RunModels(Protocol):
-    """Access to the models of a run for checkpoints and states. The models may be loaded after the run is opened."""
+    """Access to the models of a run, for writing checkpoints and training states.
+
+    The models may be loaded after the run is opened.
+    """
 
     def engine(self) -> RecoverableEngine:
         """Return the engine that holds the models."""
@@ -81,16 +84,17 @@ class Run:
         run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new
             folder under cluster.fileroot.
         loader: The training batches.
-        models: Provides the engine for states, and writes checkpoints.
-        evaluator: Measures the validation sets. None evaluates nothing.
-        texts: Names and texts that the outputs show. None shows no facts.
+        models: Provides the engine for training states, and writes checkpoints.
+        evaluator: Computes the metrics of the validation sets. None evaluates nothing.
+        texts: Names and texts that the outputs show. None prints nothing about the run at its start.
         trackers: More trackers, which a script passes.
-        inputs: Setting that names a model or data -> fingerprint of the files. A resumed run must have the same.
+        inputs: Fingerprints of the model and data files, keyed by the setting that names the files, such as
+            "actor.path". A resumed run must have the same fingerprints.
 
     Attributes:
         progress: Steps, batches and history.
         outputs: Console, trackers and warnings.
-        recovery: States and restarts.
+        recovery: Training states, from which a run resumes, and restarts of workers.
         saver: Checkpoints.
         evaluator: Validation sets and early stopping.
         clock: Measures the seconds of each phase in the current step.
@@ -146,12 +150,12 @@ class Run:
     def steps(self) -> Iterator[Batch[Any]]:
         """Yield the batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
-        With evaluator.eval_before_train, the validation sets are measured before the first step. A resumed run
-        continues after the step of its state.
+        With evaluator.eval_before_train, the validation sets are evaluated before the first step. A resumed run
+        continues after the last step that its training state contains.
 
         Raises:
             ConfigError: The folder holds checkpoints of another run.
-            CheckpointError: The states of the run cannot be read.
+            CheckpointError: The training states of the run cannot be read.
         """
         self.begin()
         if self.saver.was_interrupted(self.step):
@@ -173,11 +177,11 @@ class Run:
         self.progress.log_epoch_end()
 
     def begin(self) -> None:
-        """Begin the run, or continue from its newest state. A second call has no effect.
+        """Begin the run, or continue from its newest training state. A second call has no effect.
 
         Raises:
             ConfigError: The folder holds checkpoints of another run.
-            CheckpointError: The states of the run cannot be read.
+            CheckpointError: The training states of the run cannot be read.
         """
         if self._has_begun:
             return
@@ -204,7 +208,7 @@ class Run:
         self.saver.record(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
-        """Log how many rows were skipped as too long, for this batch and for the run so far.
+        """Log how many dataset rows were skipped because they were too long, for this batch and for the run so far.
 
         Args:
             batch: The batch of the current step.
@@ -213,9 +217,13 @@ class Run:
         self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step, then write a state, save and evaluate, each if it is due.
+        """Log the metrics train/* and time/* of the step, and do the actions that are due after it.
 
-        Logs a warning if training diverges. A Ctrl-C or SIGTERM is raised here, or before a phase of the next step.
+        These are, in this order: write a training state, save a checkpoint, evaluate. Logs a warning if training
+        diverges.
+
+        A Ctrl-C or SIGTERM that arrived during the step raises KeyboardInterrupt here, or before a phase of the next
+        step.
 
         Args:
             stats: Statistics of the training step by name.
@@ -234,9 +242,10 @@ class Run:
         self._save_and_evaluate(state)
 
     def _save_and_evaluate(self, state_is_due: bool = False) -> None:
-        """Write a state if it is due, then do the actions in `_todo`.
+        """Write a training state if it is due. Then save a checkpoint and evaluate, if `_todo` lists these actions.
 
-        Each finished action is recorded, so that a resumed run repeats only the rest.
+        Each finished action is removed from `_todo` and recorded, so that a resumed run repeats only the unfinished
+        actions.
         """
         self.recovery.remember(self.state_dict())
         self.recovery.write(self.step, state_is_due)
@@ -266,10 +275,13 @@ class Run:
         return scalars
 
     def finish(self, numbers: Mapping[str, int]) -> None:
-        """End the run: save and evaluate unless the last step has done so, and log how its main metrics changed.
+        """End the run, and log how its main metrics changed.
+
+        Before that, save a checkpoint and evaluate, unless this was done after the last step, and write a training
+        state.
 
         Args:
-            numbers: Name in the history -> number of last values to average.
+            numbers: Name in the history -> number of last values to average for the log line.
 
         Raises:
             EngineError: The updates of all steps were skipped.
@@ -288,10 +300,10 @@ class Run:
         self._has_ended = True
 
     def has_result(self, result: float) -> None:
-        """Record the result of the run on disk, if `finish` has been called.
+        """Record the result of the run on disk. Does nothing unless `finish` has been called.
 
         Args:
-            result: The number by which runs are compared.
+            result: The final value of the metric by which runs are compared.
         """
         if self._has_ended:
             ended_by = "evaluator.patience" if self._stopped_early else self.progress.ended_by
@@ -303,7 +315,9 @@ class Run:
             self.recovery.models_recorded = False
 
     def pulse(self) -> None:
-        """Check the state that is being written. Call this often while the engine works.
+        """Complete a training state that is being written in the background, if its files are ready.
+
+        Call this often while the engine works.
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM was received, and no model has been trained since the last step.
@@ -314,7 +328,10 @@ class Run:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Delay Ctrl-C and SIGTERM to points where nothing is lost, and write a state if the block fails."""
+        """Delay Ctrl-C and SIGTERM inside the `with` block to points where nothing is lost.
+
+        If the block raises an exception, write a training state, so that the run can be resumed.
+        """
         with self.stop, heartbeat.working("the run"):
             try:
                 yield
@@ -325,7 +342,7 @@ class Run:
     def restart(self, lost: WorkerLost) -> None:
         """Restart the workers after a worker was lost.
 
-        The next call of `steps` continues from the newest state, or from the first step if there is no state.
+        The next call of `steps` continues from the newest training state, or from the first step if there is none.
 
         Args:
             lost: The error of the lost worker.
@@ -338,13 +355,16 @@ class Run:
         self._has_begun = False
 
     def close(self) -> None:
-        """Close the trackers and the log. For a run that has not finished, log the last step and what was saved."""
+        """Close the trackers and the log.
+
+        If the run has not finished, first log its last step, its last checkpoint and its last training state.
+        """
         if self.step and not self._has_ended:
             log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
         self._resources.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of all parts of the run, without weights, to be saved in a state."""
+        """Return what a resumed run needs besides weights and optimizers: counters, history and loader positions."""
         return {
             **self.progress.state_dict(),
             **self.outputs.state_dict(),
@@ -382,10 +402,11 @@ def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
     """Decorate the `fit` method of a training loop so that the run survives lost workers and can be resumed.
 
     If a worker is lost, all workers are restarted, up to recover.retries times, and `fit` is called again. If `fit`
-    ends with an exception, a state is written. The number that `fit` returns is recorded as the result of the run.
+    ends with an exception, a training state is written. The number that `fit` returns is recorded as the result of the
+    run.
 
     Args:
-        fit: Trains until the run ends. Its object has an attribute `run`.
+        fit: Method that trains until the run ends. Its object must have an attribute `run`, a Run.
     """
 
     @functools.wraps(fit)

@@ -62,24 +62,28 @@ class LoopKind(Protocol):
     trains: ClassVar[bool]
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
-        """Return the metrics of a validation set.
+        """Compute the metrics of a validation set.
 
         Args:
             name: Name of the set.
             loader: Batches of the set.
+
+        Returns:
+            Metrics by name.
         """
         ...
 
 
 class SavedModels:
-    """Gives checkpoints and states access to the models of a run (the protocol RunModels).
+    """Gives the writers of checkpoints and training states access to the models of a run, as the protocol RunModels.
 
     Args:
         config: Settings of the run.
         also_saved: Roles, such as "critic", whose models are saved in subfolders of a checkpoint, beside the actor.
 
     Attributes:
-        trainer: Holds the models. Set it when they are loaded, which is after the run is opened.
+        trainer: Holds the models. The run is opened before the models are loaded, so set this attribute after
+            loading.
     """
 
     trainer: Trainer
@@ -201,12 +205,20 @@ class Setup(Generic[Config]):
             self._resources = stack.pop_all()
 
     def _check_train_source(self, given: Any) -> None:
-        """Raise an error if the configured training rows do not exist, unless a script passes its own rows."""
+        """Raise an error if the training rows that the settings name do not exist. Does nothing for an evaluation.
+
+        Args:
+            given: Rows that a script passes instead. If not None, nothing is checked.
+        """
         if given is None and self._loop.trains:
             check_source(self.config.train_dataset, "train_dataset")
 
     def _check_valid_sources(self, given: Any) -> None:
-        """Raise an error if configured validation sets do not exist, unless a script passes its own rows."""
+        """Raise an error if the validation sets that the settings name do not exist.
+
+        Args:
+            given: Rows that a script passes instead. If not None, nothing is checked.
+        """
         if given is None:
             check_valid_sources(self.config.valid_dataset)
 
@@ -281,7 +293,10 @@ class Setup(Generic[Config]):
         return " plus ".join(names) or f"that of {config.agent.fn}"
 
     def _fingerprints(self, plan: TrainerPlan) -> dict[str, str]:
-        """Return the fingerprint of each model and of the data, by setting. A resumed run must have the same."""
+        """Return the fingerprints (hashes) of the model and data files, keyed by the setting that names the files.
+
+        A resumed run must have the same fingerprints.
+        """
         models = {"actor.path": plan.spec.actor.path, "tokenizer_path": plan.spec.tokenizer_path}
         models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
         if plan.spec.actor.lora is not None and plan.spec.actor.lora.init_from:
@@ -290,7 +305,18 @@ class Setup(Generic[Config]):
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
     def _load(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
-        """Load the models, again up to recover.retries times if a node of a Ray cluster is lost meanwhile."""
+        """Load the models and return their Trainer.
+
+        If a node of a Ray cluster is lost while loading, load again, up to recover.retries times.
+
+        Args:
+            stack: Receives the Trainer, to close it.
+            plan: The plan of the engine.
+            roles: Role -> specification of each model to load beside the actor.
+
+        Raises:
+            WorkerLost: A worker is lost, and no retry is left or the workers are local.
+        """
         while True:
             try:
                 with ExitStack() as trying:
@@ -311,7 +337,7 @@ class Setup(Generic[Config]):
 
 
 def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
-    """Raise ConfigError if `config` is not of the class that the loop reads."""
+    """Raise ConfigError if `config` is not an instance of the configuration class that the loop expects."""
     given, name = type(config).__name__, type(loop).__name__
     if not isinstance(config, loop.needs):
         raise ConfigError(f"config is a {given}; {name} needs a {loop.needs.__name__}")

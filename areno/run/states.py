@@ -1,11 +1,12 @@
-"""The states of a run on disk: folders from which a run resumes, each complete or absent.
+"""The training states of a run on disk: folders from which the run can resume.
+
+Each folder is either complete or absent.
 
 <run>/state/step-000012/engine/        weights and optimizers with their checksums, written by Engine.save_state
-                        run.json       the format, and the counters that the driver process recorded
+                        run.json       state dict, settings and fingerprints of the run, see Recovery.remember
                         manifest.json  the sizes of these files and the checksum of run.json; it is written last
 <run>/state/latest                     the name of the newest state
-            finished.json              only if the run has finished: its last step, its result, and which setting ended
-            it
+            finished.json              only if the run has finished: last step, result, and the setting that ended it
 
 This file also computes the fingerprints of models and data that a state records. recovery.py writes and loads
 states.
@@ -77,12 +78,12 @@ def rows_fingerprint(rows: Any) -> str:
 
 
 class State(NamedTuple):
-    """One complete state.
+    """One complete training state, from which a run can resume.
 
     Attributes:
         folder: Folder of the state.
-        step: The step after which the state was taken.
-        record: Content of run.json: counters, settings and fingerprints, see Recovery.remember.
+        step: The last step that the state contains.
+        record: Content of run.json: the run's state dict, settings and fingerprints, see Recovery.remember.
     """
 
     folder: Path
@@ -91,12 +92,12 @@ class State(NamedTuple):
 
     @property
     def engine(self) -> Path:
-        """The folder with the files of the engine: weights and optimizers."""
+        """The folder with the files that the engine has written: weights and optimizers."""
         return self.folder / ENGINE
 
 
 class States:
-    """The folder with the states of one run.
+    """The folder on disk with the training states of one run, from which the run can resume.
 
     Args:
         folder: The folder, <run>/state.
@@ -108,7 +109,7 @@ class States:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the folder exists, so a run that records states has begun."""
+        """Whether the folder exists. A run makes it at its start, unless recover.mode is off."""
         return self.folder.is_dir()
 
     def steps(self) -> list[int]:
@@ -117,7 +118,10 @@ class States:
         return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
     def tidy(self) -> None:
-        """Clean up after a crash: remove unfinished states, and restore a state that was being replaced."""
+        """Clean up after a crash: remove unfinished states, and restore a state that was being replaced.
+
+        A state is replaced if it is written again for the same step.
+        """
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
             remove(replaced) if final.exists() else replaced.rename(final)
@@ -194,9 +198,9 @@ class States:
         return folder
 
     def begin_again(self, step: int) -> Path | None:
-        """Make a new folder for a step that already has a state, with hard links to the files of the engine.
+        """Make a new folder for a step that already has a state, with hard links to its weights and optimizers.
 
-        This rewrites the counters of a state without writing its weights again.
+        So the caller can write a new run.json for the state without writing the weights again.
 
         Args:
             step: Step of the state.
@@ -221,7 +225,7 @@ class States:
         Args:
             folder: The folder that `begin` or `begin_again` returned. The engine has already synced its files.
             step: Step of the state.
-            record: The counters that the driver process recorded, for run.json.
+            record: The content of run.json, see Recovery.remember.
 
         Returns:
             The folder of the state, step-<step>.
@@ -255,9 +259,10 @@ class States:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """How the run has finished: {"step": last step, "result": a number, "ended_by": the setting that ended it}.
+        """The content of finished.json, or None if the run has not finished or the file is damaged.
 
-        None if the run has not finished, or if finished.json is damaged.
+        The keys are "step" (the last step), "result" (the final value of the metric by which runs are compared) and
+        "ended_by" (the setting that ended the run).
         """
         try:
             found = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
@@ -268,7 +273,7 @@ class States:
 
     @property
     def are_unfinished(self) -> bool:
-        """Whether there is a state from which an unfinished run can resume."""
+        """Whether the run has a state and has not finished, so that it can be resumed."""
         return bool(self.steps()) and self.finished is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
@@ -276,7 +281,7 @@ class States:
 
         Args:
             step: The last step of the run. None removes the file, for a run that trains further.
-            result: The number by which runs are compared.
+            result: The final value of the metric by which runs are compared.
             ended_by: The setting that ended the run, such as "total_train_steps".
         """
         if step is None:

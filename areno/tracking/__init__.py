@@ -1,1 +1,1 @@
-"""What a run records: trackers, its log, its folder, and the reader of finished runs."""
+"""What a run records: its trackers, log, folder and samples, and the reader of a run's folder."""

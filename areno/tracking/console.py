@@ -62,7 +62,7 @@ class Progress:
         return self
 
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
-        """Show the new totals. Without a bar, log a line if the last line is at least `interval_s` old.
+        """Show the new totals. If there is no bar, log a line, but at most every `interval_s` seconds.
 
         Args:
             done: The work done since the start, in `unit`.
@@ -215,7 +215,7 @@ class Console(Tracker):
     Args:
         headline: The names of the scalars in the summary line of a step, such as "rollout/rewards_mean". Scalars that a
             step lacks are left out.
-        total_steps: Returns the number of steps of the run as currently known. None: lines show no total.
+        total_steps: Returns the number of steps of the run as currently known. If None, the lines show no total.
     """
 
     def __init__(self, headline: Sequence[str] = (), total_steps: Callable[[], int] | None = None):

@@ -114,8 +114,7 @@ def answers_missing(is_flat: bool, reward: float, rows: str) -> str:
     Args:
         is_flat: Whether all rewards of the step are equal, or all advantages are 0.
         reward: The mean reward in the step, for the message.
-        rows: The rows without the field `solutions`, in words, such as "no row of data.jsonl". "" if the rows have
-            solutions.
+        rows: A text such as "no row of data.jsonl" if no row has the field `solutions`. "" if rows have this field.
 
     Returns:
         The warning, or "" if there is no problem.
@@ -152,11 +151,11 @@ def logprobs_apart(difference: History) -> str:
 def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
     """Return a warning if rounding differences between rollout and training exceed a quarter of the clip range.
 
-    Some tokens or sequences then lose their gradient to clipping before any update of the weights.
+    Clipping then removes the gradient of some tokens or sequences even before the first update of the weights.
 
     Args:
-        apart: The mean absolute difference between the log-probabilities from rollout and training, per token, or per
-            sequence for sequence-level ratios. In nats.
+        apart: The mean absolute difference between the log-probabilities from rollout and training, in nats. It is
+            taken per token, or per sequence for sequence-level ratios.
         clip: The clip range of the importance ratio (actor.eps_clip), or None if the ratio does not use the
             log-probabilities from the rollout.
         remedy: The setting, with its value, that makes the ratio use recomputed log-probabilities instead.
@@ -198,13 +197,14 @@ class Divergence:
 
     Args:
         reward: The name of the reward functions or the reward model, for messages.
-        unanswered: The rows of the dataset that have no reference answers, in words, such as "no row of data.jsonl". ""
-            if the rows have answers.
+        unanswered: A text such as "no row of data.jsonl" if no row of the dataset has reference answers. "" if rows
+            have answers.
 
     Attributes:
-        ratio: A tuple (clip range, level, setting) that describes the importance ratios. The clip range is None if the
-            ratios do not use the log-probabilities of the rollout. The level is "token" or "sequence". The setting,
-            with its value, makes the ratios use recomputed log-probabilities instead.
+        ratio: A tuple (clip range, level, setting) that describes the importance ratios. The clip range is None if
+            the ratios do not use the log-probabilities of the rollout. The level is "token" or "sequence". The
+            setting is a text such as "actor.recompute_logprob=true", which makes the ratios use recomputed
+            log-probabilities instead.
     """
 
     def __init__(self, reward: str = "", unanswered: str = ""):
@@ -288,5 +288,8 @@ def is_flat(scalars: Mapping[str, float]) -> bool:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of the values, or NaN if there are none. NaN compares as false with every limit."""
+    """Return the mean of the values, or NaN if there are none.
+
+    NaN triggers no warning, because every comparison with NaN is false.
+    """
     return sum(values) / len(values) if values else math.nan

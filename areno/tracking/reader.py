@@ -209,11 +209,11 @@ class RunReader:
         return next(reversed(self.checkpoints().values()), None)
 
     def status(self) -> Status | None:
-        """Return the state of the run according to logs/run.log.
+        """Return the status of the run according to logs/run.log.
 
         Returns:
-            "completed"; "stopped" if an error or the user stopped the run; "unfinished" if the run is still in progress
-            or was killed; None if the log does not exist or has no line about the state.
+            "completed"; "stopped" if an error or the user stopped the run; "unfinished" if the run is still in
+            progress or was killed; None if the log does not exist or has no line about the status.
         """
         path = self.path / "logs" / "run.log"
         lines = (read_if_exists(path) or b"").decode("utf-8", "replace").splitlines()
@@ -308,7 +308,16 @@ def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object in each line. first: the line number of the first line, for errors. Raises ArenoError."""
+    """Yield the JSON object in each line.
+
+    Args:
+        path: The file, for error messages.
+        lines: The lines to parse.
+        first: The number of the first line in the file, for error messages.
+
+    Raises:
+        ArenoError: A line is not a JSON object.
+    """
     for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
@@ -357,10 +366,11 @@ def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, 
 
     Args:
         metrics: The recorded values of each scalar, as returned by `RunReader.metrics`.
-        names: The scalars to summarize. Each has its title and the function that chooses its best value, or None.
+        names: Scalar to summarize -> (title, function). The function is `max` or `min` and chooses the best value. It
+            is None if neither high nor low values are better.
 
     Returns:
-        A summary of each scalar that has a finite value, by name, in the order of `names`.
+        Scalar -> summary, in the order of `names`. Scalars without a finite value are left out.
     """
     found: dict[str, Headline] = {}
     for name, (title, choose) in names.items():

@@ -1,7 +1,7 @@
-"""Functions that open the trackers of a run, and a tracker that sends its scalars to services such as W&B.
+"""Opens the trackers of a run, and defines a tracker that sends the run's scalars to a service such as W&B.
 
-Each service works in a thread of its own, so that a slow service does not delay the run and an error does not end
-it.
+Each service works in its own thread. So a slow service does not delay the run, and an error in a service does not
+end the run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ServiceTracker(Tracker):
     more, and the run continues.
 
     Args:
-        name: The name of the service's section below stats_logger, which warnings and trackers.json use.
+        name: The name of the service in the settings, as in stats_logger.<name>. Warnings and trackers.json use it too.
         service: The service.
         about: The name, the folder and the settings of the run, for the service.
     """
@@ -82,7 +82,8 @@ class ServiceTracker(Tracker):
         """Collect the finite scalars of a step, and queue them for the service when the step is complete.
 
         Args:
-            step: The number of the step. A new number also ends the step before.
+            step: The number of the step. A number other than that of the previous call also completes the previous
+                step.
             scalars: Values by name. The scalar END_OF_STEP marks the end of the step.
         """
         if step != self._step:
@@ -93,7 +94,11 @@ class ServiceTracker(Tracker):
             self._hand_on()
 
     def resume(self, step: int) -> None:
-        """Drop the scalars of the incomplete step, and send the scalar RESUMED to mark where the run resumes."""
+        """Drop the scalars of the incomplete step, and send the scalar RESUMED to mark where the run resumes.
+
+        Args:
+            step: The last step of the earlier session that is kept.
+        """
         self._scalars = {}
         self.log(step, {RESUMED: step})
         self._hand_on()
@@ -134,7 +139,10 @@ class ServiceTracker(Tracker):
             logger.warning("stats_logger.%s: %s; the run goes on without it", self._name, text)
 
     def _start(self) -> None:
-        """Start the service with the run id from trackers.json, if there is one. Write a new id to this file."""
+        """Start the service, and write the run id that it returns to trackers.json.
+
+        If trackers.json already has a run id of this service, the service continues the run with this id.
+        """
         file = self._about.folder / FILE
         ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         found = self._service.start(self._about, ids.get(self._name))
@@ -162,7 +170,7 @@ def open_trackers(
         config: The settings of the run.
         run_dir: The folder of the run.
         headline: The names of the scalars in the summary line of a step, such as "train/loss".
-        total_steps: Returns the number of steps of the run as currently known. None: lines show no total.
+        total_steps: Returns the number of steps of the run as currently known. If None, lines show no total.
         display: The live display, which is also a tracker. None if the run has no live display.
         token_text: Returns the text for a token id.
         given: Further trackers, which a script passed to the loop.

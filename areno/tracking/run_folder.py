@@ -104,7 +104,7 @@ def versions_of(folder: Path) -> dict[str, str | None]:
 
 
 def recipe_of(folder: Path) -> str:
-    """Return the name of the recipe that a run used, or "" if a script started the run.
+    """Return the name of the algorithm that a run was started with, such as "grpo". "" if a script started the run.
 
     Args:
         folder: The folder of the run. The name is in the first line of its config.yaml.
@@ -171,23 +171,23 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class NewFolder:
-    """The folder that was made for a new run or a sweep.
+    """A folder that was made for a new run or a sweep, with a list of the files that were there before.
 
     Attributes:
         path: The folder.
-        before: The paths that existed before the folder was made: the folder itself, its parents and its files.
-            `discard` keeps them.
+        before: The paths that existed before the folder was made, among the folder itself, its parents and its
+            files. `discard` does not remove them.
     """
 
     path: Path
     before: frozenset[Path]
 
     def of_run(self, run_dir: Path) -> NewFolder:
-        """Return the folder of one run, which is made if it does not exist.
+        """Return a NewFolder for one run, and make its folder if it does not exist.
 
         Args:
-            run_dir: This folder for a single run, or a folder inside it for a run of a sweep. Hydra may have made it
-                already.
+            run_dir: This folder itself for a single run, or a folder inside it for a run of a sweep. Hydra may have
+                made it already.
 
         Raises:
             ConfigError: The folder cannot be made, or holds an earlier run.
@@ -258,8 +258,8 @@ def make(run_dir: Path, new: bool = False) -> NewFolder | None:
 
     Args:
         run_dir: The folder to make, with its parents.
-        new: Whether the folder must not exist yet. With True, two runs that start in the same second get different
-            folders.
+        new: If True, the folder must not exist yet, and an existing folder gives None. The caller can then try another
+            name, so that two runs that start in the same second get different folders.
 
     Returns:
         The folder, or None if `new` is True and the folder exists.
@@ -419,7 +419,9 @@ def git_revision() -> str | None:
 
 
 class RunFiles:
-    """The files that a run appends to or adds at each step. They can be truncated to an earlier step.
+    """The log, metrics, event and sample files of a run, which grow with each step.
+
+    The files can be truncated to an earlier step, so that the run can repeat the later steps.
 
     Args:
         folder: The folder of the run.
@@ -427,8 +429,8 @@ class RunFiles:
 
     Attributes:
         events: The folder of the event files.
-        event_suffix: The end of the names of this run's event files. "" unless `tensorboard` is given, because several
-            runs may share that folder.
+        event_suffix: The end of the names of this run's event files. "" unless `tensorboard` is given, because
+            several runs may share that folder.
     """
 
     def __init__(self, folder: Path, tensorboard: str | Path | None = None):
@@ -443,7 +445,10 @@ class RunFiles:
         return {name: path.stat().st_size for name, path in self._growing()}
 
     def sync(self) -> None:
-        """Flush to disk (fsync) the files of `sizes`, and the sample files that changed since the last call."""
+        """Flush the files of the run to disk (fsync).
+
+        These are the files that `sizes` lists, and the sample files that changed since the last call.
+        """
         for _, path in self._growing():
             sync(path)
         for path in self._samples(unfinished=False):  # the next step may be writing unfinished ones
@@ -473,7 +478,11 @@ class RunFiles:
                 remove(path)
 
     def _samples(self, unfinished: bool = True) -> list[Path]:
-        """Return the sample files, oldest first. unfinished: whether files that are being written are included."""
+        """Return the sample files, oldest first.
+
+        Args:
+            unfinished: Whether to include files that are still being written.
+        """
         found = (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*"))
         found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)

@@ -29,15 +29,15 @@ class RunLog:
     """Sends areno's log records to stderr and to a file until `close`. It is also a context manager.
 
     A host program that imports areno keeps its own logging handlers and the level of the logger "areno". If a handler
-    of the host program receives areno's records, stderr gets no lines from areno, so that no line appears twice.
+    of the host program receives areno's records, areno itself writes nothing to stderr, so that no line appears twice.
     Several RunLogs may be open at once. The last `close` restores stderr and the level.
 
     Args:
         log_file: The file for the lines. None writes no file.
-        own_process: Whether the process is a command of areno, without a host program. Records then do not go to
+        own_process: Whether the process is a command of areno, without a host program. If True, records do not go to
             handlers of parent loggers.
-        console: The kind of lines that stderr shows (stats_logger.console). None uses the kind of a RunLog that was
-            opened earlier. If several open RunLogs have a console, the last one decides.
+        console: The kind of lines that stderr shows (stats_logger.console). The most recently opened RunLog whose
+            console is not None decides.
 
     Raises:
         ConfigError: The file cannot be made.
@@ -78,7 +78,7 @@ class RunLog:
             logger.setLevel(logging.INFO)
 
     def write_earlier(self) -> None:
-        """Copy the lines that were logged before this log's file was opened to the file."""
+        """Write to the log file the lines that were logged before it was opened. Does nothing without a log file."""
         without_file = [log for log in RunLog._open if log._earlier is not None]
         source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
         if self._file is not None and source is not None and source._earlier is not None:
@@ -110,9 +110,9 @@ class RunLog:
 
 
 class OwnHandler(logging.Handler):
-    """Base class of areno's logging handlers, so that `host_listens` can ignore them.
+    """Base class of all logging handlers that areno installs.
 
-    `host_listens` looks for handlers that the program around areno installed.
+    `host_listens` ignores these handlers, because it looks for handlers of the program that imports areno.
     """
 
 
@@ -170,7 +170,10 @@ _STDERR.setFormatter(_FORMATTER)
 
 
 def console() -> Console:
-    """Return which lines stderr shows: the console of the last open RunLog that has one, or "full" by default."""
+    """Return the kind of lines that stderr shows: "live", "lines", "full" or "quiet".
+
+    The most recently opened RunLog with a console decides. If there is none, the result is "full".
+    """
     for log in reversed(RunLog._open):
         if log.console is not None:
             return log.console

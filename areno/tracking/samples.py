@@ -1,7 +1,7 @@
-"""Trackers that write samples for people to read, to the log (ARENO_LOG_COMPLETIONS) and to files.
+"""Trackers that write samples in a readable form, to the log (ARENO_LOG_COMPLETIONS) and to files.
 
-Samples from training are in rollouts/<step>.jsonl. Samples from evaluations are in eval/<step>.jsonl or, with several
-validation sets, in eval/<set>/<step>.jsonl.
+Samples from training are in rollouts/<step>.jsonl. Samples from evaluations are in eval/<step>.jsonl or, with
+several validation sets, in eval/<set>/<step>.jsonl.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class SampleLog(Tracker):
 class SampleFiles(Tracker):
     """Writes samples of each training step to <folder>/<step>.jsonl, one line per sample.
 
-    A thread writes the file while the models are trained. It is complete at the end of the step. No file is ever partly
-    written.
+    A thread writes the file of a step while the models are trained, and the end of the step waits for the thread. A
+    file appears only when it is complete.
 
     Args:
         folder: The folder for the files.
-        most: The largest number of samples per step. They are chosen as whole groups at random. None writes all
-            samples.
+        most: The largest number of samples per step. If a step has more, whole groups are chosen at random. None writes
+            all samples.
         token_text: Returns the text for a token id.
     """
 
@@ -107,7 +107,7 @@ class SampleFiles(Tracker):
 class EvalFiles(Tracker):
     """Writes all samples of each evaluation to <folder>/<name>/<step>.jsonl, one line per sample.
 
-    No file is ever partly written.
+    `name` is the validation set. A file appears only when it is complete.
 
     Args:
         folder: The folder for the files.
@@ -153,7 +153,14 @@ def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
 def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
     """Write JSON lines to a temporary file and rename it to `path`.
 
-    Raises ArenoError if the file cannot be written. The error names the setting `key` and the text `advice`.
+    Args:
+        path: The final file.
+        lines: One dictionary for each line.
+        key: The setting that the error names.
+        advice: What the error advises to do with the setting, such as "set it to 0".
+
+    Raises:
+        ArenoError: The file cannot be written.
     """
     unfinished = path.with_suffix(".tmp")
     try:
@@ -220,7 +227,10 @@ class _Lines:
     ) -> Iterator[dict[str, object]]:
         """Yield one dictionary per sample, beginning with the fields `first`.
 
-        `kept` says for each sample whether it is included. None includes all samples.
+        Args:
+            samples: All samples of a step or an evaluation.
+            first: Fields that every dictionary begins with.
+            kept: For each sample, whether to include it. None includes all samples.
         """
         numbers: Counter[int] = Counter()  # group -> samples so far
         for place, sample in enumerate(samples):
@@ -230,7 +240,11 @@ class _Lines:
                 yield {**first, "group": sample.group, "sample": number, **_line(sample), **self._tokens(sample)}
 
     def _tokens(self, sample: ScoredSample) -> dict[str, object]:
-        """Return the recorded fields of each token. Agent samples use the trajectory, all others the completion."""
+        """Return the fields with per-token values: token ids, log-probabilities, weight versions and so on.
+
+        For an agent's sample, the only field is "trajectory", which holds these values for each row of the
+        trajectory.
+        """
         if sample.trajectory is not None:
             return {"trajectory": _replay(sample.trajectory)}
         tokens, texts = sample.sequence.resp_tokens, self._texts
@@ -251,7 +265,10 @@ class _Lines:
 
 
 def _rounded(values: Any) -> list[float]:
-    """Round numbers to four decimals. That is more than bfloat16 holds, and halves the size of the file."""
+    """Round numbers to four decimals.
+
+    This keeps more precision than bfloat16 has, and halves the size of the file.
+    """
     return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
 
 
@@ -280,7 +297,10 @@ def _line(sample: ScoredSample) -> dict[str, object]:
 
 
 def _task(item: PromptItem) -> str:
-    """Return the first characters of the last user message, or "" if the prompt's text already is that message."""
+    """Return the beginning of the last user message, or of the prompt if there are no messages.
+
+    The result is "" if this text equals `item.text`, the prompt after the chat template, or if it is not a string.
+    """
     asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
     text = asked[-1] if asked else item.prompt
     return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""

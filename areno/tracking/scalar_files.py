@@ -49,7 +49,11 @@ class _ScalarFile(Tracker):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     def append(self, record: bytes) -> None:
-        """Append a record. If writing fails, as on a full disk, remove its partial bytes and raise ArenoError."""
+        """Append a record. If writing fails, as on a full disk, truncate the file to its last complete record.
+
+        Raises:
+            ArenoError: The record cannot be written.
+        """
         with self._naming_the_setting():
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by finish()
@@ -153,7 +157,7 @@ class TensorBoard(_ScalarFile):
             self._append_summary(step, _text(tag, "\n\n---\n\n".join(map(_markdown, shown))))
 
     def _append_summary(self, step: int, summary: Any) -> None:
-        """Write a summary. In an empty file, write the format's version and the settings before it."""
+        """Write a summary. If the file is empty, first write the format's version and the settings of the run."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 

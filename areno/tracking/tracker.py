@@ -47,10 +47,10 @@ class Tracker:
         """
 
     def resume(self, step: int) -> None:
-        """Handle that the run resumes from the saved state of an earlier session. Later steps will be repeated.
+        """Prepare for the resumed run, which continues from a training state and repeats the steps after it.
 
         Args:
-            step: The last step that the state contains.
+            step: The last step that the training state contains. Anything recorded for later steps is outdated.
         """
 
     def finish(self) -> None:

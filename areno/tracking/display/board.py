@@ -23,10 +23,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Trend:
-    """The course of a scalar over the whole run, in at most 2 * POINTS points.
+    """The course of a scalar over the whole run, compressed to at most 2 * POINTS points.
 
-    Each point is the mean of equally many consecutive values. When there are too many points, pairs of them are
-    averaged.
+    Each point is the mean of equally many consecutive values. When there are too many points, neighbouring points are
+    averaged in pairs.
 
     Attributes:
         last: The last value, or NaN before the first value.
@@ -226,7 +226,14 @@ class Board(Tracker):
             self._ends.append((step, time.monotonic()))
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        """Replace the shown samples if they have been on the display for at least SAMPLES_S seconds."""
+        """Replace the samples on the display by samples of this step.
+
+        Samples that have been on the display for less than SAMPLES_S seconds are not replaced.
+
+        Args:
+            step: The number of the step.
+            samples: All samples of the step.
+        """
         now = time.monotonic()
         if now - self._samples_at < SAMPLES_S:
             return
@@ -262,7 +269,12 @@ class Board(Tracker):
             )
 
     def _left(self, now: float, total: int) -> float | None:
-        """Estimate the time until the end of the run, in seconds. None before a step has completed."""
+        """Estimate the time until the end of the run, in seconds. The result is None before a step has completed.
+
+        Args:
+            now: The current time, in seconds.
+            total: The number of steps of the run.
+        """
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -310,7 +322,7 @@ def _shown(sample: ScoredSample) -> ShownSample:
 
 
 def _work() -> str:
-    """Return the progress of the innermost open Progress as text, or "" if there is none."""
+    """Return the progress of the current rollout or scoring as text, such as "12/64 prompts". "" if there is none."""
     for one in console.under_way[-1:]:
         rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""
         return f"{one.done}/{one.total} {one.unit}{rate}"

@@ -34,10 +34,10 @@ _SETTINGS_LINES = 4  # of the panel at the start
 
 
 def chosen_console(setting: str) -> Console:
-    """Return which lines stderr shows, after replacing "auto" by a choice for this terminal.
+    """Return the kind of console output of a run: "live", "lines", "full" or "quiet".
 
-    "auto" and "live" become "lines" if stderr cannot show the live display. "auto" also becomes "lines" if a host
-    program receives areno's log records.
+    If stderr cannot show the live display, "auto" and "live" become "lines". Otherwise "auto" becomes "live", except if
+    a program that imports areno handles areno's log records. Then it becomes "lines".
 
     Args:
         setting: The value of stats_logger.console.
@@ -105,7 +105,11 @@ class Display(Tracker):
             self.board.samples(step, samples)
 
     def resume(self, step: int) -> None:
-        """Replace the shown scalars by the values that the run recorded up to and including `step`."""
+        """Replace the shown scalars by the values that the run recorded up to and including `step`.
+
+        Args:
+            step: The last step of the earlier session that is kept.
+        """
         with self._harmless():
             self.board.forget()
             for name, (steps, values) in RunReader(self._folder).metrics().items():
@@ -165,15 +169,15 @@ class Display(Tracker):
 
 
 def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """Return the settings of a run that differ from the defaults, as text for the start panel.
+    """Return the settings of a run that differ from the defaults, as texts for the start panel.
 
     Args:
         config: The settings of the run.
         overrides: The settings given on the command line of the run.
 
     Returns:
-        "given" has the settings from the command line, "settings" has all others that differ from their defaults. A
-        name is left out if its text is empty.
+        A mapping with at most two texts. "given" lists the settings from the command line. "settings" lists all
+        other settings that differ from their defaults. An empty text is left out.
     """
     known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # other lines of the panel show them
     known |= {line.partition("=")[0].lstrip("+") for line in overrides}

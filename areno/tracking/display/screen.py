@@ -158,7 +158,11 @@ class Screen:
             self._failed(error)
 
     def draw(self, keep: bool = True) -> None:
-        """Write the new output, and redraw the lines below it. With keep=False, only erase the lines."""
+        """Write the new output, and redraw the lines below it.
+
+        Args:
+            keep: If False, the lines are erased and not drawn again.
+        """
         size = os.get_terminal_size(self._stream.fileno())
         width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
         here = _in_foreground(self._stream.fileno())
@@ -198,7 +202,13 @@ class Above(io.TextIOBase):
         self._ended = False
 
     def write(self, text: str, /) -> int:
-        """Print the complete lines of a text, and keep an incomplete last line until it is complete."""
+        """Print the complete lines of a text above the display, and keep an incomplete last line for the next call.
+
+        After `end`, the text is written to the replaced stream.
+
+        Returns:
+            The number of characters in `text`.
+        """
         if self._ended:  # a caller has kept this object
             return self._stream.write(text)
         with self._lock:
@@ -209,7 +219,7 @@ class Above(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Wait until the complete lines are on the terminal, or flush the replaced stream after `end`."""
+        """Wait until the complete lines are on the terminal. After `end`, flush the replaced stream instead."""
         if self._ended:
             self._stream.flush()
         else:

@@ -1,4 +1,4 @@
-"""Layout of the live display: it becomes lines of styled text that fit the terminal."""
+"""Lays out the live display as lines of styled text that fit the terminal."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
 
 
 def rows_of(look: Snapshot) -> list[Row]:
-    """Return the rows whose scalars the run has recorded.
+    """Return the rows of the display, one for each known scalar that the run has recorded.
 
-    Of rows with the same values, such as accuracy and a reward of 0 or 1, only the first is returned. The loss is left
-    out if there are rewards.
+    If several scalars have the same values, such as accuracy and a reward of 0 or 1, only the first gets a row. The
+    loss is left out if there are rewards.
 
     Args:
         look: The data to show.
@@ -130,7 +130,14 @@ def _head(look: Snapshot, width: int) -> Iterator[Line]:
 
 
 def _rows(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
-    """Draw one line per row. trend: the largest width of its sparkline, in cells."""
+    """Yield one line of the display per row: title, value, sparkline and, for a main row, the first value.
+
+    Args:
+        rows: The rows to show.
+        look: The data to show.
+        width: The width of the terminal or of the column, in cells.
+        trend: The largest width of a sparkline, in cells.
+    """
     for row in rows:
         value, course = look.trends[row.name]
         text = _cut(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
