@@ -181,7 +181,8 @@ class GenerationOutput:
 
     Attributes:
         request_id: Id of the request.
-        sample: Sample number within the request, or RETURNED.
+        sample: Sample number within the request. RETURNED (-1) means that this copy of the model gives back the request
+            before beginning it.
         tokens: Token ids of the completion, with the stop token if one was sampled. A finished output has the whole
             completion. A partial output has only the tokens after the previous partial output.
         logprobs: Log-probability of each token.
@@ -495,8 +496,8 @@ class TokenArrays:
     Attributes:
         tokens: Token ids, int64.
         logprobs: Log-probability of each sampled token, float64. 0.0 on the prompt.
-        oldest_version: Lowest version of the weights that sampled a token of the completion. None if it has no
-            tokens.
+        oldest_version: Lowest version of the weights that sampled a token of the completion. None if the completion has
+            no tokens.
     """
 
     tokens: np.ndarray

@@ -1,9 +1,9 @@
 """Measure areno's speed: `python -m areno.bench WORK`. `--help` lists the kinds of work.
 
-One engine does the work of a GSPO step on random prompts: it samples, runs an optimizer step on the samples, or only
-one of the two. Results are medians of several repeats after a warm-up, compared with the least time that the device
-needs. `--json` prints one line of JSON. Progress goes to stderr. On a CPU, only ratios within one call mean
-anything.
+One engine does the work of a GSPO step on random prompts. Depending on WORK, this is a rollout, an optimizer step, or
+a rollout followed by an optimizer step. Results are medians of several repeats after a warm-up, compared with the
+least time that the device needs. `--json` prints one line of JSON. Progress goes to stderr. On a CPU, compare only
+results of the same call.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _run_other(name: str, settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """Run the work with another library, and return its figures. The library's memory is free afterwards."""
+    """Run the work with the library `name`, and return its figures by name.
+
+    The memory of the library is free when the function returns.
+    """
     log_progress(f"{name}: starting {settings.shape} on {settings.device}")
     other = _OTHERS[name](settings, folder, random_init)
     timed = measure(other, settings.kind, settings.work, settings.against_repeats, other.warm_up)

@@ -248,7 +248,11 @@ def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]])
 
 
 def _profile(ours: ArenoContender, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
-    """Trace each phase once, write the tables to the file of `--profile`, and return the idle share in each phase."""
+    """Trace each timed phase once, and write the kernel tables to the file that `--profile` names.
+
+    Returns:
+        "<phase>_idle_share" -> fraction of the phase in which the device was idle, between 0 and 1.
+    """
     prompts = settings.work.prompts(ours.vocab_size, -3)
     bodies: dict[str, Any] = {
         "rollout": lambda: ours.rollout(settings.work, prompts),
@@ -274,9 +278,9 @@ _QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # what the model card 
 
 
 def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time a rollout with each of several sampling settings, in turn.
+    """Time a rollout with each of several sampling settings.
 
-    The settings alternate, so that a change of the device's speed affects all of them alike.
+    Every repeat runs all settings, so that a change of the device's speed affects all settings alike.
 
     Args:
         settings: The parsed command line.
@@ -284,7 +288,7 @@ def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str
         random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
-        Name of the setting -> figures of `speeds`, relative to plain sampling.
+        Name of the setting -> its times and speeds, as returned by `speeds`. Speeds are relative to plain sampling.
     """
     work = settings.work
     ours = ArenoContender(settings, folder, random_init)
@@ -329,7 +333,12 @@ def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, 
 
 
 def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
-    """Return the sampling parameters to time, by the name of the setting."""
+    """Return name of the setting -> sampling parameters, for each sampling setting to time.
+
+    Args:
+        work: The batch, whose longest completion sets `min_new_tokens`.
+        has_tokenizer: Whether there is a tokenizer, which the setting with a stop string needs.
+    """
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "min_new_tokens": {"min_new_tokens": max(work.new_lens), "ignore_eos": False},

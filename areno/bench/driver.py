@@ -334,8 +334,8 @@ class Completions:
 
         Args:
             request: The request, whose id chooses the text.
-            sample: Index of the sample among those of its prompt. It chooses the first word of the text, out of
-                seven.
+            sample: Index of the sample among those of its prompt. It chooses at which of the first seven words the text
+                starts.
         """
         of_prompt = self._tokens[request.request_id % len(self._tokens)]
         return of_prompt[sample % _SHIFTS]

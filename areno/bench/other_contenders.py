@@ -184,13 +184,13 @@ class TransformersContender:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Return the log-probability of every token but the first in each row.
+        """Return the log-probability of every token except the first in each row.
 
         Args:
             rows: Rows to score.
 
         Returns:
-            A list for each row. Its end is padded to the longest of the rows that were scored together.
+            A list for each row. Rows are scored in batches, and each list is padded to the longest row in its batch.
         """
         self.model.eval()
         out: list[list[float]] = []
@@ -208,8 +208,8 @@ class TransformersContender:
 
         Args:
             rows: R rows, padded at the end to the longest row.
-            all_tokens: If True, t counts all tokens but the first. If False, t counts the tokens after the shortest
-                prompt.
+            all_tokens: If True, only the first token of each row is left out. If False, as many tokens are left out as
+                the shortest prompt has.
         """
         ids = _padded([item.tokens or [] for item in rows]).to(self.device)
         lens, width = torch.tensor([len(item.tokens or []) for item in rows]), ids.shape[1]

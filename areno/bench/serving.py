@@ -1,7 +1,7 @@
 """Measure sampling over HTTP, by clients of the server (`run_serving`) and by agents (`run_agents`).
 
-Both functions compare it with the same work sampled directly on the engine. The clients run in processes of their own
-(`Clients`), so that they do not slow down the server's process.
+Both functions also time the same work sampled directly on the engine, for comparison. The clients run in separate
+processes (`Clients`), so that they do not slow down the server's process.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ _N_ALONE = 8  # requests of one client, for the time to its first token
 
 
 def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time the same prompts sampled directly, by HTTP clients, and by streaming HTTP clients, in turn.
+    """Time three ways of sampling: directly on the engine, by HTTP clients, and by streaming HTTP clients.
 
     Each request has its own text, with about as many tokens as `--prompt-len`. `--clients` requests are in progress at
     a time.
@@ -209,8 +209,8 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
         random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
-        "direct", "answers" and "streams" -> figures of `speeds`, then "N clients" -> median and 99th percentile of the
-        seconds to the first token.
+        "direct", "answers" and "streams" -> times and speeds of this way, as returned by `speeds`. "1 client" and
+        "N clients" -> median and 99th percentile of the seconds to the first token.
     """
     from transformers import AutoTokenizer
 
@@ -285,7 +285,7 @@ def _measure(
 
 
 def _first_token(seconds: list[float]) -> dict[str, float]:
-    """Return the median and the 99th percentile of the seconds to the first token."""
+    """Return the median and the 99th percentile of the seconds to the first token, as named figures."""
     median, late = np.percentile(seconds, [50, 99])
     return {"first_token_median_s": float(median), "first_token_p99_s": float(late)}
 
@@ -309,7 +309,7 @@ _TIMEOUT_S = 600.0
 
 
 def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """Time the same prompts sampled directly, and by agents over HTTP, in turn.
+    """Time two ways of sampling: directly on the engine, and by agents over HTTP.
 
     The prompts are texts in the chat template of `--tokenizer`, with about as many tokens as `--prompt-len`.
 
@@ -319,7 +319,7 @@ def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, 
         random_init: Whether to draw random weights instead of loading weights.
 
     Returns:
-        "direct" and "agents" -> figures of `speeds`.
+        "direct" and "agents" -> times and speeds of this way, as returned by `speeds`.
     """
     from transformers import AutoTokenizer
 

@@ -1,7 +1,7 @@
-"""Measure the cost of saving and loading a run's state.
+"""Measure the cost of saving and loading a run's state, which holds everything that a resumed run needs.
 
-A step during which a state is copied and written is timed against the same step without a state. Then the state is
-loaded in a new engine.
+A step during which a state is copied and written is compared with a step during which no state is saved. Then the
+state is loaded in a new engine.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ def run_states(settings: Settings, model: str, random_init: bool, folder: Path) 
 
     Returns:
         Figures by name. Times are medians in seconds.
-        - `step_s`: a step alone. `state_step_s`: a step with a call of `save_state` before it. `slowdown`: state_step_s
-        /
-          step_s - 1. `step_spread`: (longest - shortest) / median of the steps alone.
-        - `save_s`: the call of `save_state` itself. `first_save_s`: the first call, which allocates host memory.
-        - `written_s`: from the call until the state is on the disk, without a step at the same time. `written_gb_s`:
-        the
-          speed in GB/s.
+
+        - `step_s`: a step alone.
+        - `state_step_s`: a step with a call of `save_state` before it.
+        - `slowdown`: state_step_s / step_s - 1.
+        - `step_spread`: (longest - shortest) / median of the steps alone.
+        - `save_s`: the call of `save_state` itself.
+        - `first_save_s`: the first call of `save_state`, which allocates host memory.
+        - `written_s`: from the call until the state is on the disk, without a step at the same time.
+        - `written_gb_s`: the speed of this write in GB/s.
         - `gigabytes` and `bytes_per_parameter`: the size of the state.
         - `load_s`: loading a state whose files are not in the page cache.
-        - `resume_s`: from the start of a new engine to a loaded state. `resumed_step_s`: the first step after this.
+        - `resume_s`: from the start of a new engine to a loaded state.
+        - `resumed_step_s`: the first step after the resume.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ("step", "state_step", "save")}
     path = folder / "state"
@@ -77,9 +80,9 @@ def run_states(settings: Settings, model: str, random_init: bool, folder: Path) 
 
 
 def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -> dict[str, float]:
-    """Time a step alone, then a step after `save_state`, and return the seconds by name.
+    """Time a step alone and a step after `save_state`, and return the seconds by name.
 
-    The last writes of the state may take longer than the step. They are not timed.
+    The state may still be written when the second step ends. The wait for the end of the write is not timed.
     """
     taken = {"step": _timed(lambda: _step(ours, settings, 2 * repeat))}
     started = time.perf_counter()

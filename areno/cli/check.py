@@ -87,7 +87,7 @@ def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
 
 
 def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
-    """Yield a line for each kind of layer that is not plain attention."""
+    """Yield a Finding for each kind of layer in the model that is not plain attention."""
     from areno.models.cost import state_bytes
 
     windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
@@ -265,7 +265,14 @@ def _memory(device: str) -> str:
 
 
 def _kernels(kind: str) -> str:
-    """Compare the kernel for log-probabilities with torch, and describe the kernels in use. Raises if they differ."""
+    """Compare the kernel for log-probabilities with torch, and return a text that names the kernels in use.
+
+    Args:
+        kind: Device to test, as given by the flag `--device`.
+
+    Raises:
+        ArenoError: The kernel and torch give different results.
+    """
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
@@ -319,7 +326,10 @@ def _model(report: _Report, arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
-    """Yield an initialised Trainer of the model in `folder`, or None if that failed. Close it at the end."""
+    """Yield an initialised Trainer of the model in `folder`, or None if the start failed.
+
+    The Trainer is closed at the end of the `with` block.
+    """
     from areno.api.trainer import Trainer
     from areno.plan.backend import ArenoConfig
 

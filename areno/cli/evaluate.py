@@ -166,9 +166,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _found(named: str) -> tuple[Path | None, str, int]:
-    """Return (folder of the run, model folder or hub id, training step) of a checkpoint.
+    """Find the checkpoint or model that the command line names.
 
-    The run is None and the step is 0 for a model that no run has saved.
+    Args:
+        named: Folder of a run (its latest checkpoint is taken), checkpoint, model folder or hub id.
+
+    Returns:
+        (folder of the run or None, model folder or hub id, training step or 0). None and 0 mean that no run saved the
+        model, or that its step is not known.
+
+    Raises:
+        ArenoError: The run has no checkpoint, or the folder holds no model.
     """
     from areno.tracking.reader import RunReader
     from areno.tracking.run_folder import is_described
@@ -192,7 +200,7 @@ def _found(named: str) -> tuple[Path | None, str, int]:
 
 
 def _overrides(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the settings of the flags, as key=value."""
+    """Yield the settings that the command-line flags stand for, each as key=value."""
     of_draws = {name: vars(arguments)[name] for name in _FLAGS_OF_DRAWS}
     if arguments.data is not None:
         yield from (f"valid_dataset.path={_quoted(arguments.data)}", "valid_dataset.loader=null")
@@ -216,7 +224,20 @@ def _quoted(text: str) -> str:
 
 
 def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]) -> tuple[Any, str]:
-    """Return (settings of the evaluation, name of the algorithm). `of_run` None uses the default task."""
+    """Compose the settings of the evaluation.
+
+    Args:
+        of_run: Folder of the run whose settings are used. None, or a run without rewards, uses the default task.
+        model: Model folder or hub id.
+        arguments: The parsed command line.
+        settings: Settings from the command line, as key=value.
+
+    Returns:
+        (settings, name of the algorithm).
+
+    Raises:
+        ConfigError: `--data` or `--reward` is needed but missing, or a setting is wrong.
+    """
     from areno.api.algorithms import algorithm_of, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
     from areno.launch.compose import load, mention_version
@@ -258,7 +279,13 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
 
 
 def _output(named: str | None, of_run: Path | None, model: str) -> Path:
-    """Return the folder for the answers: the named folder, or a new one in evaluations/ of the run or of outputs/."""
+    """Return the folder to write the evaluation to.
+
+    Args:
+        named: Folder that the user named. If None, a new folder is chosen in evaluations/.
+        of_run: Folder of the run, in which evaluations/ lies. None uses outputs/evaluations/.
+        model: Model folder or hub id, after which the new folder is named.
+    """
     if named is not None:
         return Path(named).expanduser()
     base = (of_run or Path("outputs")).absolute() / "evaluations"

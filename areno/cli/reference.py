@@ -70,7 +70,11 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
 
 
 def _about(by_recipe: dict[str, Row]) -> str:
-    """Return the help of a setting. If it differs between recipes, return each help with the recipes that have it."""
+    """Return the help text of a setting. If recipes have different texts, each text follows the names of its recipes.
+
+    Args:
+        by_recipe: Name of the recipe -> documentation row of the setting.
+    """
     recipes: dict[str, list[str]] = {}
     for recipe, row in by_recipe.items():
         recipes.setdefault(row.setting.help, []).append(recipe)

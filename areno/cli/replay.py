@@ -1,4 +1,4 @@
-"""The command `areno replay`, which computes a recorded sample again under a checkpoint of its run."""
+"""The command `areno replay`, which recomputes the log-probabilities of a recorded sample under a checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute the sample again, and print a table of its tokens.
+    """Recompute the log-probabilities of the sample, and print a table of its tokens.
 
     Args:
         arguments: The parsed command line.

@@ -146,7 +146,15 @@ def _settings(words: Iterator[str]) -> dict[str, Any]:
 
 
 def _rows(path: str, step: int | None) -> list[Any]:
-    """Return the samples of a run, or the rows of a file. Raises ArenoError if there are none."""
+    """Return the recorded samples of a run, or the rows of a data file.
+
+    Args:
+        path: Folder of a run, or path of a data file.
+        step: Training step whose samples are read. None takes the last step with samples. Not allowed for a data file.
+
+    Raises:
+        ArenoError: There are no samples or rows.
+    """
     from areno.data.sources import read_rows
     from areno.tracking.reader import RunReader
 
@@ -164,7 +172,15 @@ def _rows(path: str, step: int | None) -> list[Any]:
 
 
 def _samples(run: RunReader, step: int | None) -> list[Any]:
-    """Return the samples of a step of a run, or of its last step that has any. Raises ArenoError if there are none."""
+    """Return the recorded samples of one training step.
+
+    Args:
+        run: Reader of the run.
+        step: The training step. None takes the last step that has samples.
+
+    Raises:
+        ArenoError: There are no samples.
+    """
     steps = run.sampled_steps()
     if not steps:
         raise ArenoError("{} has no samples; it was started with rollout.dump_n_samples=0", run.path)
@@ -177,9 +193,14 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 
 def _record(row: Any, where: str) -> Any:
-    """Return the record that reward functions receive for a row. Prompt and completion may be messages, as in TRL.
+    """Return the RewardRecord that reward functions receive for a row.
 
-    Raises DataError, which names the row by `where`, if the row lacks a field or has another type.
+    Args:
+        row: Row with the fields prompt and completion, each a text or a list of messages as in TRL.
+        where: Description of the row, which errors quote.
+
+    Raises:
+        DataError: The row lacks one of the two fields, or a field has another type.
     """
     from areno.schema.values import show as shown
     from areno.types import RewardRecord
@@ -228,7 +249,11 @@ def _messages(said: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _print_errors(outcomes: Sequence[Any]) -> int:
-    """Print the first errors with their tracebacks to stderr, and return the exit code."""
+    """Print to stderr why samples have no reward, with the tracebacks of the first failed samples.
+
+    Returns:
+        The exit code: 1 if a sample has no reward, otherwise 0.
+    """
     failed = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.value is None]
     for number, outcome in failed[:_SHOWN_ERRORS]:
         print(f"\nsample {number}: {outcome.status}\n{outcome.message}", file=sys.stderr)

@@ -271,11 +271,14 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
 
 @contextmanager
 def _signals() -> Iterator[_Shutdown]:
-    """Stop the server on SIGINT or SIGTERM.
+    """Stop the server on SIGINT or SIGTERM within a `with` block.
 
-    The first signal lets the answers in progress finish. A signal before the server accepts requests, and a second
-    signal, stop the process at once. If a thread hangs, the process is killed after the time limit of the last answers
-    and GRACE_S.
+    The first signal sets `asked`, so that requests in progress can finish. A second signal, or a signal before the
+    server accepts requests, raises KeyboardInterrupt at once. If the process still runs after the time limit of the
+    shutdown, for example because a thread hangs, the process is killed.
+
+    Yields:
+        The state of the shutdown, whose `limit_s` the caller sets when the server accepts requests.
     """
     shutdown, timers = _Shutdown(), list[threading.Timer]()
 

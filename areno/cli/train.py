@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _algorithm(arguments: argparse.Namespace) -> Algorithm:
-    """Return the algorithm of the command: --algo or, with --resume, that of the run."""
+    """Return the algorithm that `--algo` names, or the algorithm of the run that `--resume` names."""
     name = arguments.algo
     folder = Path(arguments.resume).expanduser() if arguments.resume else None
     if folder is not None and is_described(folder):  # otherwise --resume raises the error of the folder
@@ -130,7 +130,12 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return {setting: name of its flag}, without the settings that the user gave by key."""
+    """Return key of the setting -> name of its flag, for error messages.
+
+    Args:
+        algorithm: The algorithm.
+        settings: Settings that the user gave as key=value. These are left out, since the user knows them by key.
+    """
     names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)
@@ -140,7 +145,14 @@ def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]
 def _problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
-    """Compose the configuration and return its problems, in which settings are named by their flags."""
+    """Compose the configuration, and return the problems found. Problems call settings by their flags.
+
+    Args:
+        algorithm: The algorithm.
+        arguments: The parsed command line.
+        settings: All settings of the command line, as key=value.
+        names: Key of the setting -> name of its flag.
+    """
     from areno.files.paths import absolute
     from areno.launch.command import mention_recipes
     from areno.launch.compose import load
@@ -155,13 +167,13 @@ def _problems(
 
 
 def _tasks(**_: Any) -> list[str]:
-    """Return the values of --config-name, for the completion of the shell."""
+    """Return the values of --config-name, for shell completion."""
     from areno.launch import yaml_files
 
     return [*yaml_files.tasks(), *yaml_files.experiments()]
 
 
 def _keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
-    """Return the keys of settings, for the completion of the shell."""
+    """Yield the keys of settings, for shell completion."""
     algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else _DEFAULT
     return (f"{row.key}=" for row in rows(get_algorithm(algorithm).config) if not row.setting.section)

@@ -166,7 +166,7 @@ def overrides(
     Args:
         algorithm: Name of the algorithm.
         given: Name of each given flag -> its value as text, or a bool for a switch.
-        own_task: Whether the user named a task file or a run to resume, whose values are not known here.
+        own_task: Whether the user named a task file or a run to resume. The settings in that file are not known here.
         cls: The configuration class of the algorithm.
 
     Returns:
@@ -222,7 +222,17 @@ def with_settings(
 
 
 def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
-    """Yield key=value for each setting that a flag sets to its own value."""
+    """Yield key=value for each setting of a flag that passes its value on.
+
+    A switch passes on the value that it stands for, or false. With `own_task`, --mini-bs also sets max_tokens_per_mb to
+    null, because a value in the task would take precedence.
+
+    Args:
+        flag: The flag.
+        settings: Rows of the settings that the flag sets.
+        value: Value of the flag as text, or a bool for a switch.
+        own_task: Whether the user named a task file or a run to resume.
+    """
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)
     for row in settings:
@@ -267,7 +277,12 @@ def _is_null(cls: type[Section], section: str) -> bool:
 
 
 def _quoted(text: str, is_text: bool) -> str:
-    """Quote a value for Hydra's command line, if needed. `is_text` says that the setting has type str."""
+    """Quote a value for Hydra's command line, if needed.
+
+    Args:
+        text: The value.
+        is_text: Whether the setting has type str. Words such as "true" and "null" are then quoted.
+    """
     plain = text and all(letter.isalnum() or letter in _UNQUOTED for letter in text)
     if plain and not (is_text and text.lower() in ("true", "false", "null", "nan", "inf")):
         return text

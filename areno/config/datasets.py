@@ -12,7 +12,7 @@ from areno.schema.fields import Missing, Needs, Section, build_check, check, set
 
 @dataclass(kw_only=True)
 class ColumnsConfig(Section):
-    """The column of a dataset that holds each field of a row. null: the column has the name of the field."""
+    """The dataset column that holds each field of a row. If null, the column has the same name as the field."""
 
     prompt: str | None = setting(None, help="Column of the prompt, which is a text or a list of messages")
     solutions: str | None = setting(
@@ -77,7 +77,11 @@ class DatasetConfig(Section):
 
     @check
     def arguments_of_the_loader(self) -> Iterator[Problem]:
-        """Report dataset_kwargs without a source of rows, or with a key that has a setting of its own."""
+        """Report dataset_kwargs that are set without a source of rows.
+
+        Also report the keys path, name and split in dataset_kwargs, because the settings path and split determine
+        them.
+        """
         if self.dataset_kwargs and not self.is_given:
             text = "is set, but {} and {} are null, so nothing is loaded"
             yield Problem("dataset_kwargs", text, Key("path"), Key("loader"))

@@ -145,15 +145,17 @@ class ExperimentConfig(Section):
                 yield Problem(key, f"has {size} bytes; a folder name has at most {MAX_NAME_BYTES}")
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
         return ()
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the number by which a sweep compares runs.
+        """Return the metric by which a sweep compares runs.
 
         Returns:
-            (name, mode): what is compared, in words, and whether larger ("max") or smaller ("min") values are
-            better.
+            (description of the metric, mode). The mode is "max" if larger values are better, otherwise "min".
         """
         return self._objective("eval/loss", "train/loss of the last step", "min")
 
@@ -203,7 +205,10 @@ class SupervisedExperimentConfig(ExperimentConfig):
     """Settings of supervised fine-tuning."""
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
         return ("loss",)
 
 
@@ -217,15 +222,17 @@ class PreferenceExperimentConfig(ExperimentConfig):
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
         return ("loss", "accuracy", "margin", "ranking_accuracy")
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the number by which a sweep compares runs.
+        """Return the metric by which a sweep compares runs.
 
         Returns:
-            (name, mode): what is compared, in words, and whether larger ("max") or smaller ("min") values are
-            better.
+            (description of the metric, mode). The mode is "max" if larger values are better, otherwise "min".
         """
         return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
 
@@ -266,17 +273,19 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.reward.problems_of_none(self.agent.fn is not None)
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures. evaluator.metric is the first by default."""
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
         of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
         return ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences", *of_groups)
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the number by which a sweep compares runs.
+        """Return the metric by which a sweep compares runs.
 
         Returns:
-            (name, mode): what is compared, in words, and whether larger ("max") or smaller ("min") values are
-            better.
+            (description of the metric, mode). The mode is "max" if larger values are better, otherwise "min".
         """
         return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
 

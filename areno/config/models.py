@@ -1,7 +1,7 @@
 """Settings of the models: the actor with its optimizer, adapters and micro-batches, the reference and the critic.
 
-Imports no torch. Settings that only some policy algorithms have are elsewhere: the importance ratio in
-`areno.config.ratio`, the settings of a loss beside its formula in `areno.loss_fns` or in the recipe.
+Imports no torch. Settings that only some policy algorithms have are elsewhere. Those of the importance ratio are in
+`areno.config.ratio`. Those of a loss are in `areno.loss_fns` or in the recipe, next to the formula that uses them.
 """
 
 from __future__ import annotations
@@ -243,7 +243,10 @@ class ModelConfig(LoraConfig, UpdatedModelConfig):
         "be lost; train the model whole",
     )
     def adapters_on_nothing_that_stays(self) -> bool:
-        """Return whether adapters would be trained on random weights, which no checkpoint contains."""
+        """Return whether adapters would be trained on a randomly initialised base model.
+
+        An adapter checkpoint does not contain the base, so such a checkpoint would be useless.
+        """
         return self.use_lora and self.init_from_scratch
 
 
@@ -252,10 +255,10 @@ _OVERLONG = Needs("overlong_reward_penalty", so="no reward is reduced")
 
 @dataclass(kw_only=True)
 class PolicyConfig(ModelConfig):
-    """The actor of a policy algorithm: updates of a batch, and how rewards become advantages.
+    """Settings of the actor in a policy algorithm: how a batch is updated, and how rewards become advantages.
 
-    An algorithm of your own inherits from this class. If its loss uses an importance ratio or a KL penalty, it
-    also inherits from `ratio.RatioConfig` or `KLConfig`, which have these settings.
+    An algorithm of your own inherits from this class. If its loss uses an importance ratio, it also inherits from
+    `ratio.RatioConfig`. If it uses a KL penalty, it also inherits from `KLConfig`.
     """
 
     ppo_n_minibatches: int = setting(
@@ -314,7 +317,11 @@ class PolicyConfig(ModelConfig):
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
-        """Source of the log-probabilities that ratios divide by, as the argument old_logprobs of Trainer.train."""
+        """The argument `old_logprobs` of Trainer.train, always "recompute" in this class.
+
+        Importance ratios, if there are any, then divide by probabilities that a training pass computed before the
+        update.
+        """
         return "recompute"
 
     @property

@@ -116,7 +116,11 @@ class RatioConfig(PolicyConfig):
         "it to recompute",
     )
     def loglinear_decides_late(self) -> bool:
-        """Return whether corrections before the update are set although loglinear has no proximal policy by then."""
+        """Return whether rejection_sampling or m2_threshold is set together with loglinear.
+
+        Both need proximal log-probabilities before the update. prox_logp_method=loglinear computes these only during
+        the update.
+        """
         needed = self.rejection_sampling is not None or self.m2_threshold is not None
         return self.prox_logp_method == "loglinear" and needed
 
@@ -151,7 +155,11 @@ class RatioConfig(PolicyConfig):
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
-        """Source of the log-probabilities that ratios divide by, as the argument old_logprobs of Trainer.train."""
+        """The log-probabilities that importance ratios divide by, as the argument `old_logprobs` of Trainer.train.
+
+        "recompute": from a training pass of the policy before the update. "rollout": recorded in the rollout.
+        "loglinear": interpolated by the loss in every optimizer step after the first.
+        """
         if not self.recompute_logprob:
             return "rollout"
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"

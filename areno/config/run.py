@@ -159,7 +159,7 @@ class SaverConfig(FrequencyConfig):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
-        """Return whether the text cannot be the path of a folder."""
+        """Return whether the setting path cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 
@@ -427,7 +427,7 @@ class ClusterConfig(Section):
 
     @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
     def no_path(self) -> bool:
-        """Return whether the text cannot be the path of a folder."""
+        """Return whether the setting fileroot cannot be the path of a folder."""
         return is_no_folder(self.fileroot)
 
 
@@ -464,7 +464,7 @@ class TensorBoardConfig(Section):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
-        """Return whether the text cannot be the path of a folder."""
+        """Return whether the setting path cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 
@@ -511,7 +511,15 @@ class StatsLoggerConfig(Section):
         return found | {f"trackers.{name}": self._installed(name) for name in self.trackers}
 
     def _installed(self, name: str) -> Service:
-        """Construct the tracker of another package. Raises ConfigError with keys relative to its settings."""
+        """Construct a tracker that another package declares.
+
+        Args:
+            name: Name of the tracker, a key of `trackers`.
+
+        Raises:
+            ConfigError: The tracker is not installed, cannot be imported, or its settings are wrong. The keys of the
+                problems are relative to the settings of the tracker.
+        """
         if name not in installed_services():
             known = did_you_mean(name, installed_services())
             text = f"is no installed tracker{known}; its package declares it as an entry point of the group {GROUP}"

@@ -155,9 +155,14 @@ def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
 
 
 def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) -> dict[int, int]:
-    """Return {message number: end of its content in `text`} for messages with text.
+    """Find where the contents of messages end in a rendered conversation.
 
-    All assistant messages with text are included, and the other messages if their contents can be found.
+    Returns:
+        Index of the message -> character index in `text` after its content. All assistant messages with text are
+        included. The other messages with text are included only if all contents can be found.
+
+    Raises:
+        DataError: The contents of assistant messages cannot be found, because the template rewrites them.
     """
     with_text = [i for i, message in enumerate(messages) if message.get("content") and str(message["content"]).strip()]
     of_assistant = [i for i in with_text if messages[i]["role"] == "assistant"]

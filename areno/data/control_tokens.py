@@ -62,7 +62,7 @@ def control_names(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _written(tokenizer: Any) -> str:
-    """Return the chat template and example texts that it renders, in which markers of the template can be found."""
+    """Return the chat template and example conversations that it renders, as one text to search for markers."""
     texts = [str(tokenizer.chat_template)]
     for roles in _ROLES:
         messages = [{"role": role, "content": "a"} for role in roles]
@@ -233,7 +233,14 @@ class ControlTokens:
         return found["input_ids"], found.encodings[0].token_to_chars
 
     def _encode_apart(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a text with breaks by `_plain`, which needs aliases for control tokens. Returns (ids, offsets)."""
+        """Encode a text with breaks, using the tokenizer and the aliases that `_plain` returns.
+
+        Control tokens without a break are replaced by their aliases first. Control tokens with a break stay ordinary
+        text.
+
+        Returns:
+            (token ids, offsets), where offsets has (start, end) for each token, as character indices in `text`.
+        """
         tokenizer, aliases, ids = self._plain
         pieces, starts, origins, size = list[str](), list[int](), list[int](), 0
         for piece, origin in self._pieces(text):
@@ -270,7 +277,12 @@ class ControlTokens:
         return tokens
 
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
-        """Yield (piece, start index) of a text split at its added tokens, without breaks. The last piece is empty."""
+        """Split a text at its added tokens and breaks.
+
+        Yields:
+            (substring, start index in `text`). Added tokens are substrings of their own, and breaks are left out. The
+            last substring is empty.
+        """
         at = 0
         for match in self._borders.finditer(text):
             if match.start() > at:
@@ -284,18 +296,21 @@ class ControlTokens:
 
     @cached_property
     def _borders(self) -> Any:
-        """The pattern at which `_pieces` splits a text."""
+        """The compiled regular expression of the places at which `_pieces` splits a text: added tokens and breaks."""
         names = self.names if self._tokenizer.is_fast else map(str, added_tokens(self._tokenizer).values())
         return whole_names([BREAK, *names])
 
     @cached_property
     def _plain(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
-        """Return (tokenizer, aliases, ids) for encoding with control tokens as ordinary text.
+        """Make a second tokenizer that encodes the texts of control tokens as ordinary text.
 
-        The tokenizer knows only the aliases as control tokens.
+        It shares the vocabulary of the original tokenizer, so it takes little memory. To get the id of a control token,
+        write the alias of the control token in its place.
 
-        The tokenizer shares the vocabulary of the original tokenizer, so it takes little memory. `ids` maps ids of
-        this tokenizer to (name, ids in the original tokenizer).
+        Returns:
+            (tokenizer, aliases, ids). `aliases` maps the text of each control token to its alias. `ids` maps token ids
+            of the second tokenizer to (text, token ids in the original tokenizer). The text is "" unless the original
+            vocabulary contains the text of the control token as a word, which is then split into letters.
         """
         from tokenizers import AddedToken, Tokenizer
 

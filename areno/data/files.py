@@ -72,7 +72,7 @@ def open_text(file: Path, shown: str) -> IO[str]:
         A text file object that decodes UTF-8, with .gz files decompressed.
 
     Raises:
-        DataError: If the file is UTF-16.
+        DataError: The file is UTF-16.
     """
     return io.TextIOWrapper(open_bytes(file, shown), encoding="utf-8-sig", errors="surrogateescape")
 

@@ -169,7 +169,16 @@ def _for_prompts(there: set[str]) -> Form | None:
 
 
 def _questions(there: set[str], question: str) -> Form | None:
-    """Return the form "questions" for a question column and an optional answer column, or None if nothing changes."""
+    """Return the form "questions" for rows with a question column and possibly an answer column.
+
+    Args:
+        there: Names of all columns.
+        question: Name of the question column.
+
+    Returns:
+        The form. None if the question column is `prompt` and there is no answer column, so that nothing is
+        converted.
+    """
     answer = next((name for name in _ANSWERS if name in there), None)
     if answer is None and question == "prompt":
         return None
@@ -395,7 +404,12 @@ def _problems(rows: Rows, kind: RowKind) -> Iterator[tuple[int, str]]:
 
 
 def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
-    """Yield every row. Of an Arrow table, only the columns in `fields` are read (None: all), in batches."""
+    """Yield every row as a mapping.
+
+    Args:
+        rows: The rows. An Arrow table is read in batches.
+        fields: Columns to read from an Arrow table. None reads all columns.
+    """
     columns = getattr(rows, "column_names", None)
     if columns is None:
         yield from (rows[number] for number in range(len(rows)))
@@ -413,7 +427,17 @@ def _iter_fields(rows: Rows, fields: Sequence[str] | None) -> Iterator[Row]:
 def _fault_problems(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, key: str, faults: Sequence[tuple[int, str]], count: int
 ) -> list[Problem]:
-    """Return a Problem for each shown faulty row, and one that gives their number if there are several."""
+    """Return a Problem for each faulty row to show and, if several rows are faulty, a Problem with their number.
+
+    Args:
+        rows: The rows.
+        kind: Kind of training that the rows are for.
+        setting: Name of the setting that the rows come from.
+        name: Path or other name of the rows.
+        key: Configuration section whose settings the message suggests. "" suggests nothing.
+        faults: (index of the row, reason) of the faulty rows to show.
+        count: Number of all faulty rows.
+    """
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):

@@ -80,8 +80,9 @@ class BatchLoader(Generic[Item]):
     def batches(self) -> Iterator[Batch[Item]]:
         """Iterate over the remaining batches of the current epoch. At the end, `epoch` increases by one.
 
-        The loader encodes one batch in advance to know which batch is the last of an epoch. `state_dict` does not count
-        the batch in advance. A thread encodes the batch after it while the caller uses the current batch.
+        Batches are encoded ahead. When a batch is yielded, the next batch is already encoded, so that it is known
+        whether the yielded batch is the last of the epoch. A thread encodes the rows of the batch after the next while
+        the caller uses the yielded batch. `state_dict` counts only batches that were yielded.
 
         Yields:
             The batches, each with its items and the numbers of skipped rows.
@@ -111,9 +112,12 @@ class BatchLoader(Generic[Item]):
         self._next = 0
 
     def _prepare(self, indices: list[int]) -> None:
-        """Encode rows in a thread.
+        """Start a thread that encodes rows ahead of their use.
 
-        Errors are ignored here, because the row is encoded again when it is used, which raises them.
+        The thread ignores errors. A row with an error is encoded again when it is used, and the error is raised then.
+
+        Args:
+            indices: Indices of the rows.
         """
 
         def run() -> None:
@@ -173,7 +177,7 @@ class BatchLoader(Generic[Item]):
         return items, place - start - len(items), place
 
     def _is_batch(self, items: list[Item]) -> bool:
-        """Return whether there are enough items for a batch, which with drop_last must be full."""
+        """Return whether the items make a batch: batch_size items with drop_last, otherwise at least one item."""
         return len(items) == self.config.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:

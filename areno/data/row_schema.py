@@ -210,9 +210,16 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
 
 
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return (prompt, chosen, rejected) as lists of messages.
+    """Split a preference pair into (prompt, chosen, rejected), each a list of messages.
 
-    If both answers repeat the prompt, it is removed from them. If `prompt` is None, it is the shared beginning.
+    Args:
+        prompt: The prompt, as text or messages. None takes the messages with which both answers begin.
+        chosen: Messages of the preferred answer. If both answers begin with the prompt, the prompt is removed from
+            both.
+        rejected: Messages of the rejected answer.
+
+    Raises:
+        DataError: `prompt` is None, and the answers begin with different messages.
     """
     if prompt is None:
         if n := shared_length(chosen, rejected):

@@ -238,7 +238,11 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
 
 
 def _find(path: str, key: str) -> Path | None:
-    """Return the file or folder at a path, or None if the path is a hub reference. Raises DataError otherwise."""
+    """Return the local file or folder at a path. None if there is none and the path may be a hub reference.
+
+    Raises:
+        DataError: There is no such file or folder, and the path cannot be a hub reference.
+    """
     file = existing_path(path)
     is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
     if file is None and (not is_reference or format_of(path) is not None):

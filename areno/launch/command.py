@@ -246,7 +246,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
 
 
 def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
-    """Resume the run in `folder`, whose config.yaml the session composes."""
+    """Resume the run in `folder`. The session composes the run's configuration from config.yaml in this folder."""
     from areno.launch.compose import Job, mention_version
     from areno.run import resume
 
@@ -273,7 +273,7 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
 def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
-    """Run the jobs of a sweep, several at a time, in processes of their own. `config` is that of the first job."""
+    """Run the jobs of a sweep, several at a time, in separate processes. `config`: settings of the first job."""
     from areno.launch.compose import N_JOBS
 
     if config.scheduler.type == "ray":

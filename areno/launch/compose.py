@@ -75,7 +75,8 @@ class Composition:
         data: Plain values with interpolations resolved. Keys without a value are left out.
         raw: The same values, with interpolations and ??? not resolved.
         problems: Problems found in files and in the command line. `build` adds the problems of values.
-        variant: (name, file) of the chosen variant. None if no variant is chosen.
+        variant: (name, file) of the choice `variant=name`, a YAML file with the settings of a published method. None if
+            no variant is chosen.
         output_dir: Folder of the run or the sweep. None if the settings that name the folder are wrong.
     """
 
@@ -132,7 +133,12 @@ class _CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: str, sample: str | None = None) -> None:
-        """Add an override to `lines`, and `sample` (None: the same override) to the first combination of a sweep."""
+        """Add an override to `lines` and to `sample`.
+
+        Args:
+            line: The override. In a sweep, it may list several values.
+            sample: The override as it is in the first combination of the sweep. None means that it equals `line`.
+        """
         self.lines.append(line)
         self.sample.append(line if sample is None else sample)
 
@@ -444,10 +450,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         vars(self).pop("_command_line", None)
 
     def _is_listed(self, group: str) -> bool:
-        """Return whether a group is in the defaults lists of the files.
+        """Return whether a config group is in the defaults lists of the files.
 
-        Most groups are, and looking them up takes half as long as composing. So the answer is True until Hydra
-        refuses a group and the groups are looked up.
+        Looking this up takes half as long as composing, and most groups are listed. So the result is always True until
+        `_look_up_defaults` has run, which happens when Hydra refuses a group.
         """
         return self._listed is None or group in self._listed
 
@@ -491,7 +497,12 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.add(forced, sample)
 
     def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
-        """Convert the configuration that Hydra composed to a Composition, with `problems` and those found here."""
+        """Convert the configuration that Hydra composed to a Composition.
+
+        Args:
+            config: The composed configuration.
+            problems: Problems found before. The Composition gets these and the problems found during the conversion.
+        """
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
@@ -514,7 +525,12 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return Composition(data, raw, found, (choices["variant"], file) if file else None)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:
-        """Yield a problem for each override in a section that is null, or in a section that needs the null section."""
+        """Yield a problem for each override that has no effect because a section is null.
+
+        Args:
+            group: Key of the section that is null. Overrides in this section have no effect, nor do overrides in
+                sections that are used only together with it.
+        """
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]

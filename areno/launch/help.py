@@ -60,7 +60,7 @@ def text(command: str, cls: type[Section], default: str, config_dir: Path | None
 
 
 def _keys(file: Path) -> Iterator[str]:
-    """Yield the dotted settings of a YAML file. A broken file yields none: a run that names it reports the fault."""
+    """Yield the dotted keys that a YAML file sets. Yield nothing if the file cannot be read as YAML."""
     from areno.files.small_yaml import YamlFault, plain_yaml
 
     with contextlib.suppress(YamlFault):

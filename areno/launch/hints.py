@@ -143,8 +143,9 @@ def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
     """Return a hint that an error about an unknown setting ends with.
 
     Args:
-        key: Dotted key of the setting. `key=value` asks about a value that the setting does not accept.
-        variant: (name, file) of the chosen variant, which may set the key. None if no variant is chosen.
+        key: Dotted key of the unknown setting. Or `key=value`, for a known setting that does not accept this value.
+        variant: (name, file) of the choice `variant=name`, whose YAML file may set the key. None if no variant is
+            chosen.
 
     Returns:
         The hint, which begins with "; ". "" if there is no hint.

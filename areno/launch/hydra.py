@@ -241,7 +241,12 @@ def check_references(raw: Mapping[Any, Any]) -> None:
 
 
 def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
-    """Return the names of a dotted key. A key that begins with dots is relative to the section around `path`."""
+    """Return the path that a reference ${key} points to, as a tuple of names.
+
+    Args:
+        path: Path of the value that contains the reference.
+        key: Key in the reference. A key that begins with dots is relative to the section around `path`.
+    """
     names = key.lstrip(".")
     n_dots = len(key) - len(names)
     start = path[: max(0, len(path) - n_dots)] if n_dots else ()

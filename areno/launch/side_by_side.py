@@ -166,12 +166,13 @@ class _Running:
 
 
 class SideBySide:
-    """Starts runs in processes of their own, as many at a time as there are shares.
+    """Starts runs in separate processes, at most `len(shares)` at a time.
 
     Use it as a context manager, which waits for all runs at its end.
 
     Args:
-        shares: Environment variables of each of the runs at the same time, from the function `shares`.
+        shares: A dictionary of environment variables for each run that may be in progress at the same time. It gives
+            the run its part of the devices and threads, as returned by the function `shares`.
         told: Called with (number of the run, line) for each line that a run writes to stdout or stderr, from any
             thread.
     """
@@ -187,14 +188,14 @@ class SideBySide:
         self._is_stopping = False
 
     def start(self, number: int, work: Work, began: Callable[[], None], ended: Callable[..., None]) -> Future[float]:
-        """Wait until a share is free, and start a run with the share.
+        """Wait until another run may be in progress, then start the run in a new process.
 
         Args:
             number: Number of the run in its sweep, from 0.
             work: Function that does the run in the new process. It must be picklable.
-            began: Called when a share is free, before the process starts.
-            ended: Called with (objective or None, reason of a failure) when the run ends, from any thread, but never
-                twice at once.
+            began: Called after the wait, before the process starts.
+            ended: Called with (objective or None, reason of a failure) when the run ends. It is called from any thread,
+                but not from two threads at once.
 
         Returns:
             A Future of the objective, which raises JobFailed with the reason if the run fails.
@@ -278,7 +279,11 @@ class SideBySide:
             running.done.wait()
 
     def _stop(self, first: int) -> None:
-        """Send a signal to all runs and wait for their end. If interrupted, send it again, and then SIGKILL."""
+        """Send the signal `first` to all runs, and wait for their end.
+
+        If Ctrl-C interrupts the wait, the signal is sent again. If the second wait is interrupted too, SIGKILL is
+        sent.
+        """
         self._is_stopping = True
         for number in (first, first, signal.SIGKILL):
             for running in list(self._running):
@@ -311,7 +316,7 @@ def _run(output: Any, result: Any, work: Work) -> None:
 
 
 def _end_with(parent: Any) -> None:
-    """Send SIGTERM to this process, so that it saves its state, when the parent process has ended."""
+    """Wait until the parent process has ended. Then send SIGTERM to this process, so that it saves its state."""
     connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -338,7 +343,7 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 @contextlib.contextmanager
 def _environment(share: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within a `with` block, for a process that the block starts."""
+    """Set the environment variables `share` within a `with` block, for a process that the block starts."""
     before = {name: os.environ.get(name) for name in share}
     os.environ.update(share)
     try:
@@ -353,7 +358,7 @@ def _environment(share: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals within a `with` block. A process that the block starts unblocks them when it can handle them."""
+    """Block signals within a `with` block. A process started in the block unblocks signals once it handles them."""
     resource_tracker.ensure_running()  # otherwise it starts with the first process, and unblocks some signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

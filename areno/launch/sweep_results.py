@@ -127,7 +127,10 @@ class Sweep:
         return sorted(found, key=lambda one: self._rank(one.mean))
 
     def repeated(self) -> dict[int, int]:
-        """Return {number of a run: number of an earlier run with the same overrides}, for runs that repeat another."""
+        """Return number of the run -> number of the first run with the same overrides.
+
+        Contains only runs that repeat an earlier run. Runs without an objective do not count.
+        """
         first: dict[frozenset[tuple[str, str]], int] = {}
         found: dict[int, int] = {}
         for one in self.outcomes:

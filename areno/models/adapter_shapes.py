@@ -43,9 +43,9 @@ class _Linear(NamedTuple):
 
 
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:
-    """Return the linear layers that may have adapters, by our module name inside a layer.
+    """Return the linear layers that may have adapters, by module name in `Layer`, such as "attention.qkv".
 
-    Experts have none, and plain MLPs of models with experts have none either.
+    Experts cannot have adapters, and in models with experts neither can the plain MLPs.
     """
     size, inner, n_attend = config.hidden_size, config.intermediate_size, len(config.attention_layers)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -105,7 +105,9 @@ def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Return the number of elements that `Adapter.stack` adds to the weights on one rank: copies of A, and padding.
+    """Return by how many elements `Adapter.stack` enlarges the weights on one rank.
+
+    `Adapter.stack` appends a copy of the LoRA matrix A to the rows of each adapted weight, and pads the number of rows.
 
     Args:
         config: the shape of the model.

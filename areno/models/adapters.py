@@ -71,7 +71,10 @@ def init_adapters(model: Transformer, seed: int) -> None:
 
 
 def stack_adapters(model: Transformer) -> None:
-    """Move the weights of adapted layers into tensors with room for a copy of A, for sampling; see `Adapter.stack`.
+    """Make room for a copy of the LoRA matrix A below the weight of each adapted layer.
+
+    With the copy, one matrix product computes both x W^T and x A^T while sampling; see `Adapter.stack`. The weights
+    move into larger tensors.
 
     Args:
         model: a model with adapters, whose weights have memory.
@@ -82,7 +85,9 @@ def stack_adapters(model: Transformer) -> None:
 
 
 def refresh_adapters(model: Transformer) -> None:
-    """Copy A below the weights of adapted layers. Call this before sampling, as A may have changed.
+    """Copy each LoRA matrix A to the rows below its layer's weight; see `stack_adapters`.
+
+    Call this before sampling, because training may have changed A.
 
     Args:
         model: a model with adapters.
@@ -112,7 +117,9 @@ def adapter_table(model: Transformer) -> list[Entry]:
 
 
 def stored_adapters(model: Transformer) -> dict[str, Stored]:
-    """Return the tensors of a peft folder by name, as `weights.Stored`.
+    """Return the adapter tensors as a peft folder stores them: name in the folder -> `weights.Stored`.
+
+    A `Stored` lists the tensors of the model that the tensor in the folder consists of.
 
     Args:
         model: a model with adapters.
@@ -361,7 +368,7 @@ def adapter_writes(
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """Yield the functions that write this rank's share of a peft folder, for `weights.write_all`.
+    """Yield the functions that write this rank's files of a peft folder, for `weights.write_all`.
 
     Taking a function from the iterator is a collective call over the ranks of a copy of the model.
 
@@ -370,7 +377,7 @@ def adapter_writes(
         folder: the folder, created if needed.
         adapters: rank, scaling and targets.
         base: the folder or hub id of the base model, which is recorded in adapter_config.json.
-        source: folders or hub ids to copy tokenizer files from. The first that has any is used.
+        source: folders or hub ids to copy tokenizer files from. The first folder that has tokenizer files is used.
         dp: the ranks with copies of the model. Only the first copy is written. None: there is one copy.
         pin_memory: whether to copy the weights to pinned host memory.
     """

@@ -141,7 +141,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family. This record is its only declaration; areno/models/families finds all records.
+    """A model family. This record is the only place that declares the family; areno/models/families finds all records.
 
     The names of modules are those in checkpoints, such as "self_attn.q_proj".
 
@@ -149,18 +149,19 @@ class Family:
         name: The `model_type` in `config.json`.
         architecture: The causal language model class of transformers.
         value_architecture: The sequence classification class of transformers, whose head gives a value.
-        read: Reads the shape of a model from `config.json`. It begins with `read_decoder`.
+        read: Function that reads the shape of a model from `config.json`. It calls `read_decoder` first.
         unused: Fields of `config.json` that do not change the computation of this family, in addition to UNUSED. A
             field that is neither read nor listed raises an error.
-        names: The checkpoint's names of modules in a layer, by our name, where they differ from LAYER_NAMES.
-        expert_names: The same for the modules of a mixture of experts. `{}` stands for the index of an expert. If a
-            module holds several matrices of each expert, they are stacked, expert by expert.
-        stacked: Modules that the weight files store fused, each with the separate modules that it consists of, from the
-            first row.
+        names: Name of a module in areno's `Layer` -> names of its modules in the checkpoint, where the family differs
+            from LAYER_NAMES.
+        expert_names: As `names`, for the modules of a mixture of experts. `{}` stands for the index of an expert. If a
+            checkpoint module holds several matrices of each expert, they are stacked, expert by expert.
+        stacked: Fused module in the weight files -> the separate modules that it stacks, from the first row.
         around: The image-text architecture whose `text_config` describes a model of this family; "" if there is none.
         assumed: Default values of fields that such a `text_config` may leave out.
-        is_whole: Whether transformers builds the image-text model from such a folder, even to use it as a text model.
-        beginnings: Prefixes of tensor names in an image-text model, with the prefixes in a text model.
+        is_whole: Whether transformers builds the image-text model from an image-text folder even when asked for a
+            causal language model.
+        beginnings: Prefix of tensor names in an image-text model -> prefix in a text model.
         unread: Prefixes of the names of tensors that are ignored, such as those of the image encoder.
     """
 

@@ -24,11 +24,11 @@ class Cost:
 
     Attributes:
         n_params: the number of parameters of the model.
-        body_params: the number of parameters of the layers that a token is multiplied with. Of the experts, only those
-            of the token count.
+        body_params: the number of parameters that a token is multiplied with, without the LM head. Only the experts
+            that the token is routed to count.
         head_params: the number of parameters of the LM head, which only tokens need whose next token is predicted.
         kv_bytes: the bytes of a token's keys and values, in all layers.
-        attn_flops: the forward FLOPs of one query with one key, in all layers and heads.
+        attn_flops: the forward FLOPs of one (query, key) pair of tokens, in all layers and heads.
         itemsize: the bytes of a weight, and of a cached key or value.
         windows: pairs of an attention window in tokens and the share of the attention layers that have it. A window of
             None means all tokens.
@@ -89,7 +89,7 @@ class Cost:
     def moved_params(self, n_tokens: float) -> float:
         """Return the number of parameters that must be read from memory to compute a batch.
 
-        Of the experts, the expected number of distinct experts counts, see `Experts.distinct`.
+        Only experts that some token is routed to are read. Their number is an expected value; see `Experts.distinct`.
 
         Args:
             n_tokens: the number of tokens of the batch.
@@ -115,7 +115,8 @@ def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None =
 def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
     """Return the FLOPs of a forward and a backward pass over sequences.
 
-    A backward pass takes twice the FLOPs of the forward pass, but only once for products with frozen weights.
+    A backward pass takes twice the FLOPs of the forward pass. For products with frozen weights it takes the same FLOPs
+    as the forward pass, because the gradient with respect to the weights is not computed.
 
     Args:
         cost: the cost of a token.
@@ -186,7 +187,7 @@ def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 def active_body_parameters(config: TransformerConfig) -> int:
     """Return the number of parameters of all layers and the final norm that one token uses, over all ranks.
 
-    Of the experts, only those of the token count.
+    Only the experts that the token is routed to count.
 
     Args:
         config: the shape of the model.
@@ -337,7 +338,7 @@ def model_bytes(
         layout: how the model is divided over devices. The default is one device.
         zero_stage: the setting `engine.zero_stage`.
         adapters: the adapters that are trained. None: all parameters are trained.
-        copies_a: whether the weights have room for copies of A, see `Adapter.stack`.
+        copies_a: whether adapted weights have room for a copy of the LoRA matrix A, which sampling uses.
     """
     n_weights = n = parameters(config, layout)
     layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size
@@ -383,7 +384,8 @@ def activation_bytes(
 ) -> ActivationBytes:
     """Return the bytes of activations that one fused layer holds for one token.
 
-    If layers differ, each figure is the larger one. With experts, a rank reserves room for all copies of a token.
+    If layers differ, the largest value of each figure is returned. With experts, all copies of a token for its experts
+    count, even if these experts are on other ranks.
 
     Args:
         config: the shape of the model.
@@ -416,10 +418,11 @@ def activation_bytes(
 
 
 def _rule_bytes(delta: Delta, itemsize: int) -> int:
-    """Return the bytes for one token of the backward pass of the gated delta rule between its two products.
+    """Return the temporary bytes per token of the backward pass of the gated delta rule.
 
-    Counted are the projections, the result and their gradients, and the fp32 tensors that the kernels of
-    areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and exchange.
+    The input and output projections are left out. Counted are the projected inputs, the result and their gradients, and
+    the fp32 tensors that the kernels of areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and
+    exchange.
     """
     key, value = delta.key_dim, delta.value_dim
     projected = (itemsize + 4) * delta.n_channels + 2 * itemsize * delta.inner_size

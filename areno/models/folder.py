@@ -49,9 +49,14 @@ def resolve(path: str | Path, what: str = "model") -> Path:
 
 
 def _download(repo: str, what: str) -> Path:
-    """Download a hub repository and return its local folder, or the cached one if the hub cannot be reached.
+    """Download a hub repository and return its local folder. Without a connection, return the cached folder.
 
-    Raises CheckpointError if neither is possible. what: "model" or "adapter", for messages.
+    Args:
+        repo: the hub id.
+        what: "model" or "adapter", for messages.
+
+    Raises:
+        CheckpointError: the repository can neither be downloaded nor found in the cache.
     """
     # Imported here, as local folders do not need it.
     from huggingface_hub import HfApi, snapshot_download
@@ -157,7 +162,7 @@ class RawConfig:
     def section(self, name: str) -> RawConfig:
         """Return the object in a field as a RawConfig that shares `problems`.
 
-        It is empty if the field is absent or null.
+        The returned RawConfig is empty if the field is absent or null.
 
         Args:
             name: the field.
@@ -308,7 +313,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is that of a .safetensors file without any folder, and not too long for file systems."""
+    """Return whether a name ends in .safetensors, has no folder in it, and is short enough for file systems."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0") and len(os.fsencode(name)) <= 255
 
 

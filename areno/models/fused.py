@@ -39,14 +39,17 @@ def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split
         layer: the layer to compute.
         x_ND: the normalised input.
         angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
-        attend: attention over all tokens.
+        attend: a callable that computes attention over packed rows or over a KV cache.
         split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
         whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
     Returns:
-        The output (N, D), or this rank's share of its tokens if split. The output of the input projection (qkv, or that
-        of the delta rule), which a caller may pass to `mix_tokens_backward` as `kept` or drop. A tuple of tensors,
-        which is `needed` of `mix_tokens_backward`.
+        A tuple (output, projected, needed).
+
+        - output: (N, D), or this rank's share of the tokens if `split`.
+        - projected: the output of the input projection, which is qkv or that of the delta rule. Pass this tensor
+          to `mix_tokens_backward` as `kept`, or drop it to save memory.
+        - needed: tensors for the argument `needed` of `mix_tokens_backward`.
     """
     if layer.attention is not None:
         return _attended(layer.attention, x_ND, angles, attend, split, whole)
@@ -75,7 +78,7 @@ def mix_tokens_backward(
         kept: the second result of `mix_tokens`. None: compute it again.
         needed: the third result of `mix_tokens`.
         angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
-        attend: attention over all tokens.
+        attend: a callable that computes attention over packed rows or over a KV cache.
         split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
 
     Returns:
@@ -204,7 +207,7 @@ def fused_layer(
         delta_ND: the output of the previous layer's MLP, which is added to the stream. None: nothing is added.
         cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
         sin: sines of the rotary embedding, (N, 1, C / 2) float32.
-        attend: attention over all tokens. With gradients, a PackedAttend.
+        attend: a callable that computes attention over packed rows or over a KV cache. With gradients, a PackedAttend.
         keep: whether to keep the large intermediate results of attention and MLP for the backward pass. If False, the
             backward pass computes them again.
         split: whether each tensor-parallel rank has a different share of the tokens in `stream_ND` (sequence
@@ -236,10 +239,10 @@ def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: Symme
 
 
 def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
-    """Return the stream, as a new autograd leaf if the module is the first with parameters to train.
+    """Return the residual stream, which requires a gradient if `module` has parameters to train.
 
-    Parameters are not inputs of the autograd functions below. Autograd calls their backward pass because the stream
-    requires a gradient.
+    The autograd functions of this file do not take parameters as inputs, so autograd calls their backward pass only if
+    the stream requires a gradient. If it does not yet, a new autograd leaf is returned.
     """
     if not torch.is_grad_enabled() or stream_ND.requires_grad:
         return stream_ND
@@ -270,7 +273,11 @@ def _add_norm(
 def _add_norm_backward(
     norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient with respect to the sum of `_add_norm`, in the dtypes of the sum and of `grad_ND`."""
+    """Return the gradient with respect to the sum that `_add_norm` computes, in two dtypes.
+
+    Returns:
+        (gradient in the dtype of the sum, gradient in the dtype of `grad_ND`).
+    """
     if norm is not None:
         return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
     grad_sum_ND = grad_sum_ND + grad_ND

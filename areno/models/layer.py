@@ -23,7 +23,7 @@ from areno.models.config import TransformerConfig
 class Attention(nn.Module):
     """Grouped-query attention with rotary embedding.
 
-    The argument `attend` of `forward` reaches the keys of all tokens.
+    The argument `attend` of `forward` computes the attention itself, over packed rows or over a KV cache.
 
     With `config.attention_gate`, the qkv projection computes a gate next to the query of each head. The head's output
     is multiplied by the sigmoid of the gate.
@@ -70,7 +70,7 @@ class Attention(nn.Module):
             x_ND: inputs, the same on every tensor-parallel rank unless split.
             cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
             sin: sines of the rotary embedding, (N, 1, C / 2) float32.
-            attend: attention over all tokens.
+            attend: a callable that computes attention over packed rows or over a KV cache.
             split: whether `x_ND` and the result hold only this rank's share of the N tokens (sequence parallelism).
 
         Returns:
@@ -172,11 +172,10 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 
 
 class Layer(nn.Module):
-    """A transformer layer: attention and an MLP.
+    """A transformer layer: attention and an MLP, each followed by a residual addition.
 
-    Each has a norm before it, after it, or both, and a residual addition.
-
-    A layer with a recurrent state has `delta` in place of `attention`.
+    Norms are before attention and MLP, after them, or both. A layer with a recurrent state has `delta` in place of
+    `attention`.
 
     Args:
         config: the shape of the model.
@@ -221,7 +220,7 @@ class Layer(nn.Module):
             x_ND: the residual stream.
             cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
             sin: sines of the rotary embedding, (N, 1, C / 2) float32.
-            attend: attention over all tokens.
+            attend: a callable that computes attention over packed rows or over a KV cache.
             split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence
                 parallelism). Attention still covers all tokens.
 

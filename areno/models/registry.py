@@ -122,11 +122,12 @@ def has_value_head(folder: Path) -> bool:
 
 
 def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
-    """Return the problem of a model whose sizes the ranks of a layout cannot divide.
+    """Check whether the ranks of a layout can divide the sizes of a model.
 
-    A tensor-parallel size that is a multiple of the number of key-value heads is no problem, because equally many
-    ranks then hold each head, unless the family has a norm over the keys of all heads. Context parallelism further
-    divides the heads of each tensor-parallel rank.
+    The tensor-parallel size must divide the numbers of heads and the other sizes. It may instead be a multiple of the
+    number of key-value heads, with several ranks holding the same head, unless one norm covers the keys of all heads.
+    The context-parallel size must divide the heads of each tensor-parallel rank. It must be 1 for a model with
+    recurrent layers.
 
     Args:
         config: Shape of the model.
@@ -134,7 +135,7 @@ def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the
         whose: Name of the model in the message.
 
     Returns:
-        A list of one problem, of engine.tp_size or engine.cp_size. Empty if the layout fits.
+        A list with one problem about engine.tp_size or engine.cp_size. Empty if the layout fits.
     """
     tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
@@ -186,7 +187,11 @@ def build_model(
 
 
 def _text_of(raw: RawConfig) -> RawConfig:
-    """Return the fields of the text model, which image-text models of supported families have in `text_config`."""
+    """Return the fields of the text model.
+
+    For an image-text model of a supported family, these are the fields in `text_config`. Otherwise `raw` is
+    returned.
+    """
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)

@@ -50,16 +50,16 @@ def read_rope(
 def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
     """Read the rotary positions of a model whose layers with a window have positions of their own.
 
-    `rope_parameters` has a section for each of the two. Before transformers 5, `rope_theta` and `rope_scaling`
-    described the layers without a window.
+    `rope_parameters` has one section for the layers with a window and one for the layers without. Before transformers
+    5, `rope_theta` and `rope_scaling` described the layers without a window.
 
     Args:
         raw: The fields of `config.json`. Problems are added to `raw.problems`.
         max_positions: The context length of the model, in tokens.
-        local_theta: The older field with the base of the layers with a window.
+        local_theta: The field that held the rope base of the layers with a window before transformers 5.
 
     Returns:
-        The positions of the layers without a window, and those of the layers with a window.
+        (positions of the layers without a window, positions of the layers with a window).
     """
     sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
     full, local = sections.section("full_attention"), sections.section("sliding_attention")
@@ -78,7 +78,16 @@ def _read_section(
     theta: float | None = None,
     unused: Collection[str] = (),
 ) -> Rope:
-    """Read one section. theta: the base if the section has no rope_theta; None takes rope_theta of `raw`."""
+    """Read the rotary positions that one section of `config.json` describes.
+
+    Args:
+        params: The section. Problems are added to its `problems`.
+        raw: All fields of `config.json`.
+        max_positions: The context length of the model, in tokens.
+        partial: The share of a head that is rotated if the file does not set it. None: the whole head must be rotated.
+        theta: The rope base if the section has no `rope_theta`. None: `rope_theta` of `raw`.
+        unused: Further fields of the section that do not change the computation.
+    """
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
@@ -100,17 +109,17 @@ def _read_section(
 
 
 def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return no fields, for the default without scaling."""
+    """Return an empty dictionary, because rotary positions without scaling have no further fields."""
     return {}
 
 
 def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read the factor of linear or dynamic scaling."""
+    """Return the field `factor` of `Rope`, read for linear or dynamic scaling."""
     return {"factor": params.get("factor", float, ge=1)}
 
 
 def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read the frequency bands of Llama 3."""
+    """Return the fields of `Rope` for the scaling by frequency bands of Llama 3."""
     low = params.get("low_freq_factor", float, gt=0, le=1e6)
     high = params.get("high_freq_factor", float, gt=low, le=1e6)
     factor = params.get("factor", float, ge=1)
@@ -118,9 +127,10 @@ def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, A
 
 
 def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read YaRN.
+    """Return the fields of `Rope` for YaRN scaling.
 
-    As in transformers, an absent `factor` is computed from both lengths, and `attention_factor` from it.
+    As in transformers, an absent `factor` is max_positions / original, which must be above 1. An absent
+    `attention_factor` is computed from the factor.
     """
     factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
     above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))

@@ -45,8 +45,9 @@ class Transformer(nn.Module):
     Attributes:
         row_multiple: the number of tokens of a pass is padded to a multiple of this. It is larger than 1 only for
             `engine.exact`.
-        on_stage_backward: a function that the backward pass calls with a stage when the gradients of all parameters of
-            that stage and later ones are complete; see `stage`. None: no function.
+        on_stage_backward: a function that the backward pass calls with the index of a stage, such as a layer (see
+            `stage`). At the call, the gradients of all parameters in this stage and in later stages are complete. None:
+            no function.
     """
 
     def __init__(self, config: TransformerConfig, spec: WeightSpec):
@@ -84,7 +85,7 @@ class Transformer(nn.Module):
         Args:
             tokens_N: int64 token ids of all sequences, packed.
             positions_N: int64, the position of each token in its sequence, from 0.
-            attend: attention over all tokens.
+            attend: a callable that computes attention over packed rows or over a KV cache.
             recompute: whether to keep little of each layer for the backward pass, and compute the rest again
                 (activation checkpointing).
             n_kept: the number of last layers that keep everything in spite of `recompute`.
@@ -129,10 +130,10 @@ class Transformer(nn.Module):
         return self.tp.gather_rows_equal(hidden_ND) if split else hidden_ND
 
     def _memory_for_norms(self, x_ND: Tensor) -> SymmetricMemory | None:
-        """Return the symmetric memory for sums in norms, or None if the norms cannot use it in this pass.
+        """Return the symmetric memory through which norms sum over ranks, or None if this pass cannot use it.
 
-        They can without gradients, for few tokens, in models that only have norms before attention and MLP and no
-        biases after the row-parallel layers, unless sums must have a fixed order (`engine.exact`).
+        A pass can use it if all of these hold: gradients are off, there are few tokens, the model has norms only before
+        attention and MLP, row-parallel layers have no biases, and sums need no fixed order (`engine.exact` is off).
         """
         memory, config, (n, size) = self.tp.symmetric_memory, self.config, x_ND.shape
         if memory is None or torch.is_grad_enabled() or not memory.can_add_and_norm(n, size, self.embed.weight.dtype):
@@ -171,7 +172,7 @@ class Transformer(nn.Module):
         for rounding.
 
         Args:
-            attend: attention over all tokens.
+            attend: a callable that computes attention over packed rows or over a KV cache.
         """
         if not use_triton(self.embed.weight):
             return False
@@ -228,7 +229,7 @@ class Transformer(nn.Module):
         return self.score(hidden_KD)
 
     def layout(self, parameter: str) -> tuple[Part, ...]:
-        """Return the places of the checkpoint tensors that a parameter holds, from the first row.
+        """Return where each checkpoint tensor lies in a parameter, in order from the first row.
 
         Args:
             parameter: the name of the parameter, as in `named_parameters`.

@@ -43,9 +43,9 @@ class Entry(NamedTuple):
     """A checkpoint tensor and where the model keeps it.
 
     Attributes:
-        name: the name in Llama's or the family's naming, in which no modules are fused.
+        name: the name in the naming of Llama or of the family, in which no modules are fused.
         parameter: the parameter that holds the tensor.
-        part: the place of the tensor in the parameter.
+        part: which rows or columns of the parameter hold the tensor, and how the tensor is sharded over ranks.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Stored(NamedTuple):
 
     Attributes:
         entries: the entries, from the first row.
-        orders: for each entry, the permutation of the rows of a head that turns the file's order into the model's, as
-            of `head_order`. None: the orders are equal.
+        orders: for each entry, the permutation of the rows of a head from the file's order to the model's, as returned
+            by `head_order`. None: the orders are equal.
     """
 
     entries: list[Entry]
@@ -107,11 +107,13 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
 
 
 def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Return the permutation of the rows of a head for a module, or None if the file has the model's order.
+    """Return the permutation of the rows of a head for a module, or None if the module's rows are not permuted.
+
+    Only the projections and norms of queries and keys are permuted.
 
     Args:
         inner: the module inside a layer, such as "self_attn.q_proj".
-        order: the permutation of `head_order`, or None.
+        order: the permutation that `head_order` returned, which may be None.
         config: the shape of the model.
     """
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
@@ -132,10 +134,12 @@ def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
 class _Matched(NamedTuple):
     """The tensors of weight files, matched with those of a model.
 
+    All keys are the names that `stored_tensors` returns. An image-text model has other prefixes in its files.
+
     Attributes:
-        table: the tensors by the names of `stored_tensors`.
-        stored_as: the name in the files, for each of these names. An image-text model has other prefixes.
-        file_of: the file of each tensor.
+        table: name -> description of the tensor.
+        stored_as: name -> name of the tensor in the files.
+        file_of: name -> file that holds the tensor.
     """
 
     table: dict[str, Stored]
@@ -248,8 +252,8 @@ def save_weights(
     Args:
         model: the model to save.
         folder: the folder, created if needed.
-        source: folders or hub ids to copy tokenizer, chat template and generation settings from. The first that has any
-            is used.
+        source: folders or hub ids to copy tokenizer, chat template and generation settings from. Of several folders,
+            the first that has such files is used.
         dtype: the dtype of the written weights. None: the model's.
         max_shard_bytes: the largest size of a file with several tensors, in bytes.
         dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
@@ -273,14 +277,14 @@ def file_writes(
     """Yield the functions that write this rank's share of the files of `save_weights`, for `write_all`.
 
     Taking a function from the iterator is a collective call, and copies the weights of one file to host memory. Calling
-    the function writes them. If all functions are taken before the next update of the weights, they may be called
+    the function writes the file. If all functions are taken before the next update of the weights, they may be called
     later, in any thread.
 
     Args:
         model: the model to save.
         folder: the folder, created if needed.
-        source: folders or hub ids to copy tokenizer, chat template and generation settings from. The first that has any
-            is used.
+        source: folders or hub ids to copy tokenizer, chat template and generation settings from. Of several folders,
+            the first that has such files is used.
         dtype: the dtype of the written weights. None: the model's.
         max_shard_bytes: the largest size of a file with several tensors, in bytes.
         dp: the ranks with copies of the model, which share the work. None: only the ranks of `model.tp` call this.
@@ -317,13 +321,13 @@ def file_writes(
 
 
 def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
-    """Take and call all functions of `file_writes` or `adapter_writes`.
+    """Take and call all functions that `file_writes` or `adapter_writes` yields.
 
-    After a failure the remaining functions are taken but not called, because taking them is a collective call.
+    After a failure the remaining functions are taken but not called, because taking a function is a collective call.
 
     Args:
         folder: the folder, for the error message.
-        writes: the functions, as these two functions yield them.
+        writes: the iterator that yields the functions.
 
     Raises:
         CheckpointError: a file of the folder cannot be written.
@@ -344,7 +348,12 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
 def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
     """Divide files over n ranks: the largest first, each to the rank with the fewest bytes so far.
 
-    Returns their names.
+    Args:
+        sizes: name of the file -> bytes.
+        n: the number of ranks.
+
+    Returns:
+        For each rank, the names of its files.
     """
     shares: list[list[str]] = [[] for _ in range(n)]
     loads = [0] * n
@@ -360,7 +369,7 @@ def gathered(
 ) -> dict[str, Tensor]:
     """Gather tensors into host memory of the tensor-parallel rank `owner`. A collective call.
 
-    Adapters are merged. The rows of heads are in the model's order; `write_tensors` restores that of the file.
+    Adapters are merged. The rows of heads are in the model's order; `write_tensors` changes them to the file's order.
 
     Args:
         named: the tensors by name.
@@ -408,7 +417,7 @@ def reached(device: torch.device) -> Any:
 
 
 def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
-    """Write the tensors of `gathered` to a safetensors file and sync it to disk.
+    """Write the tensors that `gathered` returned to a safetensors file, and sync the file to disk.
 
     The rows of heads are first put into the file's order, in place.
 
@@ -416,7 +425,8 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
         tensors: the full tensors by name.
         named: the description of the same tensors.
         file: the path of the file.
-        copied: the event of `reached`, which is waited for first. None: the tensors are complete.
+        copied: the CUDA event that `reached` returned. The function waits for it first. None: the tensors are
+            complete.
     """
     if copied is not None:
         copied.synchronize()
@@ -500,7 +510,10 @@ def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> s
 
 
 def _own_name(name: str, family: Family) -> str:
-    """Return the name in a text model for a tensor of the files, which may be those of an image-text model."""
+    """Return the name that a tensor of the weight files has in a text model.
+
+    The names differ only in prefixes, and only if the files are those of an image-text model.
+    """
     for within, own in family.beginnings.items():
         if name.startswith(within):
             return own + name.removeprefix(within)

@@ -5,9 +5,8 @@ mark, it is what math-verify finds in the text, usually the last number or formu
 answers are equal. It compares values, not texts: 0.5 equals 1/2. These are the exceptions:
 
 - If a completion has several boxes, the last one counts. math-verify would join boxes that are close to each other.
-- If a solution has several different boxes, the completion needs all of them, in any order: in as many boxes at its
-end,
-  or together in its answer.
+- If a solution has several different boxes, the completion needs all of these answers, in any order: either in its
+  last boxes, as many as the solution has, or together in its final answer.
 - An answer with the same text as the solution is right. So 12:00 equals 12:00, although math-verify reads 12 / 0.
 - A solution in words is compared as text. math-verify takes "forty two" for a product of nine letters.
 - A solution is read as a whole. math-verify reads 2\sqrt{3} without dollar signs as 2.
@@ -141,7 +140,11 @@ class _Solution:
 
 
 def _solution_parts(solution: Any) -> tuple[str, ...]:
-    """Return the answers that a solution requires together: its boxes, or one answer. Empty if it cannot be used."""
+    """Return the answers that a completion must give together: the solution's boxes, or a single answer.
+
+    Returns:
+        The answers. Empty if the solution cannot be used, such as NaN or a text that is too long.
+    """
     if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
     text = _ascii(str(solution)).strip()
@@ -172,9 +175,9 @@ def read_solution(text: str) -> _Solution:
 
 @lru_cache(maxsize=256)
 def _read_together(parts: tuple[str, ...]) -> _Solution:
-    """Parse several answers as one set.
+    """Parse several answers as one set, such as the two roots of an equation.
 
-    Only sets with as many members as answers count, because math-verify drops members that it cannot read.
+    math-verify drops answers that it cannot read. So a parsed set is kept only if it has as many members as `parts`.
     """
     whole = read_solution(", ".join(parts))
     sets = [value for value in whole.values if isinstance(value, FiniteSet) and len(value) == len(parts)]
@@ -244,7 +247,10 @@ def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list
 
 
 def _hashed(text: str) -> str | None:
-    """Return the number or formula after the last #### that is followed by one, or None if there is none."""
+    """Return the number or formula after a #### mark, or None if no mark is followed by a number or formula.
+
+    Of several such marks, the last counts.
+    """
     for match in reversed(list(_AFTER_HASHES.finditer(text))):
         line = match[1].strip("*_` \t\r")
         number = _HASHED_NUMBER.match(line)
@@ -329,7 +335,11 @@ def _is_same_text(solution: _Solution, plain: str) -> bool:
 
 
 def _is_stated(solution: _Solution, text: str) -> bool:
-    """Return whether a text states the solution: alone, after "the answer is" or ####, or at its end if not words."""
+    """Return whether a text states the solution, word for word.
+
+    The solution may follow "the answer is" or the last ####. Otherwise a solution in words must be the whole text, and
+    another solution must be at the end of the text.
+    """
     n_words = len(solution.plain.split())
     words = _plain(text).split()
     places = [words if solution.is_words else words[-n_words:], _plain(_last_line(text)).split()]

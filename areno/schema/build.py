@@ -31,8 +31,8 @@ def build(
         cls: The dataclass of the configuration.
         data: Nested values by the names of the settings. Earlier names of settings are read too.
         found: Problems that the caller has found before. Their keys are not examined again.
-        hint: Returns the end of a message. It is called with an unknown key, or with `key=value` for a refused value.
-            "" adds nothing.
+        hint: Function that returns a text to append to the message about an unknown `key`, or about a refused value,
+            which it gets as `key=value`. "" appends nothing.
 
     Returns:
         The configuration, with all values checked.
@@ -223,8 +223,8 @@ def _examine(
         data: A value for each setting.
         prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
         problems: Receives all problems.
-        explain: Returns the end of a message. It is called with an unknown key or a refused `key=value`, with `prefix`,
-            and with the names in the same section.
+        explain: Function of (unknown key or refused `key=value`, prefix, names in the same section) that returns a text
+            to append to the message.
 
     Returns:
         The section. A partial section (`partial_section`) has only the valid values.
@@ -266,7 +266,14 @@ def _examine(
 
 
 def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mapping[Any, Any]) -> None:
-    """Remove problems of named sections (the field `name`) whose values are inherited and already reported."""
+    """Remove problems of named sections if the enclosing section has the same problem with the same, inherited value.
+
+    Args:
+        problems: All problems, which are changed.
+        prefix: Dotted key of the enclosing section, with a dot at its end.
+        name: Field of the enclosing section that holds the named sections.
+        data: Values of the enclosing section.
+    """
     reported = {problem.key for problem in problems}
     for inner, given in data[name].items():
         start = f"{prefix}{name}.{inner}."

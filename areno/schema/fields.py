@@ -492,7 +492,7 @@ def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
 
     Args:
         section: The section, which may be partial (`partial_section`).
-        in_build: Whether to run the rules that only `build` applies too.
+        in_build: Whether to run also the rules that apply only in `build`.
 
     Returns:
         The problems, with keys relative to the section.
@@ -515,10 +515,10 @@ def unused(section: Section, in_build: bool = False) -> list[Problem]:
 
     Args:
         section: The section, which may be partial (`partial_section`).
-        in_build: Whether to report needs that only `build` reports too.
+        in_build: Whether to report also the needs that apply only in `build` (`Needs.in_build`).
 
     Returns:
-        A problem for each such setting if the other setting is in this section. Keys are relative to the section.
+        A problem for each such setting whose other setting is in this section. Keys are relative to the section.
     """
     found = []
     for key, field, need in _needs_of(type(section)):
@@ -542,7 +542,11 @@ def dependents(cls: type[Section], name: str) -> list[str]:
 
 @cache
 def _needs_of(cls: type[Section]) -> list[tuple[str, Setting, Needs]]:
-    """Return (dotted key, declaration, need) for each need that names a setting of this section."""
+    """Return the needs (`only_with`) in a section and its nested sections that name a setting of this section.
+
+    Returns:
+        (dotted key of the setting with the need, declaration of this setting, need).
+    """
     found = []
 
     def visit(inner: type[Section], prefix: str, nearer: frozenset[str]) -> None:
@@ -568,7 +572,11 @@ def _value_at(section: Any, key: str) -> Any:
 
 
 def _given(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) if a setting differs from its default. A section yields its settings, except `besides`."""
+    """Yield (key, value) if a setting differs from its default.
+
+    If the setting is a nested section, yield a pair for each setting in it that differs, except for the key
+    `besides`.
+    """
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):
         yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)

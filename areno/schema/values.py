@@ -116,7 +116,12 @@ def text_problem(text: str) -> str | None:
 
 
 def _beginning(value: Any, left: list[int]) -> Any:
-    """Return the part of a value that can be shown. `left` counts down the elements that still fit."""
+    """Return the beginning of a value, as much as a message can show.
+
+    Args:
+        value: Any value. Texts are cut, and lists and dictionaries lose elements at their end.
+        left: A list with one number, how many more elements may be shown. The number is decreased.
+    """
     left[0] -= 1
     if isinstance(value, str):
         return value[: _SHOWN + 1]

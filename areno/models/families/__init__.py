@@ -1,7 +1,6 @@
 """The model families, and the names that their checkpoints give to the modules of a model. Does not import torch.
 
-Each file of this folder has the `Family` records of some families. A record in any of these files registers the family:
-no other list needs an entry.
+Each file in this folder declares `Family` records. A family is registered by its record alone.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ LAYER_NAMES = {
 
 
 def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
-    """Return the names that a checkpoint has for a module.
+    """Return the names of the checkpoint modules that one module of `Transformer` holds, such as q_proj and k_proj.
 
     Args:
         module: The name of the module in `Transformer`, such as "layers.3.attention.qkv".
         config: The shape of the model.
 
     Returns:
-        The checkpoint's modules that are stacked in the module, from the first row down. They have the names of Llama
-        or of the family and are listed separately, even if the weight files fuse several of them into one.
+        The names, in the order in which the modules are stacked, from the first row. Modules that the weight files fuse
+        into a single module are still listed separately.
     """
     if module in NAMES:
         return NAMES[module]
@@ -52,14 +51,14 @@ def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
-    """Return the names that a checkpoint has for a module of a layer, without "model.layers.N".
+    """Return the names of the checkpoint modules that one module of a layer holds, without "model.layers.N".
 
     Args:
         module: The name inside the layer, such as "attention.qkv".
         config: The shape of the model.
 
     Returns:
-        The checkpoint's modules that are stacked in the module, from the first row down.
+        The names, in the order in which the modules are stacked, from the first row.
     """
     family = FAMILIES[config.family]
     if config.experts is not None and module in family.expert_names:
@@ -71,7 +70,7 @@ def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def stored_names(config: TransformerConfig) -> dict[str, str]:
-    """Return the names of modules that the weight files store fused: module of a layer -> the fused module.
+    """Return the modules that the weight files store fused: name of the separate module -> name of the fused module.
 
     Args:
         config: The shape of the model.

@@ -1,6 +1,7 @@
-"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and MLP, and over all queries and all keys of a token.
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3.
 
-Three of four layers of OLMo 3 have a window. Only the layers without a window have rope scaling.
+Norms are after attention and MLP. All queries of a token share one norm, and all keys share another norm. Three of four
+layers of OLMo 3 have a window. Only the layers without a window have rope scaling.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm":
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a OLMo 2 model.
+    """Read the shape of an OLMo 2 model.
 
     No layer has a window.
 
@@ -27,7 +28,7 @@ def read_olmo2(raw: RawConfig) -> TransformerConfig:
 
 
 def read_olmo3(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a OLMo 3 model.
+    """Read the shape of an OLMo 3 model.
 
     Without `layer_types`, three of four layers have a window.
 
