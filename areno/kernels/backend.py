@@ -1,7 +1,7 @@
 """The choice between the Triton kernels and the torch reference of an operation, by the device of its tensors.
 
-Every package of `areno.kernels` calls `use_triton` or `form`. The other functions return what a GPU supports according
-to its compute capability, such as bfloat16.
+Every package of `areno.kernels` calls `use_triton` or `form`. The other functions tell what a GPU supports, such as
+bfloat16, from its compute capability.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from areno.errors import ConfigError, Problem
 
-AMPERE = (8, 0)  # the first with bfloat16 and TF32, and the first that flash attention has kernels for
-VOLTA = (7, 0)  # the first that Triton compiles for
+AMPERE = (8, 0)  # the first compute capability with bfloat16, TF32 and flash attention
+VOLTA = (7, 0)  # the first compute capability that Triton compiles for
 
 
 def use_triton(x: Tensor) -> bool:
@@ -47,7 +47,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def form(x: Tensor, package: str) -> Any:
-    """Import the implementation of a kernel package's operations for a tensor.
+    """Import the Triton or the plain torch implementation of a kernel package, depending on the device of a tensor.
 
     Args:
         x: an input of the operation. Only its device matters.
@@ -77,7 +77,7 @@ def capability(device: torch.device | str) -> tuple[int, int] | None:
 
 
 def is_before_ampere(device: torch.device | str) -> bool:
-    """Return whether a device is a GPU without bfloat16, TF32 and flash attention, such as a V100 or T4.
+    """Return whether a device is an NVIDIA GPU without bfloat16, TF32 and flash attention, such as a V100 or T4.
 
     Args:
         device: a device of this machine.
@@ -127,10 +127,10 @@ def described(device: torch.device | str) -> str:
 
 @functools.cache
 def compiles_for(device: torch.device) -> bool:
-    """Return whether Triton compiles kernels for a device.
+    """Return whether Triton can compile kernels for a device. False for NVIDIA GPUs before Volta, such as a P100.
 
     Args:
-        device: The device. A machine may lack it, as in tests of the compiler.
+        device: the device. This machine need not have it, as in tests of the compiler; the result is then True.
     """
     found = capability(device)
     return found is None or found >= VOLTA

@@ -58,7 +58,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Return the launch options for a kernel that calls `wait_for_previous` (see the module's text on PDL).
+    """Return the launch options for a kernel that calls `wait_for_previous` (the docstring of the module explains PDL).
 
     Args:
         device: device of the launch.

@@ -1,4 +1,4 @@
-"""Attention of packed rows by functions that take padded batches.
+"""Attention of packed sequences (rows) by functions that take padded batches.
 
 `by_padding` pads rows of similar length to batches, calls the function, and packs the results again.
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SHORT_ROW = 64  # tokens; below this a kernel launch costs more than the padding it saves
+SHORT_ROW = 64  # tokens; another kernel launch is not worth it if it saves less padding than this per row
 
 
 def by_padding(
@@ -24,7 +24,7 @@ def by_padding(
     starts_k: list[int],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Compute attention of packed rows with a function that takes padded batches.
+    """Compute attention of packed sequences (rows) with a function that takes padded batches.
 
     Rows of similar length share a call, since many short calls cost more than some padding.
 
@@ -35,13 +35,13 @@ def by_padding(
         starts_q: cumulative numbers of queries, from 0 to N, one more than there are rows.
         starts_k: cumulative numbers of keys, from 0 to M, one more than there are rows.
         attend: function that computes causal attention from padded queries, keys and values of shape (rows, heads,
-            length, head dim). Its queries are the last positions of a row.
+            length, head dim). If there are more keys than queries, the queries are the last positions of a row.
 
     Returns:
         The output (N, H, D).
     """
     outs: list[Tensor] = []
-    order: list[Tensor] = []  # token indices of `outs`
+    order: list[Tensor] = []  # indices of the tokens in `outs`
     for rows in _batches(starts_q, starts_k):
         lengths_q = [starts_q[row + 1] - starts_q[row] for row in rows]
         lengths_k = [starts_k[row + 1] - starts_k[row] for row in rows]
@@ -49,7 +49,7 @@ def by_padding(
         place_k = place_q
         if starts_q != starts_k:
             place_k = _Padding([starts_k[row] for row in rows], lengths_k, q_NHD.device)
-        if len(rows) == len(starts_q) - 1:  # all tokens in their order
+        if len(rows) == len(starts_q) - 1:  # the batch has all rows, in their order
             q_THD, k_THD, v_THD = q_NHD, k_MKD, v_MKD
         else:
             q_THD = q_NHD.index_select(0, place_q.tokens_T)

@@ -34,7 +34,10 @@ _is_sampling = False
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Let layers use the stacked copies of A within this context. Training does not refresh the copies."""
+    """Let layers use the stacked copies of the LoRA matrices A within this context.
+
+    Training does not update the copies, so call `Adapter.refresh_stacked` before.
+    """
     global _is_sampling
     before, _is_sampling = _is_sampling, True
     try:
@@ -47,7 +50,7 @@ class Adapter(nn.Module):
     """The LoRA adapters of some projections of one linear layer.
 
     Args:
-        parts: for each projection of the layer, its place in the layer's weight.
+        parts: for each projection of the layer, where it lies in the layer's weight.
         groups: the indices of the adapted projections. The projections in an inner sequence share one A, because the
             checkpoint stores them as one matrix. They must be neighbours in the layer.
         adapters: rank and scaling.
@@ -59,9 +62,9 @@ class Adapter(nn.Module):
         layout: for "a" and "b", which rows or columns of which checkpoint tensors this rank has.
         places: for each A, the columns of the layer's output and the rows of `b` that belong to it.
         on: whether the adapters are used. If False, the layer computes as if it had none.
-        in_order: whether products are computed with a fixed order of sums, for `engine.exact`.
-        stacked: the layer's weight with a copy of A below (X, I), and its bias padded with zeros or None. None before
-            `stack`.
+        in_order: whether products are computed with a fixed order of sums, for the setting `engine.exact`.
+        stacked: the layer's weight with a copy of A below, (X, I), and the layer's bias padded with zeros or None. The
+            attribute is None before `stack` is called.
     """
 
     def __init__(self, parts: Sequence[Part], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec):
@@ -113,7 +116,8 @@ class Adapter(nn.Module):
 
         Args:
             x_NI: the layer's input.
-            a_RI: A with the autograd history that reduces its gradient over the ranks. None: the parameter `a` itself.
+            a_RI: A with the autograd history that reduces its gradient over the ranks. None means the parameter `a`
+                itself.
 
         Returns:
             (N, R).
@@ -129,8 +133,8 @@ class Adapter(nn.Module):
     def stack(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
         """Move the layer's weight into a larger tensor that has room for a copy of A below the weight.
 
-        Does nothing for weights without Triton kernels or on the device `meta`. Do not call it for a layer whose
-        products are computed `in_order`.
+        Does nothing if the weight is on a device without Triton kernels or on the device `meta`. Do not call it for a
+        layer whose products are computed `in_order`.
 
         Args:
             weight_OI: the weight of the layer. Its data becomes a view of the larger tensor.
@@ -144,7 +148,7 @@ class Adapter(nn.Module):
         weight = weight_OI.new_zeros((end, weight_OI.shape[1]))
         weight[:n_out] = weight_OI
         weight_OI.data, bias = weight[:n_out], None
-        if bias_O is not None and not self.row_parallel:  # partial products are summed before a bias is added
+        if bias_O is not None and not self.row_parallel:  # row-parallel: the bias is added after the sum over the ranks
             bias = bias_O.new_zeros(end)
             bias[:n_out] = bias_O
             bias_O.data = bias[:n_out]
@@ -164,7 +168,7 @@ class Adapter(nn.Module):
     def is_stacked(self) -> bool:
         """Whether the layer must compute its output with `output` or `stacked_product`.
 
-        This is so within `sampling`, after `stack`, while the adapter is on.
+        True within the context `sampling`, if `stack` has been called and the adapter is on.
         """
         return self.stacked is not None and _is_sampling and self.on
 
@@ -236,7 +240,7 @@ class Adapter(nn.Module):
         add_matmul(self.a.grad, back_NR.t(), x_NI)
 
     def _back(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x A^T, (N, R), through this rank's outputs."""
+        """Return the gradient with respect to x A^T, (N, R), as far as it comes from this rank's outputs."""
         pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.places]
         return torch.cat(pieces, dim=-1) * self.scaling
 

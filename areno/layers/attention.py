@@ -1,8 +1,8 @@
 """The callables through which attention layers reach the keys and values of all tokens.
 
 A model is called with an `Attend`, so that the same model serves training and decoding. `PackedAttend` is for training
-and for computing log-probabilities. The decoder passes a callable over its KV cache, wrapped in a `CachedAttend` if the
-model has layers with a recurrent state.
+and for computing log-probabilities. In decoding, the callable is attention over the KV cache, wrapped in a
+`CachedAttend` if the model has layers with a recurrent state.
 
 Shape letters: N tokens, R packed sequences (rows), H query heads, K key heads, D head dimension; others as in
 `areno.kernels.delta`.
@@ -30,15 +30,15 @@ window: the number of last tokens that a token attends to, itself included. None
 
 @dataclass(frozen=True)
 class PackedAttend:
-    """Causal attention within packed rows, for training and for computing log-probabilities.
+    """Causal attention within packed sequences (rows), for training and for computing log-probabilities.
 
     Attributes:
         cu_seqlens: (R + 1,) int32, the cumulative lengths of the rows, from 0 to N.
         max_len: the length of the longest row.
         backend: the attention backend, a key of `areno.kernels.attention.BACKENDS`.
-        context: the ranks of context parallelism. Each has N / size consecutive tokens, where N counts the tokens of
-            all ranks. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens with some of
-            the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
+        context: the ranks of context parallelism. Each rank has N / size consecutive tokens, where N counts the tokens
+            of all ranks. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens with some
+            of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
     """
 
     cu_seqlens: Tensor
@@ -47,14 +47,14 @@ class PackedAttend:
     context: ParallelGroup = ParallelGroup()  # noqa: RUF009  (frozen)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        """Compute attention over packed rows, differentiable.
+        """Compute attention over packed sequences (rows), differentiable.
 
         Args:
             layer: the index among the layers with attention; unused.
             q_NHD: queries of this rank's tokens, after rotary embedding.
             k_NKD: keys of the same tokens.
             v_NKD: values of the same tokens.
-            window: the number of last tokens that a token attends to, itself included. None: all.
+            window: the number of last tokens that a token attends to, itself included. None means all.
 
         Returns:
             (N, H, D).
@@ -111,7 +111,7 @@ class PackedAttend:
             q_NHD: queries of this rank's tokens, after rotary embedding.
             k_NKD: keys of the same tokens.
             v_NKD: values of the same tokens.
-            window: the number of last tokens that a token attends to, itself included. None: all.
+            window: the number of last tokens that a token attends to, itself included. None means all.
 
         Returns:
             The output (N, H, D), and the tensors to pass to `backward` as `saved`.
@@ -185,9 +185,9 @@ class CachedAttend:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokensAttend:
-    """Attention for a pass whose first n tokens are real. The others are padding, and their output is zero.
+    """Attention for a pass whose first n tokens are real. The rest is padding, for which the output is zero.
 
-    Matrix products need the padding where `engine.exact` fixes a multiple of their rows.
+    With the setting `engine.exact`, matrix products need a multiple of some number of rows, so tokens are padded.
 
     Attributes:
         attend: attention of the real tokens.

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-ROW_MULTIPLE = 16  # the number of rows of a weight with A stacked below is a multiple of this
+ROW_MULTIPLE = 16  # a weight with a LoRA matrix A stacked below is padded to a multiple of this many rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Delta:
         layers: the indices of the layers with the gated delta rule.
         n_key_heads: the number of key heads. Each is shared by n_value_heads / n_key_heads value heads.
         n_value_heads: the number of value heads.
-        key_dim: the size of a key head. Query heads have the number and size of key heads.
+        key_dim: the size of a key head. Query heads have the same number and size as key heads.
         value_dim: the size of a value head.
         width: the kernel size of the causal convolution over q, k and v, in tokens.
     """
@@ -104,8 +104,8 @@ class Delta:
     def flops(self) -> float:
         """The forward FLOPs of the delta rule for one token, in all delta layers.
 
-        They are those of reading the state with the key, updating it, and reading it with the query. Projections are
-        not included.
+        They count three operations: reading the state with the key, updating the state, and reading it with the query.
+        Projections are not included.
         """
         return 6.0 * len(self.layers) * self.n_value_heads * self.key_dim * self.value_dim
 
@@ -118,8 +118,8 @@ class Experts:
         n_experts: the number of experts of a layer.
         top_k: the number of experts that each token uses.
         inner_size: the inner size of each expert.
-        normalised: whether the weights of the chosen experts are divided by their sum. If False, a weight is the
-            softmax over all experts.
+        normalised: whether the weights of the chosen experts are divided by their sum. If False, the weight of an
+            expert is its probability in the softmax over all experts.
         dense_layers: the indices of the layers that have a plain MLP instead of experts.
         field: the field of config.json that sets the number of experts, for error messages.
     """

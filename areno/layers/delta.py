@@ -126,7 +126,7 @@ class GatedDelta(nn.Module):
         Args:
             grad_NI: the gradient with respect to the result of `mixed`.
             proj_NP: the projections that `mixed` was given.
-            attend: the packed rows of the pass.
+            attend: the packed sequences (rows) of the pass.
 
         Returns:
             (N, P).

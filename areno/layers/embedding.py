@@ -26,8 +26,8 @@ class VocabParallelEmbedding(nn.Module):
     Attributes:
         first: the first token id of this rank.
         n_valid: the number of token ids of this rank. Later rows of the weight are padding.
-        fixed_order: computes logits with a fixed order of sums, if `engine.exact` is true. None: torch computes
-            them.
+        fixed_order: the product that computes logits with a fixed order of sums, for the setting `engine.exact`. None
+            means that torch's own product is used.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec):

@@ -21,10 +21,10 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class Linear(nn.Module):
-    """Base class of both kinds of linear layer. Weights and outputs are those of this rank.
+    """Base class of column-parallel and row-parallel layers and of `Router`. Sizes and weights are those of this rank.
 
-    The methods' argument `split` means sequence parallelism: outside of attention and MLP, each rank has n of the N
-    tokens.
+    If the argument `split` of a method is True, sequence parallelism is used: outside of attention and MLP, each rank
+    has n of the N tokens.
 
     Args:
         out_size: O on this rank, the number of output features.
@@ -35,7 +35,8 @@ class Linear(nn.Module):
     Attributes:
         weight: (O, I).
         bias: (O,), or None without a bias.
-        fixed_order: computes products with a fixed order of sums, if `engine.exact` is true. None: torch computes them.
+        fixed_order: the product with a fixed order of sums, for the setting `engine.exact`. None means that torch's own
+            product is used.
         layout: for "weight" and "bias", which rows or columns of which checkpoint tensors this rank has.
         adapter: the LoRA adapter, or None.
     """
@@ -69,14 +70,14 @@ class Linear(nn.Module):
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
     def stacked_adapter(self) -> Adapter | None:
-        """Return the adapter if one product computes both x W^T and x A^T at the moment, else None.
+        """Return the adapter if one product must compute both x W^T and x A^T at the moment, else None.
 
-        This is the case while sampling, after `Adapter.stack`.
+        This is the case within the context `sampling`, if `Adapter.stack` has been called and the adapter is on.
         """
         return self.adapter if self.adapter is not None and self.adapter.is_stacked else None
 
     def merged_weight(self) -> Tensor:
-        """Return the weight with the active adapter merged in, as a copy, or the weight itself without an adapter."""
+        """Return a copy of the weight with the adapter merged in, or the weight itself if no adapter is on."""
         return self.adapter.merged(self.weight) if self.adapter is not None and self.adapter.on else self.weight
 
     def product(self, x_NI: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class Linear(nn.Module):
             self.adapter.accumulate(grad_NO, x_NI)
 
     def _input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x through this rank's outputs, (N, I), without a sum over the ranks."""
+        """Return the gradient with respect to x, (N, I), as far as it comes from this rank's outputs."""
         grad_NI = grad_NO @ self.weight
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
@@ -123,9 +124,9 @@ class ColumnParallelLinear(Linear):
         out_sizes: the output size of each projection, over all ranks.
         spec: dtype, device and ranks of the weights.
         bias: whether the projections have biases.
-        copies: for each projection, the number of neighbouring ranks that hold the same slice. (): each slice is on one
-            rank. A rank with a copied slice computes the gradient from its own heads only, so these gradients must be
-            summed over the copies; `Transformer.partial_gradients` lists the copied slices.
+        copies: for each projection, the number of neighbouring ranks that hold the same slice. Empty means that each
+            slice is on one rank only. A rank with a copied slice computes the gradient from its own heads only, so
+            these gradients must be summed over the copies; `Transformer.partial_gradients` lists the copied slices.
 
     Attributes:
         local_sizes: the output size of each projection on this rank.
@@ -160,7 +161,7 @@ class ColumnParallelLinear(Linear):
             return adapter.output(x_NI)
         if self.fixed_order is None:
             return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
-        y_NO = self.product(x_NI)  # with the bias, a library rounds once or twice, depending on the number of rows
+        y_NO = self.product(x_NI)  # with bias, F.linear rounds once or twice, depending on the number of rows
         return self._adapted(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:

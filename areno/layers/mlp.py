@@ -2,8 +2,8 @@
 
 In a mixture, a router gives each token a probability for each expert. The token goes through the most probable experts,
 and their outputs are summed with these probabilities as weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al.
-2021, "Switch Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens,
-so the ranks exchange no more than the ranks of a row-parallel layer: one sum.
+2021, "Switch Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens.
+So the ranks communicate as in a row-parallel layer: they sum their outputs once.
 
 Both kinds of MLP have `forward` for autograd, and `fused_forward` and `fused_backward` for the fused layers, outside
 autograd.
@@ -79,8 +79,8 @@ class GatedMLP(nn.Module):
             whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
         Returns:
-            The output (N, D), or (n, D) if split. The outputs of gate and up (N, 2 I), which a caller may pass to
-            `fused_backward` as `kept` or drop. An empty tuple, which is `saved` of `fused_backward`.
+            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up (N,
+            2 I), which the caller may pass to `fused_backward` or drop. `saved` is an empty tuple.
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -106,8 +106,8 @@ class GatedMLP(nn.Module):
         Args:
             grad_ND: the gradient with respect to the output.
             x_ND: the inputs of the forward pass.
-            kept: the second result of `fused_forward`. None: compute it again.
-            saved: the third result of `fused_forward`.
+            kept: the second result of `fused_forward`. None means that it is computed again.
+            saved: the third result of `fused_forward`, which is not used.
             split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
                 parallelism).
 
@@ -135,8 +135,8 @@ class GatedMLP(nn.Module):
 class Router(Linear):
     """The linear layer that scores the experts. Every rank has the whole weight and computes the same gradient.
 
-    Outside of autograd on CUDA, logits are computed in fp32. The softmax over all experts is always in fp32. A rounded
-    logit may choose another expert.
+    Outside of autograd on CUDA, logits are computed in fp32, because a rounded logit may choose another expert. The
+    softmax over all experts is always in fp32.
 
     Args:
         hidden_size: D, the hidden size of the model.
@@ -211,8 +211,8 @@ class ExpertMLP(nn.Module):
         spec: dtype, device and ranks of the weights.
 
     Attributes:
-        row_multiple: the number of rows of an expert's products is padded to a multiple of this in `forward`. It is
-            larger than 1 only for `engine.exact`.
+        row_multiple: in `forward`, the number of rows of each expert's matrix products is padded to a multiple of this.
+            It is above 1 only for the setting `engine.exact`.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
@@ -235,7 +235,7 @@ class ExpertMLP(nn.Module):
         Returns:
             (N, D), or (n, D) if split.
         """
-        if split:  # the router's gradient is the same on every rank, and `copy_in` sums the experts' gradients
+        if split:  # the router's gradient is equal on all ranks, and `copy_in` sums that of the experts
             x_ND = self.tp.gather_rows_equal(x_ND)
         logits_NE = self.router(x_ND)
         chosen_Nk = self.routing.choose(self.layer, logits_NE)
@@ -273,9 +273,9 @@ class ExpertMLP(nn.Module):
             whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
         Returns:
-            The output (N, D), or (n, D) if split. The outputs of gate and up (M, 2 I), which a caller may pass to
-            `fused_backward` as `kept` or drop. A tuple with the chosen experts, which is `saved` of
-            `fused_backward`.
+            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up (M,
+            2 I), which the caller may pass to `fused_backward` or drop. `saved` is a tuple with the chosen experts
+            (N, k).
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -308,8 +308,8 @@ class ExpertMLP(nn.Module):
         Args:
             grad_ND: the gradient with respect to the output.
             x_ND: the inputs of the forward pass.
-            kept: the second result of `fused_forward`. None: compute it again.
-            saved: the third result of `fused_forward`, with the experts of the forward pass. They are not chosen again.
+            kept: the second result of `fused_forward`. None means that it is computed again.
+            saved: the third result of `fused_forward`, with the experts of the forward pass, which are used again.
             split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
                 parallelism).
 
@@ -348,7 +348,10 @@ class ExpertMLP(nn.Module):
 
 
 class _Balance(torch.autograd.Function):
-    """Identity whose backward pass adds the load-balancing loss's gradient for each token except padding."""
+    """Identity of the router's probabilities. Its backward pass adds the gradient of the load-balancing loss.
+
+    The gradient is added for each token except padding.
+    """
 
     @staticmethod
     def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (arXiv 1910.07467), with a weight that tensor parallelism copies or divides.
+"""Root-mean-square normalisation (arXiv 1910.07467), whose weight every tensor-parallel rank has in full or in part.
 
 Shape letters: N tokens, D size of the norm, I this rank's slice of D.
 """
@@ -21,11 +21,11 @@ class RMSNorm(nn.Module):
         size: D, the size of the last dimension.
         eps: the constant that is added to the mean.
         spec: dtype, device and ranks of the weight.
-        own_data: whether each tensor-parallel rank normalises different data with the same weight, such as its own
-            heads. The gradient of the weight is then summed over the ranks. If False, the ranks have the same x, or
-            different tokens under sequence parallelism; for the latter, `Transformer.partial_gradients` lists the
-            weight as one whose gradient must be summed.
-        plus_one: whether the factor is 1 + weight, computed in fp32.
+        own_data: whether each tensor-parallel rank normalises different features with the same weight, such as its own
+            heads. The gradient of the weight is then summed over the ranks. If False, nothing is summed here: the ranks
+            have the same x, or, under sequence parallelism, different tokens, and `Transformer.partial_gradients` lists
+            the weight among those whose gradients must be summed.
+        plus_one: whether to multiply by 1 + weight, computed in fp32, instead of weight.
     """
 
     def __init__(self, size: int, eps: float, spec: WeightSpec, *, own_data: bool = False, plus_one: bool = False):
@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
 
         Args:
             x_ND: the residual stream.
-            delta_ND: the output of attention or MLP, which is added to x. None: x itself is normalised.
+            delta_ND: the output of attention or MLP, which is added to x. None means that x itself is normalised.
 
         Returns:
             The sum in the dtype of x, and the norm of the sum in the dtype of the weight.
@@ -76,7 +76,8 @@ class RMSNorm(nn.Module):
 
         Args:
             grad_ND: the gradient with respect to the norm's output.
-            grad_sum_ND: the gradient that reaches the residual stream past the norm. None: zero.
+            grad_sum_ND: the gradient that reaches the residual stream past the norm, which is added to the result. None
+                means zero.
             sum_ND: the input of the norm, which is the first result of `add_and_norm`.
 
         Returns:
@@ -88,11 +89,9 @@ class RMSNorm(nn.Module):
         return rms_norm_backward(grad_ND, grad_sum_ND, sum_ND, self.weight, self.eps, weight_grad, self.plus_one)
 
     def accumulate(self, grad_D: Tensor) -> None:
-        """Add a gradient that a kernel computed to the float32 `.grad` of the weight.
+        """Add `grad_D`, which a kernel computed, to the float32 `.grad` of the weight.
 
-        Does nothing if the weight is frozen.
-
-        With `own_data`, the gradient is first summed over the ranks, in place.
+        Does nothing if the weight is frozen. With `own_data`, `grad_D` is first summed over the ranks, in place.
 
         Args:
             grad_D: the gradient of the weight from this rank's data.
@@ -103,7 +102,7 @@ class RMSNorm(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """The norm of `RMSNorm` for a vector that is divided over the tensor-parallel ranks, as is the weight.
+    """RMS norm of a vector whose elements, like those of the weight, are divided over the tensor-parallel ranks.
 
     Args:
         size: D, the size of the vector over all ranks.

@@ -34,9 +34,10 @@ class ParallelGroup:
         rank: this process's rank in the group.
         size: the number of ranks.
         group: the torch.distributed process group. None for a group of one rank.
-        in_order: whether to sum in the order of the ranks, so that the sum of an element does not depend on the
-            position of the element in its tensor.
-        symmetric_memory: faster collectives for small tensors on GPUs. None: the process group does all collectives.
+        in_order: whether `all_reduce` sums in the order of the ranks, so that the sum of an element does not depend on
+            the position of the element in its tensor.
+        symmetric_memory: faster collectives for small tensors on GPUs. None means that the process group does all
+            collectives.
     """
 
     rank: int = 0
@@ -74,7 +75,7 @@ class ParallelGroup:
 
         Args:
             x: a tensor of the same shape and dtype on all ranks.
-            op: the `torch.distributed.ReduceOp`. None: sum.
+            op: the `torch.distributed.ReduceOp`. None means the sum.
 
         Returns:
             x itself.
@@ -87,7 +88,7 @@ class ParallelGroup:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Any:
-        """Start summing x over the ranks; each rank receives the sum of its own n elements, in place.
+        """Start a reduce-scatter of x in place: each rank gets the sum over the ranks of the n elements that it owns.
 
         Rank r owns the elements from r * n. The other elements become undefined.
 
@@ -102,9 +103,9 @@ class ParallelGroup:
         return _reduce_scatter(self._own(x), x, group=self.group, async_op=True)  # type: ignore[misc]
 
     def all_gather(self, x: Tensor) -> Any:
-        """Start gathering x, of which each rank has its own n elements, in place.
+        """Start an all-gather of x in place: each rank provides the n elements that it owns, and gets all N.
 
-        Rank r provides the elements from r * n.
+        Rank r owns the elements from r * n.
 
         Args:
             x: (N,), changed in place.
@@ -154,7 +155,7 @@ class ParallelGroup:
             x.copy_(self.gather_copies(x, n).sum(0))
 
     def copy_in(self, x: Tensor) -> Tensor:
-        """Return x; the backward pass sums the gradients over the ranks. Used before a column-parallel layer.
+        """Return x. The backward pass sums the gradients over the ranks. Used before a column-parallel layer.
 
         Args:
             x: a tensor that is the same on all ranks.
@@ -162,7 +163,7 @@ class ParallelGroup:
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
 
     def reduce_out(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks; the backward pass is the identity. Used after a row-parallel layer.
+        """Return the sum of x over the ranks. The backward pass is the identity. Used after a row-parallel layer.
 
         Args:
             x: this rank's partial sum, which may be changed in place.
@@ -207,7 +208,7 @@ class ParallelGroup:
         return x if self.size == 1 else _Exchange.apply(x, self.reduce_scatter_rows, self.all_gather_rows)  # type: ignore[return-value]
 
     def gather_rows_equal(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks; the backward pass takes this rank's rows of the gradient, without a sum.
+        """Concatenate the rows of all ranks. The backward pass takes this rank's rows of the gradient, without a sum.
 
         Use it if the gradient of the result is the same on all ranks.
 

@@ -84,17 +84,17 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _kept_by_llama3(freqs_F: Tensor, rope: Rope) -> Tensor:
-    """Return the share of each frequency that llama3 keeps: 0 means divided by the factor, 1 means unchanged."""
+    """Return how much of each frequency llama3 scaling keeps, (F,): 1 keeps it, and 0 divides it by the factor."""
     wavelengths_F = 2 * math.pi / freqs_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
-    """Return the share of each frequency that yarn keeps: 0 means divided by the factor, 1 means unchanged."""
+    """Return how much of each frequency yarn scaling keeps, (F,): 1 keeps it, and 0 divides it by the factor."""
 
     def index_of(turns: float) -> float:
-        """Return the index of the frequency with this many turns within the original context."""
+        """Return the index (a float) of the frequency with this many turns within the original context length."""
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
@@ -118,7 +118,7 @@ class Rotary(nn.Module):
 
     Attributes:
         freqs_F: float32, the angle in radians from one position to the next.
-        scale_F: float32, the factor of queries and keys for each pair of elements. None: 1.
+        scale_F: float32, the factor of queries and keys for each pair of elements. None means 1.
     """
 
     freqs_F: Tensor
@@ -167,7 +167,10 @@ def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation that saves the angles but not x: its gradient is the inverse rotation, with the same scale."""
+    """Autograd function of `rotate`.
+
+    It saves the angles but not x, since the gradient is the inverse rotation, with the same scale.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from areno.layers.config import Experts
 
 @dataclass
 class LayerLoad:
-    """Statistics of how the tokens of one pass were spread over the experts of one layer. Tensors on the device.
+    """Statistics of the experts that the tokens of one pass used in one layer, as tensors on the device.
 
     Attributes:
         chosen_E: int64, for each expert, the number of times that a token used the expert.
@@ -35,19 +35,19 @@ class LayerLoad:
 
 @dataclass
 class Routing:
-    """Settings and results of routing in a pass.
+    """Settings and results of routing in a forward pass.
 
-    A backward pass that recomputes needs the settings of its forward pass.
+    If a backward pass computes parts of its forward pass again, the settings must still be those of the forward pass.
 
     Attributes:
         experts: number and sizes of the experts.
         n_layers: L, the number of layers with experts.
         given_NLk: recorded experts to use in place of the router's choice (routing replay), of any integer dtype. The
-            router chooses for tokens whose first entry is `none`, and for tokens after the end of this tensor. None:
-            the router chooses for all tokens.
+            router chooses for tokens whose first entry is `none`, and for tokens after the end of this tensor. None
+            means that the router chooses for all tokens.
         balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, the same
-            for each token. None: no such loss.
-        n_tokens: the number of tokens before the padding. None: there is no padding.
+            for each token. None means that there is no such loss.
+        n_tokens: the number of tokens before the padding. None means that there is no padding.
         records: whether to store the used experts in `chosen`.
         observes: whether to store statistics in `loads`.
         chosen: for each layer, the experts that the last pass used, (N, k) int64.
@@ -71,7 +71,7 @@ class Routing:
 
     @property
     def none(self) -> int:
-        """The value in place of an expert index that means "not recorded", the largest of `dtype`."""
+        """The value that means "not recorded" in place of an expert index, the largest value of `dtype`."""
         return torch.iinfo(self.dtype).max
 
     def begin(
@@ -88,11 +88,11 @@ class Routing:
         By default the router chooses all experts, and nothing is recorded.
 
         Args:
-            given_NLk: recorded experts to use in place of the router's choice (routing replay). None: the router
-                chooses.
-            balance_E: the gradient of the load-balancing loss with respect to the router's probabilities. None: no such
-                loss.
-            n_tokens: the number of tokens before the padding. None: there is no padding.
+            given_NLk: recorded experts to use in place of the router's choice (routing replay). None means that the
+                router chooses.
+            balance_E: the gradient of the load-balancing loss with respect to the router's probabilities. None means
+                that there is no such loss.
+            n_tokens: the number of tokens before the padding. None means that there is no padding.
             records: whether to store the used experts in `chosen`.
             observes: whether to store statistics in `loads`.
         """
@@ -127,8 +127,8 @@ class Routing:
             logits_NE: the router's logits.
 
         Returns:
-            (N, k) int64. For tokens without given experts, the most probable ones, in descending order of
-            probability.
+            (N, k) int64. For tokens without recorded experts in `given_NLk`, the most probable experts, in descending
+            order of probability.
         """
         with torch.no_grad():
             own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
@@ -144,7 +144,13 @@ class Routing:
         return chosen_Nk
 
     def _load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> LayerLoad:
-        """Return the statistics of a layer. own_Nk: the router's own choice; chosen_Nk: the experts that were used."""
+        """Return the statistics of a layer.
+
+        Args:
+            logits_NE: the router's logits.
+            own_Nk: the experts that the router would choose.
+            chosen_Nk: the experts that were used.
+        """
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
         flat = chosen_Nk.flatten()

@@ -1,4 +1,6 @@
-"""The places of checkpoint tensors in this rank's parameters, which each layer declares for loading and saving.
+"""Descriptions of where checkpoint tensors lie in this rank's parameters.
+
+Each layer declares them for its parameters, and loading and saving use them.
 
 A parameter may hold several checkpoint tensors, stacked by rows (such as q, k and v), and only this rank's shard of
 each. A `Part` describes one checkpoint tensor in a parameter. A `WeightSpec` creates parameters.
@@ -49,20 +51,20 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Part:
-    """The place of one checkpoint tensor in a parameter of this rank.
+    """Where one checkpoint tensor lies in a parameter of this rank, and which shard of the tensor this rank has.
 
     Attributes:
         full_shape: the shape of the checkpoint tensor.
         offset: the first row of the parameter that the checkpoint tensor fills.
-        dim: the dimension that is divided over the tensor-parallel ranks, 0 or 1. None: every rank has the whole
-            tensor.
+        dim: the dimension that is divided over the tensor-parallel ranks, 0 or 1. None means that every rank has the
+            whole tensor.
         start: the first index of this rank's shard along `dim`.
         size: the length of this rank's shard along `dim`. The last ranks may have less than the others (a padded
             vocabulary).
-        holder: the only rank that has the tensor, all of it; used for the matrices of an expert. `dim` is 0, and `size`
-            is 0 on the other ranks. None: the tensor is divided or copied as `dim` says.
-        copies: the number of neighbouring ranks that have the same shard, if there are fewer key-value heads than
-            ranks.
+        holder: the only rank that has the tensor, and has it as a whole; used for the matrices of an expert. `dim` is
+            then 0, and `size` is 0 on the other ranks. None means that the tensor is divided or copied as `dim` says.
+        copies: the number of neighbouring ranks that have the same shard. It is above 1 if there are fewer key-value
+            heads than ranks.
     """
 
     full_shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """AdamW (arXiv 1711.05101) on slices of flat parameter buffers, with moments in fp32 or 8 bits (arXiv 2110.02861).
 
-`adam` and `adam_8bit` do one step on a slice. `squares_and_nonzeros` measures its gradient, for clipping by the
-norm.
+`adam` and `adam_8bit` do one step on a slice. `squares_and_nonzeros` returns the sum of squares of a slice's gradient,
+for gradient clipping by the norm, and its number of nonzero elements.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Return the sum of squares of a gradient, and the number of its nonzero elements.
+    """Return the sum of squares of a gradient, and its number of nonzero elements.
 
     Args:
-        grad: (n,) float32.
+        grad: gradient, (n,) float32.
 
     Returns:
         (2,) float64: [sum of squares, number of nonzero elements].

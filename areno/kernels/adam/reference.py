@@ -1,8 +1,9 @@
 """AdamW in plain torch, in fp32, and the constants and codes that the Triton kernels share with it.
 
-8-bit moments (arXiv 2110.02861, section 2.1) are quantised in blocks of BLOCK elements. A block stores the largest
-absolute value of its elements as its scale. Each element is divided by the scale and stored as the index of the nearest
-of 256 values, the codes. Codes are denser near 0, so that small moments keep their relative precision.
+8-bit moments (arXiv 2110.02861, section 2.1) are quantised in blocks of BLOCK elements. The scale of a block is the
+largest absolute value of its elements. Each element is divided by the scale and stored as a code, which is the uint8
+index of the nearest value in a table of 256 values. The table is denser near 0, so that small moments keep their
+relative precision.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch.nn import functional as F
 
 BLOCK = 256  # elements quantised together
 _ROW = 1024  # elements whose squares are summed in float32; the sums of rows are summed in float64
-TINY = 1e-37  # the smallest divisor of a block, so that its reciprocal is finite
-Pair = tuple[Tensor, Tensor]  # for the first and for the second moment
+TINY = 1e-37  # values are divided by the block's scale or, if larger, by this, whose reciprocal is finite
+Pair = tuple[Tensor, Tensor]  # one tensor for the first moment and one for the second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
     first_32 = dequantise(first, first_scale, signed=True)
     second_32 = dequantise(second, second_scale, signed=False)
     _moments(grad, first_32, second_32, update)
-    # As in the paper, the step uses the moments before they are quantised.
+    # As in the paper, the parameters are updated with the moments before quantisation.
     quantise(first_32, first, first_scale, signed=True)
     quantise(second_32, second, second_scale, signed=False)
     _apply(master, param, first_32, second_32, update)
@@ -82,7 +83,7 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
     """Return [sum of squares, number of nonzero elements] of a gradient (n,), as a float64 tensor (2,)."""
-    # torch sums a whole vector on a CPU in one float32, which is off by 0.1 % for 16 million elements.
+    # On a CPU, torch would sum a whole vector in one float32 variable, which is off by 0.1 % for 16 million elements.
     whole = grad[: grad.numel() // _ROW * _ROW].view(-1, _ROW)
     rest = grad[whole.numel() :]
     norms = [torch.linalg.vector_norm(whole, dim=1), torch.linalg.vector_norm(rest).view(1)]
@@ -109,9 +110,9 @@ def dequantise(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     """Convert 8-bit codes to values.
 
     Args:
-        code: (n,) uint8, indices of codes.
+        code: (n,) uint8 codes.
         scale: (ceil(n / BLOCK),) float32, scale of each block of BLOCK codes.
-        signed: whether the codes have a sign. True for the first moment, False for the second.
+        signed: whether values may be negative. True for the first moment, False for the second.
 
     Returns:
         The values, (n,) float32.
@@ -123,14 +124,13 @@ def dequantise(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> None:
     """Convert values to 8-bit codes and the scale of each block of BLOCK codes.
 
-    Without a sign, a value above 0 never becomes 0. A second moment of 0 beside a first moment above 0 would make a
-    step of any size.
+    If `signed` is False, a value above 0 is never rounded to 0, because AdamW divides by the root of the second moment.
 
     Args:
         values: (n,) float32.
-        code: (n,) uint8, overwritten by the indices of the codes.
+        code: (n,) uint8, overwritten by the codes.
         scale: (ceil(n / BLOCK),) float32, overwritten by the scales.
-        signed: whether the codes have a sign. True for the first moment, False for the second.
+        signed: whether values may be negative. True for the first moment, False for the second.
     """
     n = values.numel()
     padded = F.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
@@ -142,13 +142,14 @@ def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> No
 
 @functools.cache
 def codes(signed: bool, device: torch.device) -> Tensor:
-    """Return the values of the 256 codes in ascending order, (256,) float32, from -1 (or 0 without a sign) to 1.
+    """Return the table of the values that the 256 codes stand for, (256,) float32, in ascending order.
 
-    The 8 bits of a code are a sign (if signed), leading zeros that give a decimal exponent of 0 to 6, and a fraction in
-    the remaining bits. Fractions are the midpoints of equal intervals between 0.1 and 1. 0 and 1 are extra codes.
+    The values are between -1 (or 0 if not signed) and 1. The 8 bits of a code are a sign (if signed), leading zeros
+    that give a decimal exponent of 0 to 6, and a fraction in the remaining bits. Fractions are the midpoints of equal
+    intervals between 0.1 and 1. The values 0 and 1 have codes of their own.
 
     Args:
-        signed: whether the codes have a sign.
+        signed: whether values may be negative.
         device: device of the result.
     """
     n_bits = 7 if signed else 8
@@ -164,10 +165,12 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 
 @functools.cache
 def borders(signed: bool, device: torch.device) -> Tensor:
-    """Return the midpoints between neighbouring codes, (255,) float32, at which rounding changes from one to the next.
+    """Return the midpoints between neighbouring values of the table `codes`, (255,) float32.
+
+    Rounding to the nearest value changes from one code to the next at these midpoints.
 
     Args:
-        signed: whether the codes have a sign.
+        signed: whether values may be negative.
         device: device of the result.
     """
     table = codes(signed, device)

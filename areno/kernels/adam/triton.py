@@ -11,8 +11,8 @@ from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, borders, cod
 from areno.kernels.jit import kernel
 
 _BLOCK = 1024
-_ROWS = 8  # blocks of 8-bit codes of one program
-MAX_PROGRAMS = 2048  # of a reduction; each counts few enough entries to be exact in fp32
+_ROWS = 8  # blocks of 8-bit codes that one program handles
+MAX_PROGRAMS = 2048  # of `squares_and_nonzeros`; with so many, the count of each program is exact in fp32
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
@@ -185,10 +185,10 @@ def _adam_8bit_kernel(
 
 @triton.jit
 def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
-    """Return the index of the code nearest to each value of `share`, which is between -1 (or 0) and 1.
+    """Return the 8-bit code of each element of `share`, a moment divided by the scale of its block.
 
-    The formula of the codes gives an index that is off by at most one. The two midpoints beside it correct the
-    index.
+    `share` is between -1 (or 0 if not SIGNED) and 1. A formula gives a code that is off by at most one, and a
+    comparison with the midpoints in `borders_ptr` corrects it.
     """
     size = tl.abs(share)
     scaled = size
@@ -198,7 +198,7 @@ def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
         scaled = tl.where(is_small, scaled * 10.0, scaled)
         n_fractions = tl.where(is_small, n_fractions // 2, n_fractions)
     fraction = tl.floor((scaled - 0.1) * (n_fractions.to(tl.float32) / 0.9)).to(tl.int32)
-    number = tl.maximum(n_fractions + tl.minimum(fraction, n_fractions), 0)  # 0 is code 0
+    number = tl.maximum(n_fractions + tl.minimum(fraction, n_fractions), 0)  # `fraction` may be -1 near 0
     if SIGNED:
         number = 127 + tl.where(share < 0.0, -number, number)
     else:

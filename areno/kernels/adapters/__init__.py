@@ -1,7 +1,8 @@
-"""The second product of LoRA adapters: y += scaling * h B^T, in the columns of each projection with an adapter.
+"""The second matrix product of LoRA adapters: y += scaling * h B^T, where h = x A^T is the first product.
 
-A fused layer has several projections side by side in y (N, O). h (N, P R) holds the first products x A^T of the P
-adapted projections, R columns each. b (S, R) holds their B matrices, stacked. Projections that share an A count as one.
+A fused linear layer has several projections side by side in its output y (N, O). P of them have an adapter of rank R,
+and only the columns of these projections change. h (N, P R) has R columns for each adapted projection. b (S, R) holds
+their B matrices, stacked by rows. Projections that share an A matrix count as one.
 
 During sampling, A is stacked below the layer's weight, so one product gives y and h side by side, (N, X = O + P R or
 more). `add_lora_stacked` and `swiglu_stacked` take this stacked output. They exist as Triton kernels only.
@@ -24,14 +25,14 @@ def add_lora(
 ) -> Tensor:
     """Add the LoRA adapters to the output of a layer: y + scaling * h B^T.
 
-    Each row is computed in the same order of operations, for any number of rows. Under autograd the torch reference
-    runs, as the Triton kernel has no backward pass.
+    A row's result does not depend on the number of rows. Under autograd the torch reference runs, as the Triton kernel
+    has no backward pass.
 
     Args:
         y_NO: output of the layer, (tokens, outputs). Changed in place by the Triton kernel.
-        h_NR: first products x A^T, R columns for each adapted projection.
+        h_NR: first products h = x A^T, R columns for each adapted projection.
         b_SR: B matrices of all adapted projections, stacked.
-        places: the columns of y and rows of b for each adapted projection.
+        places: for each adapted projection, its columns in y and its rows in b.
         tiles_T4: result of `tiles(places, rank, device)`, on the device of y.
         scaling: alpha / rank.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-TILE = 128  # columns of y of one program of the Triton kernels
+TILE = 128  # columns of y that one program of the Triton kernels computes
 
 
 class Place(NamedTuple):
@@ -30,14 +30,14 @@ class Place(NamedTuple):
 
 
 def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
-    """Cut the columns of a layer's output that have an adapter into tiles, one for each program of a Triton kernel.
+    """Cut the columns of a layer's output into tiles, one for each program of a Triton kernel.
 
     Args:
-        places: the columns of the output and rows of b for each adapted projection.
+        places: for each adapted projection, its columns in the output and its rows in b.
         rank: rank R of the adapters.
         device: device of the result.
-        whole: number of columns of the output to cover, for kernels that also copy columns without an adapter. 0 covers
-            adapted columns only.
+        whole: number of columns of the output, if the tiles must also cover the columns without an adapter, for kernels
+            that copy them. 0 covers adapted columns only.
 
     Returns:
         (T, 4) int32, one row per tile: first column in the output, first row in b, number of columns, first column in
@@ -79,7 +79,7 @@ def add_lora(
         if column > end:
             pieces.append(y_NO[:, end:column])
         end = column + size
-        # Contiguous, so that the library computes a row in the same way for any number of rows.
+        # Contiguous, so that the matrix library computes a row in the same way for any number of rows.
         h_Nr = h_NR[:, index * rank : (index + 1) * rank].contiguous()
         pieces.append(torch.add(y_NO[:, column:end], F.linear(h_Nr, b_SR[row : row + size]), alpha=scaling))
     if end < y_NO.shape[1]:

@@ -16,7 +16,7 @@ from areno.kernels.adapters.reference import TILE, Place
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
 
-MANY_ROWS = 1024  # with more rows of y, a program takes more rows
+MANY_ROWS = 1024  # if y has more rows than this, a program computes 32 rows instead of 16
 
 
 def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
@@ -114,9 +114,10 @@ def _sizes(n_rows: int, rank: int) -> dict[str, int]:
 
 
 def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
-    """Return where the adapter of the columns from `first` on is stored: (first row in b, first column in h).
+    """Find the adapter of gate or up, whose output columns begin at `first`.
 
-    The column in h is -1 if these columns have no adapter.
+    Returns:
+        (first row in b, first column in h). (0, -1) if these columns have no adapter.
     """
     for index, place in enumerate(places):
         if place.column <= first < place.column + place.size:
@@ -126,7 +127,7 @@ def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
 
 @triton.jit
 def _load_first_inputs(b_place, real_column, RANK: tl.constexpr, INPUTS: tl.constexpr):
-    """Load the first INPUTS columns of b for `_product`, (INPUTS, COLUMNS)."""
+    """Load the first INPUTS columns of b for a tile of COLUMNS outputs, transposed, (INPUTS, COLUMNS)."""
     at = tl.arange(0, INPUTS)
     return tl.load(b_place + at[:, None], mask=(at < RANK)[:, None] & real_column[None, :], other=0.0)
 
@@ -143,7 +144,10 @@ def _product(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return a tile of h B^T in float32, (ROWS, COLUMNS). `b` is the result of `_load_first_inputs(b_place, ...)`."""
+    """Return a tile of h B^T in float32, (ROWS, COLUMNS), summed over the rank in steps of INPUTS.
+
+    `b` is the tile of B for the first step, loaded in advance by `_load_first_inputs(b_place, ...)`.
+    """
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)

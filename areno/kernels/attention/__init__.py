@@ -1,8 +1,9 @@
-"""Causal attention over packed rows of any length, by the fastest installed kernel.
+"""Causal attention over packed sequences (rows) of any length, by the fastest installed kernel.
 
-`choose_backend` picks a backend once. `varlen_attention` runs it under autograd. `varlen_forward` and
-`varlen_backward` are the two passes, for layers with their own backward pass. The backend "sdpa" is torch's
-scaled_dot_product_attention on padded batches. It is used on CPUs, in float32, and on GPUs without flash attention.
+`choose_backend` picks a backend once. `varlen_attention` runs it under autograd. `varlen_forward` and `varlen_backward`
+run its forward and backward pass outside autograd, for layers that implement their own backward pass. The backend
+"sdpa" is torch's scaled_dot_product_attention on padded batches. It is used on CPUs, in float32, and on GPUs without
+flash attention.
 
 Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head
 dimension; B rows of a padded batch of length L.
@@ -35,7 +36,7 @@ def sdpa_attention(
     starts_k: list[int],
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention of packed rows with torch's scaled_dot_product_attention, differentiable.
+    """Compute causal attention of packed sequences (rows) with torch's scaled_dot_product_attention, differentiable.
 
     Args:
         q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
@@ -63,7 +64,7 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) ->
             mask = mask.triu(n_k - n_q + 1 - window)
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
     if enable_gqa and q_BHLD.is_cuda:
-        # With grouped heads torch would materialise all scores: its memory-efficient kernel has no grouped heads.
+        # torch's memory-efficient kernel does not support grouped heads, so torch would materialise all scores.
         k_BKLD, v_BKLD = (_each_head(x, q_BHLD.shape[1]) for x in (k_BKLD, v_BKLD))
         enable_gqa = False
     return F.scaled_dot_product_attention(
@@ -134,7 +135,7 @@ def varlen_attention(
     backend: str,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention of packed rows, differentiable.
+    """Compute causal attention of packed sequences (rows), differentiable.
 
     Args:
         q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
@@ -183,7 +184,7 @@ def varlen_forward(
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute causal attention of packed rows outside autograd, for a later call of `varlen_backward`.
+    """Compute causal attention of packed sequences (rows) outside autograd, for a later call of `varlen_backward`.
 
     Args:
         q_NHD: queries of all rows, packed, shape (tokens, heads, head dim).
@@ -202,9 +203,8 @@ def varlen_forward(
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
             q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False, **_sides(window)
         )
-        return out_NHD, tuple(
-            saved[:3]
-        )  # log-sum-exp, and the random state of dropout, which backward requires without dropout, too
+        # The log-sum-exp, and two tensors of dropout's random state, which backward requires even without dropout.
+        return out_NHD, tuple(saved[:3])
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # type: ignore[import-not-found]
 
@@ -231,7 +231,7 @@ def varlen_backward(
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of causal attention of packed rows, outside autograd.
+    """Compute the gradients of causal attention of packed sequences (rows), outside autograd.
 
     Args:
         grad_NHD: gradient with respect to the output.
@@ -279,7 +279,7 @@ def varlen_backward(
 def has_flash_backward(q_NHD: Tensor) -> bool:
     """Return whether torch's flash kernel can compute the gradient of fixed-order attention for these queries.
 
-    It needs a GPU with flash attention, and half precision.
+    True for half-precision queries on a GPU with flash attention.
     """
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
@@ -290,7 +290,7 @@ def _left(window: int | None) -> int:
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """Return a sliding window as arguments of torch's flash kernel. The result is empty without a window."""
+    """Return a sliding window as keyword arguments of torch's flash kernel, empty if `window` is None."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -303,7 +303,7 @@ def _sdpa_backward(
     cu_seqlens_k: Tensor,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to queries, keys and values.
+    """Return the gradients of `sdpa_attention` with respect to queries, keys and values.
 
     The forward pass runs again, because torch has no callable backward pass of scaled_dot_product_attention.
     """
@@ -315,14 +315,14 @@ def _sdpa_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> list[Tensor]:
-    """Return a zero random state for torch's backward kernel, which requires it even without dropout."""
+    """Return a zero random state for torch's flash backward kernel, which requires it even without dropout."""
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
 class _FixedOrderAttention(torch.autograd.Function):
-    """Autograd function: fixed-order attention, with the gradient of `sdpa_attention`.
+    """Autograd function: fixed-order attention forward, and the gradient of `sdpa_attention` backward.
 
-    Both compute the same function up to rounding.
+    Fixed-order attention and `sdpa_attention` give the same values up to rounding.
     """
 
     @staticmethod

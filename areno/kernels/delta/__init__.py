@@ -1,24 +1,25 @@
 """Gated delta rule after a short causal convolution (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
 
-For each row, a layer keeps a state matrix S for each value head, and the last inputs of the convolution. For one token:
+For each sequence (row), a layer keeps a state matrix S for each value head, and the last inputs of the convolution. For
+one token:
 
     x = silu(convolution of the last W inputs), which is q, k and v
     S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
 
-with q and k of length 1, q divided by the root of its size, beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias).
-The result is out / rms(out) * norm * silu(z) for each head.
+q and k are normalised to length 1, and q is also divided by the root of its size. beta = sigmoid(b), and
+g = -exp(A_log) softplus(a + dt_bias). The result is out / rms(out) * norm * silu(z) for each head.
 
-`delta_rows` computes packed rows in chunks of tokens. `delta_rows_backward` computes the forward pass again and returns
-gradients. `delta_step` is a decoding step: it computes one token for each row and updates the states in place. With
-Triton, a CUDA graph can capture it.
+`delta_rows` computes packed sequences in chunks of tokens. `delta_rows_backward` computes the forward pass again and
+returns gradients. `delta_step` is a decoding step: it computes one token for each row and updates the states in place.
+With Triton, a CUDA graph can capture it.
 
 All implementations give the same values up to the order of sums and the precision of products. Arithmetic, decays, beta
 and states are fp32. With bfloat16 inputs, the Triton products of chunks are less precise (`PRECISION` in
 `triton_chunks.py`). Three things are rounded to the dtype of the inputs: q, k and v before the rule, the output of the
 rule, and the result.
 
-Shape letters: N tokens, R packed rows, B rows of a step, S slots; G key heads, H value heads (a multiple of G), K and V
-their sizes; X = 2 G K + H V channels of the convolution (q, k, v), W its width, w = W - 1; I = H V results;
+Shape letters: N tokens, R packed sequences (rows), B rows of a step, S slots; G key heads, H value heads (a multiple of
+G), K and V their sizes; X = 2 G K + H V channels of the convolution (q, k, v), W its width, w = W - 1; I = H V results;
 P = X + I + 2 H projections of a token: channels of the convolution, z, b, a.
 """
 
@@ -56,13 +57,13 @@ def delta_rows(
     Args:
         proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
         weights: weights of the layer.
-        chunks: the cut of the packed rows into chunks.
+        chunks: how the packed sequences (rows) are cut into chunks.
         initial: states of the R rows before their first tokens. None means zeros.
         return_states: whether to also return the states after the last tokens.
 
     Returns:
-        The output (N, I) in the dtype of the projections, and the states of the R rows, or None unless
-        `return_states`.
+        The output (N, I) in the dtype of the projections, and the states of the R rows after their last tokens. The
+        states are None unless `return_states`.
     """
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (proj_NP, *weights[:4]))
     rows = reference.delta_rows if recorded else form(proj_NP, __name__).delta_rows
@@ -78,7 +79,7 @@ def delta_rows_backward(
         grad_NI: gradient with respect to the output of `delta_rows`.
         proj_NP: projections of the forward pass.
         weights: weights of the layer.
-        chunks: the cut of the packed rows into chunks.
+        chunks: how the packed sequences (rows) are cut into chunks.
         of_weights: whether to also compute the gradients with respect to the weights.
 
     Returns:
@@ -94,8 +95,9 @@ def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slot
     Args:
         proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
         weights: weights of the layer.
-        states: states of all slots, of which those of the rows are updated in place.
-        slots_B: int64, slot of each row. If several rows share a slot, its state is undefined but finite.
+        states: recurrent states, one entry (slot) per sequence. The entries of the rows are updated in place.
+        slots_B: int64, index of each row's entry in `states`. If several rows share an entry, its state becomes
+            undefined but finite.
 
     Returns:
         The output (B, I) in the dtype of the projections.

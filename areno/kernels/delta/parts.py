@@ -1,7 +1,7 @@
-"""The weights, gradients and states of a gated delta layer, and the cut of packed rows into chunks.
+"""The weights, gradients and states of a gated delta layer, and the chunks into which packed sequences (rows) are cut.
 
-Shape letters as in `areno.kernels.delta`; T chunks of C tokens. Step j, of J steps, computes the j-th chunk of every
-row.
+Shape letters as in `areno.kernels.delta`; T chunks of C tokens; J steps, of which step j computes the j-th chunk of
+every row that has one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DeltaWeights(NamedTuple):
         A_log_H: logarithm of the decay rate of each value head.
         dt_bias_H: bias added to the projection a before softplus.
         norm_V: weight of the RMS norm of each head.
-        eps: epsilon of this norm.
+        eps: epsilon of the RMS norm.
         n_key_heads: number of key heads, G.
     """
 
@@ -76,15 +76,16 @@ class DeltaStates(NamedTuple):
     matrices_SHKV: Tensor
 
 
-CHUNK = 64  # tokens: enough for matrix units, and few enough for the triangular system of a chunk
+CHUNK = 64  # tokens: enough to fill matrix units, and few enough to solve a triangular system of this size
 
 
 @dataclass(frozen=True)
 class RowChunks:
-    """The cut of all packed rows into chunks of C tokens.
+    """The chunks of C tokens into which packed sequences (rows) are cut.
 
-    Chunks are ordered by step, and within a step by the length of the row, longest first. So the chunks of a step are
-    consecutive, and the rows of a step are the first rows of the previous step.
+    Step j computes the j-th chunk of every row that has one. Chunks are ordered by step, and within a step by the
+    length of the row, longest first. So the chunks of a step are consecutive, and the rows that still have a chunk in a
+    step are the first rows of the step before.
 
     Attributes:
         order_R: indices of the rows, the longest row first.
@@ -95,7 +96,7 @@ class RowChunks:
             first_chunks_J[j] + i.
         tokens_TC: index of the token at each position of a chunk, N for positions after the end of the row.
         sizes_T: number of tokens in each chunk.
-        places_N: index of each token in the flattened chunks.
+        places_N: index of each token in `tokens_TC`, flattened.
         positions_N: position of each token in its row, from 0.
         rows_N: index of each token's row, in packed order.
     """
@@ -113,7 +114,7 @@ class RowChunks:
 
     @classmethod
     def of(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
-        """Cut packed rows into chunks.
+        """Cut packed sequences (rows) into chunks.
 
         Args:
             starts: cumulative lengths of the rows, from 0 to the number of tokens.

@@ -1,7 +1,8 @@
-"""The gated delta rule in plain torch: packed rows in chunks, with gradients, and decoding steps.
+"""The gated delta rule in plain torch: packed sequences (rows) in chunks, with gradients, and decoding steps.
 
-Chunks follow section 3 of the paper ("extended WY representation"): the writes of a chunk's tokens solve a triangular
-system, so a chunk takes a few matrix products. Only the states pass from chunk to chunk, in one step for all rows.
+Chunks follow section 3 of the paper ("extended WY representation"): what the tokens of a chunk write to the state is
+the solution of a triangular system, so a chunk takes a few matrix products. Only the states pass from chunk to chunk. A
+loop does this for one chunk of every row at a time.
 
 Shape letters as in `areno.kernels.delta` and its `parts.py`.
 """
@@ -25,8 +26,9 @@ def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slot
     Args:
         proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
         weights: weights of the layer.
-        states: states of all slots, of which those of the rows are updated in place.
-        slots_B: int64, slot of each row. If several rows share a slot, its state is undefined but finite.
+        states: recurrent states, one entry (slot) per sequence. The entries of the rows are updated in place.
+        slots_B: int64, index of each row's entry in `states`. If several rows share an entry, its state becomes
+            undefined but finite.
 
     Returns:
         The output (B, I) in the dtype of the projections.
@@ -58,13 +60,13 @@ def delta_rows(
     Args:
         proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
         weights: weights of the layer.
-        chunks: the cut of the packed rows into chunks.
+        chunks: how the packed sequences (rows) are cut into chunks.
         initial: states of the R rows before their first tokens. None means zeros.
         return_states: whether to also return the states after the last tokens.
 
     Returns:
-        The output (N, I) in the dtype of the projections, and the states of the R rows, or None unless
-        `return_states`.
+        The output (N, I) in the dtype of the projections, and the states of the R rows after their last tokens. The
+        states are None unless `return_states`.
     """
     x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.sizes, dim=-1)
     mixed_NX = _ConvolveRows.apply(x_NX, weights.conv_XW, chunks.positions_N)
@@ -90,7 +92,7 @@ def delta_rows_backward(
         grad_NI: gradient with respect to the output of `delta_rows`.
         proj_NP: projections of the forward pass.
         weights: weights of the layer.
-        chunks: the cut of the packed rows into chunks.
+        chunks: how the packed sequences (rows) are cut into chunks.
         of_weights: whether to also compute the gradients with respect to the weights.
 
     Returns:
@@ -98,7 +100,7 @@ def delta_rows_backward(
         weights. The latter are summed over tokens. They are None unless `of_weights`.
     """
     proj_NP = proj_NP.detach().requires_grad_()
-    # Copies in float32, for gradients in float32.
+    # Copies of the weights in float32, so that their gradients are float32, too.
     conv, log_decay, bias, norm = copies = [each.detach().float().requires_grad_() for each in weights[:4]]
     with torch.enable_grad():
         copied = DeltaWeights(conv, log_decay, bias, norm, weights.eps, weights.n_key_heads)
@@ -128,7 +130,7 @@ def to_heads(mixed_NX: Tensor, weights: DeltaWeights, dtype: torch.dtype) -> tup
 
 
 def gates(b_NH: Tensor, a_NH: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Return the logarithm of the state's decay, and beta, the share of a stored value that the token replaces.
+    """Return the logarithm of the state's decay, and beta, the fraction of the stored value that the token replaces.
 
     Args:
         b_NH: projection b.
@@ -174,8 +176,8 @@ def chunked_delta(
         k_NGK: normalised keys.
         v_NHV: values.
         decay_NH: logarithms g of the decays.
-        beta_NH: beta, the share of a stored value that a token replaces.
-        chunks: the cut of the packed rows into chunks.
+        beta_NH: beta, the fraction of the stored value that a token replaces.
+        chunks: how the packed sequences (rows) are cut into chunks.
         initial_RHKV: states before the rows. None means zeros.
 
     Returns:
@@ -184,7 +186,7 @@ def chunked_delta(
     n_heads, n_key_heads, n_rows = v_NHV.shape[1], q_NGK.shape[1], len(chunks.order_R)
 
     def cut(x_NHD: Tensor) -> Tensor:
-        """Return x by chunks, (T, H, C, D), with zeros after the end of a row: such tokens change no state."""
+        """Gather x into chunks, (T, H, C, D). Positions after the end of a row are zeros, which change no state."""
         padded = F.pad(x_NHD, (0, 0, 0, 0, 0, 1))
         return padded.index_select(0, chunks.tokens_TC.flatten()).unflatten(0, chunks.tokens_TC.shape).transpose(1, 2)
 
@@ -196,8 +198,8 @@ def chunked_delta(
     size = chunks.tokens_TC.shape[1]
     later = torch.ones(size, size, dtype=torch.bool, device=v_NHV.device).triu(1)
     decay_THC1, beta_THC1 = cut(decay_NH.unsqueeze(-1)), cut(beta_NH.unsqueeze(-1))
-    # Running sums by a matrix product, since torch's cumsum has no fixed order on CUDA. Differences are taken in
-    # float64: sums reach hundreds, where float32 is off by 1e-5, and so would be the decay between two neighbours.
+    # Running sums by a matrix product, since torch's cumsum has no fixed order on CUDA. The sums reach hundreds, where
+    # float32 is off by 1e-5. So their differences, the decays between tokens, are computed in float64.
     sums = decay_THC1.flatten(0, 1).squeeze(-1).double() @ (~later).double().t()
     sums_THC1, dtype = sums.view_as(decay_THC1), v_NHV.dtype
     between_THCC = (sums_THC1 - sums_THC1.transpose(-1, -2)).to(dtype).masked_fill_(later, -torch.inf).exp_()
@@ -263,24 +265,27 @@ class _ConvolveRows(torch.autograd.Function):
 
 
 def _shifted(x_NX: Tensor, positions_N: Tensor, shift: int) -> Tensor:
-    """Return x `shift` tokens earlier, for the tokens from index `shift` on. Tokens before the row count as zeros."""
+    """Return, for each token from index `shift` on, the x of the token `shift` positions before it, in float32.
+
+    Zeros where the token before is in another row.
+    """
     return x_NX[: max(0, len(x_NX) - shift)].float() * (positions_N[shift:] >= shift).unsqueeze(-1)
 
 
 def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: RowChunks) -> Tensor:
-    """Add the contribution of inputs before the rows to the convolution at the first tokens of each row.
+    """Add the inputs before each row to the convolution of the row's first tokens, and return the sum.
 
     Args:
-        mixed_NX: output of the convolution, which took these inputs as zeros.
+        mixed_NX: output of the convolution, computed as if the inputs before each row were zeros.
         inputs_RXw: last w inputs before each row.
         conv_XW: weights of the convolution.
-        chunks: the rows.
+        chunks: the packed sequences (rows).
     """
     n_before = inputs_RXw.shape[-1]
     for age in range(n_before):
         has_R = (chunks.lengths_R > age).unsqueeze(-1)
         tokens_R = (chunks.starts_R + age).clamp_max(len(mixed_NX) - 1)
-        # The token `age` sees the inputs from `age` on, with the first weights of the convolution.
+        # The token at position `age` sees the earlier inputs from index `age` on, with the first weights.
         added_RX = (inputs_RXw[..., age:].float() * conv_XW[:, : n_before - age].float()).sum(-1)
         mixed_NX = mixed_NX.index_add(0, tokens_R, added_RX * has_R)
     return mixed_NX
@@ -289,7 +294,7 @@ def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: 
 def _conv_states(x_NX: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
     """Return the last w inputs of the convolution in each row, (R, X, w), the oldest first.
 
-    In a row with fewer than w tokens, inputs before the row (`initial_RXw`, or zeros) fill up the first places.
+    If a row has fewer than w tokens, the inputs before the row (`initial_RXw`, or zeros if None) come first.
     """
     n_before = weights.conv_XW.shape[1] - 1
     if initial_RXw is None:

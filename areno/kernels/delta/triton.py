@@ -1,9 +1,9 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-"""The gated delta rule as Triton kernels: packed rows forward and backward, decoding steps, and the gated norm.
+"""The gated delta rule as Triton kernels: packed sequences forward and backward, decoding steps, and the gated norm.
 
-Packed rows combine `triton_rows.py` (convolution and gates), `triton_chunks.py` (the rule) and the gated norm, which is
-here. A decoding step takes two kernels: the convolution, then all other operations on a head. If a program computes
-only some columns of a state, the norm is a third kernel.
+Packed sequences (rows) take the kernels of `triton_rows.py` (convolution and gates), then those of `triton_chunks.py`
+(the rule), then the gated norm, which is here. A decoding step takes two kernels: the convolution, then all other
+operations on a head. If a program computes only some columns of a state, the norm is a third kernel.
 
 Shape letters as in `areno.kernels.delta`; L programs of a kernel. A line of the norm is one head of one token.
 """
@@ -24,12 +24,13 @@ from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
 from areno.kernels.jit import kernel
 
-_CHANNELS = 256  # channels of a program of the convolution
-# Columns of a state of one program, and its warps. An H200 takes 276 us for 256 rows of 32 heads of 128 x 128, of which
-# 256 us are memory traffic. With all 128 columns and 8 warps it takes 411 us, with 32 columns 296 us.
+_CHANNELS = 256  # channels that one program of the convolution computes
+# Columns of a head's state that one program of `_head_kernel` updates, and warps of the program. An H200 takes 276 us
+# for 256 rows of 32 heads with states of 128 x 128, of which 256 us are memory traffic. With all 128 columns and 8
+# warps it takes 411 us, and with 32 columns 296 us.
 COLUMNS, WARPS = 64, 4
-NORM_LINES, NORM_WARPS = 32, 8  # of a program of the norm: lines (heads of a token) at once, and warps
-NORM_PROGRAMS = 8  # of its backward kernel, for each multiprocessor
+NORM_LINES, NORM_WARPS = 32, 8  # of a program of the norm: lines (one head of one token each) in a tile, and warps
+NORM_PROGRAMS = 8  # programs of the norm's backward kernel for each multiprocessor
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
@@ -38,8 +39,9 @@ def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slot
     Args:
         proj_BP: projections of the tokens: convolution channels, z, b and a, side by side.
         weights: weights of the layer.
-        states: states of all slots, of which those of the rows are updated in place.
-        slots_B: int64, slot of each row. If several rows share a slot, its state is undefined but finite.
+        states: recurrent states, one entry (slot) per sequence. The entries of the rows are updated in place.
+        slots_B: int64, index of each row's entry in `states`. If several rows share an entry, its state becomes
+            undefined but finite.
 
     Returns:
         The output (B, I) in the dtype of the projections.
@@ -125,10 +127,10 @@ def _head_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the gates, and the state update for some columns of a head's state in a row.
+    """Compute the gates and update COLUMNS columns of one head's state in one row, in each program.
 
-    If these are all columns, the gated norm is computed, too. With PDL, everything but q, k and v is loaded before the
-    convolution has ended.
+    If COLUMNS covers the whole state, the gated norm is computed, too. With PDL, a program loads everything but q, k
+    and v before the convolution kernel has ended.
     """
     if PDL:
         jit.launch_dependents()
@@ -177,13 +179,13 @@ def delta_rows(
     Args:
         proj_NP: projections of all tokens: convolution channels, z, b and a, side by side.
         weights: weights of the layer.
-        chunks: the cut of the packed rows into chunks.
+        chunks: how the packed sequences (rows) are cut into chunks.
         initial: states of the R rows before their first tokens. None means zeros.
         return_states: whether to also return the states after the last tokens.
 
     Returns:
-        The output (N, I) in the dtype of the projections, and the states of the R rows, or None unless
-        `return_states`.
+        The output (N, I) in the dtype of the projections, and the states of the R rows after their last tokens. The
+        states are None unless `return_states`.
     """
     proj_NP = proj_NP.contiguous()
     inputs_RXw, matrices_RHKV = (None, None) if initial is None else initial
@@ -206,7 +208,7 @@ def delta_rows_backward(
         grad_NI: gradient with respect to the output of `delta_rows`.
         proj_NP: projections of the forward pass.
         weights: weights of the layer.
-        chunks: the cut of the packed rows into chunks.
+        chunks: how the packed sequences (rows) are cut into chunks.
         of_weights: whether to also compute the gradients with respect to the weights.
 
     Returns:
@@ -260,12 +262,12 @@ def gated_norm_backward(
         out_NHV: output of the delta rule.
         proj_NP: projections, contiguous, which include z.
         weights: weights of the layer.
-        grad_proj_NP: gradient with respect to the projections. Its columns of z are written.
+        grad_proj_NP: buffer for the gradient with respect to the projections. Only its columns of z are written.
         of_weights: whether to also compute the gradient with respect to the norm's weight.
 
     Returns:
-        The gradient with respect to the rule's output, in its dtype, and with respect to the norm's weight, (V,)
-        float32. The latter is None unless `of_weights`.
+        The gradient with respect to `out_NHV`, in the same dtype, and the gradient with respect to the norm's weight,
+        (V,) float32. The latter is None unless `of_weights`.
     """
     n, n_heads, value_dim = out_NHV.shape
     grad_out_NHV = torch.empty_like(out_NHV, memory_format=torch.contiguous_format)
@@ -342,7 +344,10 @@ def _gated_norm_backward_kernel(
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Compute every n_programs-th tile of LINES lines in each program, and a partial sum of the weight's gradient."""
+    """Compute the gradients for every n_programs-th tile in each program, and a partial sum of the weight's gradient.
+
+    A tile has LINES lines. A line is one head of one token.
+    """
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)
     weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]

@@ -1,18 +1,20 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""The gated delta rule of packed rows in chunks as Triton kernels; `triton_chunks_backward.py` has its gradients.
+"""The gated delta rule of packed sequences (rows) in chunks as Triton kernels.
 
-Chunks follow section 3.3 of the paper and "Parallelizing Linear Transformers with the Delta Rule" (Yang et al. 2024,
-arXiv 2406.06484). For a chunk and a value head, let g be the running sums of the logarithms of decay, S the state
-before the chunk, and q, k, v and the following matrices have one row for each token:
+`triton_chunks_backward.py` has the gradients. Chunks follow section 3.3 of the paper and "Parallelizing Linear
+Transformers with the Delta Rule" (Yang et al. 2024, arXiv 2406.06484). For a chunk and a value head, let g be the
+running sums of the logarithms of decay and S the state before the chunk. q, k, v and the following matrices have one
+row for each token:
 
     A = strictly lower part of (beta_i exp(g_i - g_j) k_i k_j);  inverse = (1 + A)^-1
     w = inverse (beta exp(g) k);  u = inverse (beta v);  v_new = u - w S
     out = (exp(g) q) S + lower part of (exp(g_i - g_j) q_i k_j) v_new
     next S = exp(g_last) S + (exp(g_last - g) k)^T v_new
 
-There are three kernels: `inverse`, `w` and `u` of all chunks; `v_new` and the states, along each row; the outputs. No
-exponent is above 0. g is a sum of two fp32 numbers, g + g_low, as precise as float64. Saved tensors and sums are fp32.
+The first kernel computes `inverse`, `w` and `u` of all chunks. The second goes along each row and computes `v_new` and
+the states. The third computes the outputs. No exponent is above 0. g is stored as a sum of two fp32 numbers,
+g + g_low, which is nearly as precise as float64. Saved tensors and sums are fp32.
 
 Shape letters as in `areno.kernels.delta` and its `parts.py`. Blocks of K and V are padded to a power of two.
 """
@@ -31,13 +33,13 @@ from areno.kernels.delta.parts import RowChunks
 from areno.kernels.jit import kernel
 from areno.kernels.matmul.triton import dot, dot_precision
 
-# The precision of products of bfloat16 q, k and v. On an H200, "bf16x3" is faster than "tf32", and more precise. The
-# kernel along rows lacks registers for "bf16x3": it takes 0.72 ms for 16,384 tokens, and 0.53 ms with "tf32", whose
+# The precision of products if q, k and v are bfloat16. On an H200, "bf16x3" is faster than "tf32", and more precise.
+# But `_states_kernel` lacks registers for "bf16x3": it takes 0.72 ms for 16,384 tokens, and 0.53 ms with "tf32", whose
 # error is smaller than the rounding of the results to bfloat16.
 PRECISION, _STATES_PRECISION = "bf16x3", "tf32"
-_PART = 64  # columns of q, k, v at once: small tiles let several programs share a multiprocessor
+_PART = 64  # columns of q, k and v in a tile: with small tiles, several programs share a multiprocessor
 _ENOUGH = 256  # programs that keep a large GPU busy
-_ALL = 1 << 20  # all columns at once
+_ALL = 1 << 20  # more than any number of columns, so that a tile has all of them
 _PREPARE, _STATES, _OUT = (
     {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1))
 )  # fixed, so that the order of sums never changes
@@ -49,13 +51,13 @@ class Saved:
     """Tensors that the backward pass of `chunks_forward` needs, fp32.
 
     They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64. A
-    state
-    is kept for each chunk, even if the chunk has few tokens: 2 MiB with these sizes.
+    state is kept for each chunk, even if the chunk has few tokens. With these sizes, a chunk's states take 2 MiB. The
+    docstring of the module defines A, w, u and v_new.
 
     Attributes:
         g_THC: running sums of the logarithms of decay within each chunk.
         g_low_THC: rounding errors of `g_THC`.
-        inverse_NHC: (1 + A)^-1, with A and the following as defined at the top of the module.
+        inverse_NHC: (1 + A)^-1.
         w_NHK: w.
         u_NHV: u.
         v_new_NHV: v_new.
@@ -88,8 +90,8 @@ def chunks_forward(
         k_NGK: normalised keys, in the dtype of q.
         v_NHV: values, in the dtype of q.
         decay_NH: logarithms of the decays, fp32, at most 0.
-        beta_NH: beta, the share of a stored value that a token replaces, fp32.
-        chunks: the cut of the packed rows into chunks.
+        beta_NH: beta, the fraction of the stored value that a token replaces, fp32.
+        chunks: how the packed sequences (rows) are cut into chunks.
         initial_RHKV: states before the rows, fp32. None means zeros.
         return_states: whether to also return the states after the rows.
 
@@ -151,7 +153,7 @@ def kernel_sizes(
     Args:
         q_NGK: queries.
         v_NHV: values.
-        chunks: the cut of the packed rows into chunks.
+        chunks: how the packed sequences (rows) are cut into chunks.
         precision: `PRECISION` of products, see `dot`.
         keys: largest number of columns of q and k that a program loads at once.
         values: largest number of columns of v that a program loads at once.
@@ -189,10 +191,10 @@ def chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Load a tile whose rows are every STEP-th line of a matrix with lines of SIZE elements, zeros outside.
+    """Load a tile from a matrix with lines of SIZE elements. The tile's rows are every STEP-th line.
 
-    Differences between the addresses of a thread are constants, as addresses would otherwise take more registers than
-    the elements.
+    Elements outside are zeros. Addresses of a thread differ by compile-time constants only, because separate addresses
+    would take more registers than the elements.
 
     Args:
         ptr: the matrix.
@@ -227,7 +229,7 @@ def store_rows(ptr, x, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BL
 
 @triton.jit
 def decay_between(g, g_low, visible, TRANSPOSED: tl.constexpr):
-    """Return exp(g_row - g_column) where `visible`, else 0, or exp(g_column - g_row) if TRANSPOSED.
+    """Return exp(g_row - g_column), or exp(g_column - g_row) if TRANSPOSED, and 0 where not `visible`.
 
     g + g_low are the running sums of the logarithms of decay.
     """
@@ -265,9 +267,10 @@ def _diagonal_blocks(x, SIZE: tl.constexpr):
 def _inverse(system, transposed, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Return (1 + system)^-1 for a strictly lower triangular matrix.
 
-    `transposed` has the diagonal blocks of the matrix's transpose. The diagonal blocks are inverted row by row, all
-    blocks at once, so that each of 4 warps has one block. Then neighbouring blocks x, z with y below x become
-    ((x, 0), (-z y x, z)). No large terms cancel, unlike in a series of powers.
+    `transposed` has the diagonal blocks of the matrix's transpose. First the diagonal blocks are inverted row by row,
+    all blocks at once, so that each of 4 warps has one block. Then the inverses x and z of two neighbouring diagonal
+    blocks are joined to the inverse ((x, 0), (-z y x, z)), where y is the matrix's block below x and left of z. No
+    large terms cancel, unlike in a series of powers.
     """
     BLOCKS: tl.constexpr = SIZE // _BASE
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
@@ -334,7 +337,7 @@ def _prepare_kernel(
     system = beta[:, None] * decay_between(rounded, g_low, row > column, False) * keys
     inverse = _inverse(system, transposed, SIZE, PRECISION)
     store_rows(inverse_ptr, inverse, line, inside, HEADS, SIZE, SIZE)
-    # The inverse takes the factors, so that k and v are not rounded again.
+    # The factors are multiplied into the inverse, not into k and v, which would be rounded again.
     scaled = inverse * (beta * tl.exp(rounded))[None, :]
     for start in range(0, KEY, KEY_PART):
         k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
@@ -368,7 +371,10 @@ def _states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute some columns of a head's state along a row: the state before each chunk, and `v_new` of its tokens."""
+    """Compute the state before each chunk of a row, and `v_new` of the chunk's tokens.
+
+    Each program computes VALUE_PART columns of the state of one head, along one row.
+    """
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)

@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""The gradients of the gated delta rule of packed rows in chunks, as Triton kernels.
+"""The gradients of the gated delta rule of packed sequences (rows) in chunks, as Triton kernels.
 
 Names and formulas are those of `triton_chunks.py`. Let d mark gradients, S' the state after a chunk, P_ij =
 exp(g_i - g_j), and "lower" include the diagonal:
@@ -11,13 +11,15 @@ exp(g_i - g_j), and "lower" include the diagonal:
     dk = exp(g_last - g) v_new dS'^T + (lower part of P_ij dout_i v_new_j)^T q + the gradients through A and w
     dsides = inverse^T (dw, du);  dA = -strictly lower part of (dsides (w, u)^T)
 
-The last line needs no gradient of the inverse, as inverse^T dinverse inverse^T is a product of known matrices. g_i gets
-from each factor exp(g_i) the product of what the factor multiplies and its gradient; for q this is q_i dq_i.
+The last line needs no gradient of the inverse, as inverse^T dinverse inverse^T is a product of known matrices. Every
+factor exp(g_i) contributes to dg_i the dot product of the vector that it scales and the gradient of this vector; for q
+this is q_i dq_i.
 
-There are five kernels: dv_new within chunks; the gradients of states, along each row; the gradients of q, k and w
-without A; the gradients through w and u; the gradient of k through A. A program that sums for q or k has all heads of a
-key head, so every sum has a fixed order. No transpose of a product's result is an operand (see `dot`): the result is
-written and read again, or computed a second time.
+There are five kernels. The first computes the part of dv_new that comes from the same chunk. The second computes the
+gradients of the states, along each row. The third computes the gradients of q and w, and of k without the terms through
+A and w. The fourth computes the gradients that pass through w and u. The fifth computes the gradient of k through A. A
+program that sums gradients of q or k handles all value heads of a key head, so every sum has a fixed order. `dot` must
+not take the transpose of a product's result, so such a result is written and read again, or computed a second time.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from areno.kernels.delta.triton_chunks import (
 from areno.kernels.jit import kernel
 from areno.kernels.matmul.triton import dot, dot_precision
 
-PRECISION = "bf16"  # of products with bfloat16 q, k and v, or "bf16x3"; see triton_chunks.py
-_ALL = 1 << 20  # all columns at once
+PRECISION = "bf16"  # of products if q, k and v are bfloat16; "bf16x3" works, too; see triton_chunks.py
+_ALL = 1 << 20  # more than any number of columns, so that a tile has all of them
 _LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
     {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1), (4, 1), (4, 1))
 )  # fixed, so that the order of sums never changes
@@ -62,7 +64,7 @@ def chunks_backward(
     """Compute the gradients of `chunks_forward`.
 
     Temporary tensors take (K + V + K V / C) H + C G elements of 4 bytes for each token. With products in "bf16", all
-    but the C G elements have 2 bytes. This is 36 KiB with G = 16, H = 32, K = V = 128, C = 64.
+    but the C G elements have 2 bytes, which makes 36 KiB with G = 16, H = 32, K = V = 128, C = 64.
 
     Args:
         grad_out_NHV: gradient with respect to the outputs, bf16 or fp32.
@@ -71,8 +73,8 @@ def chunks_backward(
         v_NHV: values of the forward pass.
         decay_NH: logarithms of the decays in the forward pass.
         beta_NH: beta in the forward pass.
-        chunks: the cut of the packed rows into chunks.
-        saved: tensors that the forward pass has returned.
+        chunks: how the packed sequences (rows) are cut into chunks.
+        saved: third result of `chunks_forward`.
 
     Returns:
         The gradients with respect to q, k, v, decay and beta, fp32, in their shapes.
@@ -176,9 +178,9 @@ def _grad_states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute some columns of the gradients of a head's state after each chunk, and add their term to that of v_new.
+    """Compute the gradients of the states after each chunk of a row, and add their term to the gradient of v_new.
 
-    A program goes from the last chunk of a row to the first.
+    Each program computes VALUE_PART columns of one head, from the last chunk of a row to the first.
     """
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
@@ -232,7 +234,10 @@ def _chunks_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute gradients for a chunk and the heads of a key head: of q and w, and the terms of k and g without A."""
+    """Compute the gradients of q and w, and the terms of the gradients of k and g that do not pass through A or w.
+
+    Each program handles a chunk and all value heads of one key head.
+    """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
@@ -273,7 +278,7 @@ def _chunks_kernel(
             part_k += dot(transposed, q, PRECISION)
             part_q = part_q * tl.exp(g)[:, None] + dot(scores, k, PRECISION)
             grad_g += tl.sum(part_q * q.to(tl.float32) - part_k * k.to(tl.float32), 1)
-            others = inside & (each * 0 + head > key_head * SHARED)  # add the gradients of the previous heads
+            others = inside & (each * 0 + head > key_head * SHARED)  # to add the sum over the previous heads
             part_q += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
             store_rows(grad_q_ptr, part_q, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
             part_k += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
@@ -311,9 +316,10 @@ def _systems_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients that pass through w and u, for a chunk and the heads of a key head in each program.
+    """Compute the gradients that pass through w and u.
 
-    These are the gradients of v, beta, g and decay, of k without A, and of the products k_i k_j in A.
+    The results are the gradients of v, beta and decay, and of the products k_i k_j in A. The term through w is added to
+    the gradient of k. Each program handles a chunk and all value heads of one key head.
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)

@@ -1,9 +1,10 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-"""Convolution, q, k, v and gates of packed rows before the delta rule, and the last inputs of rows, as Triton kernels.
+"""Triton kernels for what comes before the delta rule in packed sequences (rows): convolution, q, k, v and gates.
 
-A program computes some tokens of one head of q, k or v, or the gates of some tokens. It reads a token's input once for
-each tap of the convolution, mostly from the L1 cache. The helpers at the top are also used by the backward pass
-(`triton_rows_backward.py`) and by decoding steps (`triton.py`). Shape letters as in `areno.kernels.delta`.
+Another kernel copies the last inputs of each row. A program computes some tokens of one head of q, k or v, or the gates
+of some tokens. It reads a token's input once for each tap of the convolution, mostly from the L1 cache. The helpers at
+the top are also used by the backward pass (`triton_rows_backward.py`) and by decoding steps (`triton.py`). Shape
+letters as in `areno.kernels.delta`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as i
 
 
 def sizes_of(weights: DeltaWeights) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels for packed rows. `*_BLOCK` are padded to powers of two.
+    """Return the compile-time constants of the kernels for packed sequences: numbers and sizes of heads.
+
+    Constants named `*_BLOCK` are sizes padded to a power of two.
 
     Args:
         weights: weights of the layer.
@@ -102,8 +105,8 @@ def convolved(
     return total
 
 
-TOKENS, WARPS = 32, 4  # of a program; the fastest of five choices on an H200
-_CHANNELS = 256  # channels of a program of `conv_states`
+TOKENS, WARPS = 32, 4  # of one program; the fastest of five choices on an H200
+_CHANNELS = 256  # channels that one program of `conv_states` copies
 
 
 def conv_and_gates(
@@ -114,7 +117,7 @@ def conv_and_gates(
     Args:
         proj_NP: projections, contiguous.
         weights: weights of the layer.
-        chunks: the packed rows.
+        chunks: the packed sequences (rows).
         initial_RXw: last inputs of the convolution before each row. None means zeros.
 
     Returns:
@@ -148,13 +151,13 @@ def conv_and_gates(
 def conv_states(proj_NP: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
     """Return the last w inputs of the convolution in each row.
 
-    In a row with fewer than w tokens, inputs before the row fill up the first places.
+    If a row has fewer than w tokens, the inputs before the row come first.
 
     Args:
         proj_NP: projections, contiguous.
         initial_RXw: last inputs before each row. None means zeros.
         weights: weights of the layer.
-        chunks: the packed rows.
+        chunks: the packed sequences (rows).
 
     Returns:
         (R, X, w) in the dtype of the projections, the oldest input first.

@@ -20,8 +20,8 @@ from areno.kernels.delta.triton_rows import LENGTH_EPS, convolved, sizes_of, sof
 from areno.kernels.elementwise.triton_norm import add_sums
 from areno.kernels.jit import kernel
 
-HEAD_TOKENS, HEAD_WARPS = 16, 2  # of a program of the first kernel; the fastest of four choices on an H200
-CONV_TOKENS, CONV_WARPS = 32, 4  # of a program of the second kernel
+HEAD_TOKENS, HEAD_WARPS = 16, 2  # of one program of `_heads_backward_kernel`; the fastest of four choices on an H200
+CONV_TOKENS, CONV_WARPS = 32, 4  # of one program of `_conv_backward_kernel`
 
 
 def conv_and_gates_backward(
@@ -38,8 +38,8 @@ def conv_and_gates_backward(
         grads: gradients with respect to q, k, v, decay and beta, contiguous. The first three are overwritten.
         proj_NP: projections, contiguous.
         weights: weights of the layer.
-        chunks: the packed rows.
-        grad_proj_NP: gradient with respect to the projections. All columns but those of z are written.
+        chunks: the packed sequences (rows).
+        grad_proj_NP: buffer for the gradient with respect to the projections. All columns but those of z are written.
         of_weights: whether to also compute the gradients with respect to the weights.
 
     Returns:
@@ -83,14 +83,14 @@ def _silu_gradient(x):
 
 @triton.jit
 def _norm_backward(grad_ptr, place, inside, x, scale):
-    """Replace the gradient of a normalised head in memory by that of the convolution's output x.
+    """Overwrite the gradient of a normalised head by the gradient of x, the convolution's output for this head.
 
     Args:
         grad_ptr: gradients with respect to the normalised heads.
         place: offsets of the head's elements.
         inside: which of these elements exist.
         x: output of the convolution for the head.
-        scale: factor of the normalised head.
+        scale: factor by which the normalised head was multiplied.
     """
     grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
     key = x * tl.sigmoid(x)

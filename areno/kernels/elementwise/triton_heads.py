@@ -111,7 +111,7 @@ def qk_norm_rope_backward(
     n_kv_heads = grad_k_NKC.shape[1]
     grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
     has_norm = q_weight_C is not None
-    # Fewer programs mean fewer partial sums; some programs for each multiprocessor hide the latency of loads.
+    # With fewer programs there are fewer partial sums to add, but several for each multiprocessor hide load latency.
     n_programs = max(1, min(n, QK_PROGRAMS * n_multiprocessors(qkv_NX.device)))
     partial_P2C = qkv_NX.new_zeros((n_programs, 2, head_dim), dtype=torch.float32) if has_norm else grad_qkv_NX
     if n:
@@ -227,7 +227,10 @@ def _qk_norm_rope_backward_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute every n_programs-th token in each program, and a partial sum of the norm weights' gradients."""
+    """Compute the gradients for every n_programs-th token in each program.
+
+    Each program also writes a partial sum of the norm weights' gradients.
+    """
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     real = half < HALF

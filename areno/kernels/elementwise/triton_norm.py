@@ -15,8 +15,8 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 
-# The backward kernel loops over tokens, since it sums weight gradients: elements of a tile, programs for each
-# multiprocessor, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
+# Of the backward kernel, in which a program loops over tokens to sum weight gradients: elements of a tile, programs for
+# each multiprocessor, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
 NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
 
 
@@ -65,7 +65,7 @@ def rms_norm_backward(
 
     Args:
         grad_ND: gradient with respect to the output of the norm.
-        grad_sum_ND: gradient with respect to the stream from its other uses, which is added. None if there are none.
+        grad_sum_ND: gradient that reaches the stream past the norm, which is added to the result. None means zero.
         sum_ND: the stream, which is the first result of `add_rms_norm`.
         weight_D: weight of the norm.
         eps: epsilon of the norm.
@@ -75,7 +75,7 @@ def rms_norm_backward(
 
     Returns:
         The gradient with respect to the stream (N, D) twice: in the dtype of `sum_ND`, and in the dtype of `grad_ND`.
-        Both are one tensor if the dtypes are equal.
+        If the dtypes are equal, the same tensor is returned twice.
     """
     n, size = sum_ND.shape
     grad_ND, sum_ND = grad_ND.contiguous(), sum_ND.contiguous()
@@ -166,7 +166,10 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute every n_programs-th tile of ROWS rows in each program, and a partial sum of the weight's gradient."""
+    """Compute the gradients for every n_programs-th tile of ROWS rows in each program.
+
+    Each program also writes a partial sum of the weight's gradient.
+    """
     column = tl.arange(0, BLOCK)
     real = column < size
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)

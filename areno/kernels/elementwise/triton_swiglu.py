@@ -32,7 +32,7 @@ def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
 
 
 def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of `swiglu`, and its result again, which needs no further pass over memory.
+    """Compute the gradient of `swiglu`, and in the same pass over memory the result of `swiglu` again.
 
     Args:
         grad_NI: gradient with respect to the result of `swiglu`.

@@ -82,7 +82,7 @@ def grouped_matmul(
     """Multiply each row with the matrix of its expert. Only the torch reference is differentiable.
 
     Args:
-        x_MI: copies of tokens, sorted by expert, (copies, inputs).
+        x_MI: copies of tokens, one for each chosen expert, sorted by expert, (copies, inputs).
         weight: weight matrix of each expert, (E, O, I). (E, I, O) if `transposed`.
         ends_E: int32, index after the last row of each expert.
         transposed: whether each row is multiplied with the matrix itself instead of its transpose.
@@ -117,7 +117,7 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
         ends_E: int32, index after the last row of each expert.
 
     Returns:
-        (N, D) in the dtype of y. Experts of other ranks count as 0.
+        (N, D) in the dtype of y. Choices of experts on other ranks count as 0.
     """
     return form(y_MD, __name__).combine(y_MD, places_Nk, weights_Nk, ends_E)
 

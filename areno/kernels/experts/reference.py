@@ -36,7 +36,7 @@ def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: boo
     """Multiply each row with the matrix of its expert, differentiable.
 
     Args:
-        x_MI: copies of tokens, sorted by expert, (copies, inputs).
+        x_MI: copies of tokens, one for each chosen expert, sorted by expert, (copies, inputs).
         weight: weight matrix of each expert, (E, O, I). (E, I, O) if `transposed`.
         ends_E: int32, index after the last row of each expert.
         transposed: whether each row is multiplied with the matrix itself instead of its transpose.
@@ -64,7 +64,7 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
         ends_E: int32, index after the last row of each expert.
 
     Returns:
-        (N, D) in the dtype of y. Experts of other ranks count as 0.
+        (N, D) in the dtype of y. Choices of experts on other ranks count as 0.
     """
     is_here_Nk = places_Nk < ends_E[-1]
     total: Tensor | None = None

@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 """Products with each expert's matrix as Triton kernels, or by torch's grouped_mm for large groups, where it is faster.
 
-Only the device knows how many rows each expert has. A launch has as many programs as any numbers of rows may need. Each
+The host does not know how many rows each expert has, so a launch has enough programs for any numbers of rows. Each
 program finds its expert from `ends_E`, and programs without work return. `areno.kernels.experts` describes the
 functions and the shape letters.
 """
@@ -24,8 +24,9 @@ from areno.kernels.jit import kernel
 
 logger = logging.getLogger("areno")
 
-_ALIGNMENT = 16  # bytes, required by grouped_mm of addresses and strides
-# Compute capability for which torch has a grouped kernel. On others it loops over groups and waits for their sizes.
+_ALIGNMENT = 16  # bytes; grouped_mm requires addresses and strides to be multiples of this
+# Major compute capability (Hopper) for which torch has a grouped kernel. Elsewhere torch makes the host wait for the
+# sizes of the groups, and loops over the groups.
 _MAJOR = 9
 _TRIED = ((5, 0, 40, 19), 64, 128)  # the test of grouped_mm: rows of four groups, inputs, outputs
 
@@ -62,9 +63,9 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 
 @functools.cache
 def _is_right(device: int) -> bool:
-    """Return whether grouped_mm gives right results on a GPU. The test runs once for each GPU.
+    """Return whether grouped_mm gives right results on a GPU. The result is cached for each GPU.
 
-    It has uneven groups, an empty group, and rows after the last group.
+    The test has uneven groups, an empty group, and rows after the last group.
     """
     if (capability(f"cuda:{device}") or (0, 0))[0] != _MAJOR:
         return False
@@ -90,15 +91,15 @@ def _is_right(device: int) -> bool:
     return True
 
 
-# (largest mean rows of an expert, (rows, columns and inputs of a tile, warps, stages)). Tiles have more rows than the
-# mean, since an expert that needs a second tile reads its weights twice.
+# (largest mean number of rows of an expert, (rows, columns and inputs of a tile, warps, stages)). Up to 64 rows, tiles
+# have at least as many rows as the mean, since an expert that needs a second tile reads its weights twice.
 _TILES = (
     (8, (16, 64, 128, 4, 3)),
     (24, (32, 64, 128, 4, 3)),
     (64, (64, 64, 64, 4, 3)),
     (math.inf, (128, 128, 64, 8, 3)),
 )
-_LIBRARY_ROWS = 64  # mean rows of an expert from which on grouped_mm is used
+_LIBRARY_ROWS = 64  # mean number of rows of an expert from which on grouped_mm is used
 
 
 def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
@@ -119,7 +120,7 @@ def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: boo
     A program computes one tile of an expert's output, in a loop over all inputs.
 
     Args:
-        x_MI: copies of tokens, sorted by expert, (copies, inputs).
+        x_MI: copies of tokens, one for each chosen expert, sorted by expert, (copies, inputs).
         weight: weight matrix of each expert, (E, O, I). (E, I, O) if `transposed`.
         ends_E: int32, index after the last row of each expert.
         transposed: whether each row is multiplied with the matrix itself instead of its transpose.
@@ -138,7 +139,7 @@ def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: boo
     n_columns = weight.shape[2] if transposed else weight.shape[1]
     out_MO = x_MI.new_empty((n_rows, n_columns))
     rows, columns, inputs, n_warps, n_stages = _tiles(n_rows, n_experts)
-    # Each group may end with a tile that is not full.
+    # The last tile of each group may not be full, so there may be one more tile per group.
     n_tiles = triton.cdiv(n_rows, rows) + min(n_experts, n_rows)
     by_output, by_input = (1, 2) if not transposed else (2, 1)
     if n_rows:
@@ -290,7 +291,7 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
         ends_E: int32, index after the last row of each expert.
 
     Returns:
-        (N, D) in the dtype of y. Experts of other ranks count as 0.
+        (N, D) in the dtype of y. Choices of experts on other ranks count as 0.
     """
     n_tokens, top_k = places_Nk.shape
     size = y_MD.shape[1]

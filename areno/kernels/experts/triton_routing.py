@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 
-MAX_COPIES = 8192  # every expert's program reads all copies; torch's sort is faster for more
+MAX_COPIES = 8192  # every expert's program reads all copies, so for more of them torch's sort is faster
 _BLOCK = 1024
 
 
@@ -70,7 +70,7 @@ def _choose_kernel(
         best = tl.argmax(left, 0)
         weight = tl.exp(tl.max(left, 0) - most) / total
         weights = tl.where(choices == choice, weight, weights)
-        # If logits are NaN, any expert will do: the log-probabilities of the pass are NaN and refused.
+        # If logits are NaN, any expert will do: the log-probabilities are then NaN, which the caller rejects.
         chosen = tl.where(choices == choice, tl.minimum(best, n_experts - 1).to(tl.int64), chosen)
         left = tl.where(each == best, -float("inf"), left)
     if NORMALISED:

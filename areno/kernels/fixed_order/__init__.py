@@ -1,11 +1,11 @@
-"""Attention in a fixed order of operations, so that a query's result is exact; for `engine.exact`.
+"""Attention in a fixed order of operations, so that a query's result does not depend on the batch (`engine.exact`).
 
 Keys are taken in spans that begin at fixed positions: at 0, 64, 128, and at the multiples of SPAN. The order within a
 span is fixed, and the results of spans are combined from the first to the last (running softmax, arXiv 1805.02867). So
 the result of a query is exactly the same in training, in a whole or chunked prefill, and in a decoding step, whatever
 else is in the batch. The torch reference and the Triton kernels each have their own order.
 
-Shape letters: N query tokens, M key tokens, H query heads, K key heads, C head dimension; R packed rows.
+Shape letters: N query tokens, M key tokens, H query heads, K key heads, C head dimension; R packed sequences (rows).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute causal attention of packed rows in a fixed order, outside autograd.
+    """Compute causal attention of packed sequences (rows) in a fixed order, outside autograd.
 
     Args:
         q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).

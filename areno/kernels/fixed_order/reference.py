@@ -1,7 +1,7 @@
 """Fixed-order attention in plain torch, for the CPU, and the positions at which its spans of keys begin.
 
-Matrices are padded to a multiple of `row_multiple` rows before they are multiplied. The CPU's matrix library then
-computes each row in the same way, whatever the other rows are.
+Before a product, the number of rows of a matrix is padded to a multiple of `row_multiple()`. The CPU's matrix library
+then computes each row in the same way, whatever the other rows are.
 
 Shape letters: B rows of queries, H query heads, K key heads, L queries and M keys of a row, C head dimension; X pairs
 of a row and a key head; P queries of the heads that share a key head, padded.
@@ -21,9 +21,9 @@ from areno.kernels.padding import by_padding
 
 _Ints = TypeVar("_Ints", int, np.ndarray)
 
-SPAN = 256  # positions; the first spans are shorter, so that short prompts have whole spans to share, too
+SPAN = 256  # positions in a span; the first three are shorter, so that a short shared prompt has whole spans, too
 _SHORT = 64, 128  # where the second and third span begin; the first begins at 0
-ROWS = 16  # of a product, for each thread; MKL has other kernels for fewer
+ROWS = 16  # of a product for each CPU thread; with fewer rows, MKL uses other kernels
 
 
 def border(span: int) -> int:
@@ -45,7 +45,7 @@ def n_spans(length: _Ints) -> _Ints:
 
 
 def row_multiple() -> int:
-    """Return the number to whose multiple the rows of a matrix are padded before a product on the CPU.
+    """Return the multiple to which the number of rows of a matrix is padded before a product on the CPU.
 
     The matrix library then computes each row in the same way, whatever the other rows are.
     """
@@ -61,7 +61,7 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention of packed rows in plain torch, in a fixed order of operations.
+    """Compute causal attention of packed sequences (rows) in plain torch, in a fixed order of operations.
 
     Args:
         q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).
@@ -133,7 +133,7 @@ def padded_attention(
             hidden |= places <= positions_XP1 - window
         scores = torch.bmm(q_XPC, k_XMC[:, span].transpose(1, 2)).masked_fill_(hidden, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-        # With a window, a query may attend to no key of the first spans. Its maximum is then still -inf.
+        # With a window, a query may attend to no key of the first spans. The query's maximum is then still -inf.
         origin = new_best if window is None else new_best.masked_fill(new_best == -torch.inf, 0.0)
         weights = (scores - origin).exp_()
         decay = (best - origin).exp_()

@@ -1,12 +1,13 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""Fixed-order attention of packed rows as a Triton kernel, and the functions that it shares with decoding steps.
+"""Fixed-order attention of packed sequences (rows) as a Triton kernel, and functions that decoding steps use, too.
 
-`kernels/paged/triton_fixed_order.py` has the kernels of decoding steps. Both give exactly the same result, because
-these are fixed: tiles of TILE keys are taken in order within a span of keys, each span begins with an empty softmax,
-and the results of spans are combined in order. Sums over keys are matrix products, as the order of `tl.sum` depends on
-the layout of a tile. Multiply-adds are written out, as a compiler may fuse them in one kernel and not in another.
+`kernels/paged/triton_fixed_order.py` has the kernels of decoding steps. They give exactly the same result as the kernel
+here, because the order of operations is fixed. Tiles of TILE keys are taken in order within a span of keys, each span
+begins with an empty softmax, and the results of spans are combined in order. Sums over keys are matrix products, as the
+order of `tl.sum` depends on the layout of a tile. Multiply-adds are written out, as a compiler may fuse them in one
+kernel and not in another.
 
-Three things may differ, because a matrix unit computes each element by itself: how many queries share a program,
+Because a matrix unit computes each element by itself, three things may differ: how many queries share a program,
 whether queries are the rows or the columns of a product, and whether one program combines the first spans itself or a
 second kernel combines spans from several programs.
 
@@ -28,7 +29,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _SPAN = tl.constexpr(SPAN)
 TILE = tl.constexpr(64)  # keys loaded together, a power of two that divides all spans
 _ONES = tl.constexpr(16)  # columns of ones: a product with them sums the rows of a tile
-_QUERIES, _QUERY_WARPS = 64, 4  # of a program; the fastest on an H200
+_QUERIES, _QUERY_WARPS = 64, 4  # of one program; the fastest on an H200
 
 
 def packed_attention(
@@ -40,7 +41,7 @@ def packed_attention(
     max_q: int,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of packed rows as a Triton kernel, in a fixed order of operations.
+    """Compute causal attention of packed sequences (rows) as a Triton kernel, in a fixed order of operations.
 
     Args:
         q_NHC: queries of all rows, packed, shape (query tokens, heads, head dim).
@@ -138,10 +139,11 @@ def take(q, k, v, visible, best, total, acc, rate):
 
 @triton.jit
 def rescale(best, new_best, rate):
-    """Return how a running softmax changes when its largest score grows from `best` to `new_best`.
+    """Return the correction of a running softmax whose largest score grows from `best` to `new_best`.
 
     Returns:
-        (the summand to add to scores times `rate`, the factor for sums that were computed with `best`).
+        (shift, decay). New weights are exp2(score * rate + shift). Sums that were computed with `best` are multiplied
+        by decay.
     """
     origin = tl.where(new_best == float("-inf"), 0.0, new_best)
     return 0.0 - origin * rate, tl.exp2((best - origin) * rate)

@@ -21,9 +21,9 @@ from areno.kernels.backend import form
 from areno.kernels.logprobs import reference
 from areno.kernels.matmul import add_matmul, float32_matmul
 
-CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB in plain torch
-FUSED_CHUNK = 2048  # with fused kernels, 1.2 GiB
-KEEP_BYTES = 2**26  # of gradients kept from the forward to the backward pass; enough for a small vocabulary
+CHUNK = 1024  # positions; with a vocabulary of 152k, a chunk takes 1.7 GiB of temporary memory in plain torch
+FUSED_CHUNK = 2048  # positions with Triton; the same vocabulary takes 1.2 GiB
+KEEP_BYTES = 2**26  # of onehot - softmax, kept for the backward pass; with a small vocabulary, for all positions
 
 
 def selected_logprobs(
@@ -50,7 +50,7 @@ def selected_logprobs(
         hidden_KD: hidden states, (positions, hidden size).
         weight_VD: this rank's rows of the LM head, (vocabulary rows, hidden size).
         targets_K: int64, vocabulary index of the target token at each position.
-        temperature: divides the logits.
+        temperature: divisor of the logits.
         chunk: number of positions computed at once. None means CHUNK, or FUSED_CHUNK with Triton.
         first: vocabulary index of this rank's first row, under tensor parallelism.
         all_reduce: function `all_reduce(x, op=SUM)` that reduces x over the tensor-parallel ranks in place. `hidden_KD`
@@ -85,7 +85,7 @@ def sampled_logprobs(
     Args:
         logits_BV: float32, this rank's columns of the logits, (rows, vocabulary columns).
         tokens_B: int64, sampled token id of each row.
-        temperature_B: float32, divides the logits of each row.
+        temperature_B: float32, divisor of each row's logits.
         first: vocabulary index of this rank's first column, under tensor parallelism.
         all_reduce: function `all_reduce(x, op=SUM)` that reduces x over the tensor-parallel ranks in place. None if
             this rank has all columns.
@@ -111,7 +111,8 @@ def _log_softmax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability, entropy and log-sum-exp of logits / temperature per position, (C,) each.
 
-    If `all_reduce` is not None, the softmax is over the columns of all tensor-parallel ranks.
+    The softmax is over this rank's columns, or over the columns of all tensor-parallel ranks if `all_reduce` is not
+    None.
     """
     stats = kernels.softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
@@ -210,7 +211,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_CV = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
                 head.gradient(logits_CV, lse_K[part], targets_K[part], grad_CV)
                 del logits_CV
-            # Each position's factor multiplies the smaller matrix of either product.
+            # Each position has a factor in both products. It is multiplied into a (C, D) matrix, not into grad (C, V).
             if grad_hidden_KD is not None:
                 torch.mul(grad_CV @ weight_VD, grad_K1[part], out=grad_hidden_KD[part])
             if want_weight and grad_weight_VD is not None:

@@ -18,7 +18,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
         logits_CV: this rank's columns of the logits, for the C positions of a chunk.
         targets_C: int64, vocabulary index of the target token at each position.
         first: vocabulary index of this rank's first column.
-        temperature: divides the logits. A number, or a float32 tensor (C,).
+        temperature: divisor of the logits. A number, or a float32 tensor (C,).
 
     Returns:
         (4, C) float32, or float64 for float64 logits. Row 0 is the maximum of x. The other rows use y = x - maximum:
@@ -47,7 +47,7 @@ def logprob_gradient(
         lse_C: log-sum-exp of x over all ranks.
         targets_C: int64, vocabulary index of the target token at each position.
         first: vocabulary index of this rank's first column.
-        temperature: divides the logits.
+        temperature: divisor of the logits.
         out_CV: the result, in its own dtype.
     """
     if logits_CV.shape[1]:

@@ -23,7 +23,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
         logits_CV: this rank's columns of the logits, for the C positions of a chunk.
         targets_C: int64, vocabulary index of the target token at each position.
         first: vocabulary index of this rank's first column.
-        temperature: divides the logits. A number, or a float32 tensor (C,).
+        temperature: divisor of the logits. A number, or a float32 tensor (C,).
 
     Returns:
         (4, C) float32. Row 0 is the maximum of x. The other rows use y = x - maximum: the sum of exp(y), the sum of
@@ -58,7 +58,7 @@ def logprob_gradient(
         lse_C: log-sum-exp of logits / temperature over all ranks.
         targets_C: int64, vocabulary index of the target token at each position.
         first: vocabulary index of this rank's first column.
-        temperature: divides the logits.
+        temperature: divisor of the logits.
         out_CV: the result, in its own dtype.
     """
     n_positions, n_rows = logits_CV.shape
@@ -82,7 +82,7 @@ def _softmax_statistics_kernel(
     position = tl.program_id(0).to(tl.int64)
     scale = tl.load(rate + position) if PER_ROW else rate
     base = logits_ptr + position * stride
-    best = tl.full([], -1e30, tl.float32)  # the maximum of no rows; finite, so that differences are not NaN
+    best = tl.full([], -1e30, tl.float32)  # finite, so that differences are not NaN if this rank has no rows
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n_rows, BLOCK):

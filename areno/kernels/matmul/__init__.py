@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 
 def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `out` in place. On CUDA, the product is summed in the precision of `out`.
+    """Add a @ b to `out` in place.
 
-    On other devices, the product is computed in the dtype of a and then added.
+    On CUDA, the product is summed in the precision of `out`. On other devices, the product is computed in the dtype of
+    a and then added.
 
     Args:
         out: (M, N), changed in place.
@@ -36,7 +37,7 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in at least fp32. In bfloat16, a logit of 20 would be off by 0.06.
+    """Return x W^T in at least fp32. In bfloat16, a logit of 20 would be off by up to 0.06.
 
     On CUDA and outside autograd, half-precision products are summed and returned in fp32. Otherwise the product is
     computed in the dtype of x and converted.
@@ -59,7 +60,7 @@ def pad_rows(x_ND: Tensor, multiple: int) -> Tensor:
 
     Args:
         x_ND: the matrix.
-        multiple: number of rows, of which the result has a multiple.
+        multiple: number that has to divide the number of rows of the result.
     """
     return F.pad(x_ND, (0, 0, 0, -len(x_ND) % multiple))
 
@@ -84,13 +85,13 @@ def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> T
 
 @dataclass(frozen=True)
 class FixedOrderMatmul:
-    """A function that computes x W^T so that a row's result does not depend on the number of rows, outside autograd.
+    """A callable that computes x W^T so that a row's result does not depend on the number of rows, outside autograd.
 
     Call it with x (N, I), the weight (O, I) and the dtype of the result (N, O).
 
     Attributes:
-        triton_rows: products of at most this number of rows run as a Triton kernel.
-        library_rows: larger products of at most this number of rows run in cuBLASLt with split-K switched off. For
+        triton_rows: a product of at most this many rows runs as a Triton kernel.
+        library_rows: a larger product of at most this many rows runs in cuBLASLt with split-K switched off. For
             products with more rows, cuBLASLt never uses split-K.
     """
 

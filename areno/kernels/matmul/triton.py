@@ -19,7 +19,7 @@ from torch import Tensor
 from areno.kernels.backend import is_before_ampere
 from areno.kernels.jit import kernel
 
-# (largest number of rows, (rows, columns and inputs of a tile, warps, stages)). The fastest on an H200.
+# (largest number of rows of x, (rows, columns and inputs of a tile, warps, stages)). The fastest on an H200.
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (64, 64, 128, 4, 4)))
 
 
@@ -111,7 +111,7 @@ def dot(a, b, PRECISION: tl.constexpr):
         b: right tile, float32 or bfloat16.
         PRECISION: "bf16", "bf16x3" (each operand as a sum of two bfloat16), "tf32", "tf32x3" or "ieee".
     """
-    if PRECISION == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter is exact
+    if PRECISION == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter loses nothing
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif PRECISION == "bf16x3":
         return _dot_bf16x3(a, b)
@@ -123,9 +123,9 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _dot_bf16x3(a, b):
-    """Return a b in fp32 from bfloat16 products, with each fp32 operand split into a high and a low part.
+    """Return the product a b in fp32 from bfloat16 products, with each fp32 operand split into a high and a low part.
 
-    The product of both low parts is left out. Products with one low part are added first, as they are small.
+    The product of the two low parts is left out. Products with one low part are added first, as they are small.
     """
     if a.dtype == tl.bfloat16:
         high, low = _high_and_low(b)
@@ -155,7 +155,10 @@ def _high_and_low(x):
 
 @triton.jit
 def _to_tf32(x):
-    """Round to the nearest TF32 value. A matrix unit would truncate, so that all errors had the same sign."""
+    """Round to the nearest TF32 value.
+
+    A matrix unit truncates fp32 operands, which would give all errors the same sign.
+    """
     if x.dtype == tl.float32:
         rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         return tl.where(x == x, rounded, x)  # the rounded bits of a NaN may be those of -0

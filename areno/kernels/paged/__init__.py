@@ -28,7 +28,7 @@ def decode_attention(
             place.
         batch: block tables and lengths of the rows.
         window: size of the sliding window: a row attends to its last `window` positions, including the new token. None
-            means all positions. Blocks before the window may then hold any finite values.
+            means all positions. With a window, blocks before it may hold any finite values.
 
     Returns:
         The output (B, H, C) in the dtype of q.

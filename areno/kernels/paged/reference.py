@@ -18,8 +18,8 @@ from torch import Tensor
 
 from areno.kernels.fixed_order import padded_attention
 
-GROUP_SIZE = 8  # rows of a prefix group
-_FIXED_ORDER_QUERIES = 16  # queries of a key head in a prefix group; more would let fewer programs run on a processor
+GROUP_SIZE = 8  # largest number of rows in a prefix group
+_FIXED_ORDER_QUERIES = 16  # for each key head of a prefix group; with more, fewer programs fit on a multiprocessor
 
 
 def max_group_rows(heads_per_key: int, fixed_order: bool) -> int:
@@ -34,9 +34,11 @@ def max_group_rows(heads_per_key: int, fixed_order: bool) -> int:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """The block tables of a decoding step, and the split of its attention into parts that run in parallel.
+    """The block tables of a decoding step, and how its attention is split into parts that run in parallel.
 
-    A row has positions of its own, and positions that it shares with its prefix group. Both are cut into splits.
+    A row is one sequence, which gets one new token. Rows with a common prompt form a prefix group, for which the KV
+    blocks of the prompt are read once. The positions that a group shares and the positions of a row's own are each cut
+    into splits.
 
     Attributes:
         table_TW: int32 block tables. Position n of the sequence in table row t lies in block `table[t, n // S]` at
@@ -50,9 +52,10 @@ class PagedBatch:
         prefix_groups_GR: int64, batch rows of each group, padded with -1. Unused groups are all -1. A row is in at most
             one group. None if there are no groups.
         splits: largest number of splits of a row's own positions, and of a group's shared positions.
-        fixed_order: whether to compute exactly the result of `varlen_attention` with the backend "fixed_order". The
-            splits are then the spans of `kernels.fixed_order`, shared_lens_B is the begin of a span, and split_lens[1]
-            is the length of a group's first split in positions, a whole number of spans.
+        fixed_order: whether to compute exactly the result of `varlen_attention` with the backend "fixed_order". A split
+            is then a span of `kernels.fixed_order`, except that the first split of a row or group may cover several
+            spans. split_lens[1] is the number of positions in the first split of a group, and each shared_lens_B is a
+            position at which a span begins.
         pdl: whether attention may begin before the previous kernel has ended (`kernels/jit.py`). Then neither the
             previous kernel nor another kernel that runs at the same time may write a tensor of this batch. Changes the
             speed, not the result.

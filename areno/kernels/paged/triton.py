@@ -1,10 +1,10 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Paged decode attention as Triton kernels (flash-decoding; running softmax: arXiv 1805.02867).
 
-The work of a step is cut into pieces that run in parallel, and a second kernel combines the partial results of each
-row. A piece is a split of one row's own positions, or a split of the positions that a prefix group shares. A piece of a
-group computes all rows of the group: their queries for one key head are the rows of one matrix product, so shared
-blocks are read once for the group (the idea of cascade attention, arXiv 2402.05099).
+A row has positions of its own, and positions that it shares with the other rows of its prefix group. Both kinds of
+positions are cut into splits that run in parallel. A second kernel combines the partial results of each row. A program
+for a split of a group computes all rows of the group. Their queries for one key head are the rows of one matrix
+product, so shared blocks are read once for the group (the idea of cascade attention, arXiv 2402.05099).
 
 The grid depends on shapes alone and programs read lengths on the device, so a CUDA graph can capture the launches.
 Shape letters as in `reference.py`.
@@ -24,8 +24,9 @@ from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.triton_fixed_order import paged_attention
 
 _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
-_ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]  # their alignment depends on the number of rows
-_JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel, a power of two
+# The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
+_ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]
+_JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel combines, a power of two
 
 
 def decode_attention(
@@ -54,8 +55,8 @@ def decode_attention(
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
     assert k_blocks.is_contiguous()
     n_shared_heads = n_heads // n_kv_heads
-    # The fastest on an H200. With 8 query heads for each key head, two warps spill many registers and take 47 us, four
-    # take 44 us. With 5 query heads, two warps take 43 us, and four take 54 us.
+    # The fastest on an H200. With 8 query heads for each key head, two warps spill many registers and take 47 us, and
+    # four warps take 44 us. With 5 query heads, two warps take 43 us, and four warps take 54 us.
     n_warps, n_stages = (1, 2) if n_shared_heads <= 2 else (2, 3) if n_shared_heads < 8 else (4, 3)
     own_splits, shared_splits = batch.splits
     n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
@@ -169,7 +170,7 @@ def _attend(
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)
         inside = position < end
-        if BLOCK_SIZE % _TILE.value == 0:  # the tile lies in one block, as parts begin at multiples of _TILE
+        if BLOCK_SIZE % _TILE.value == 0:  # the tile lies in one block, as splits begin at multiples of _TILE
             block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
             base = block * (BLOCK_SIZE * stride) + (first % BLOCK_SIZE + tl.arange(0, _TILE)) * stride
         else:
@@ -182,7 +183,7 @@ def _attend(
             scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         origin = new_best
-        if WINDOW is not None:  # no position of the window may have come yet
+        if WINDOW is not None:  # all positions so far may be before the window
             origin = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - origin[:, None])
         decay = tl.exp2(best - origin)
@@ -231,7 +232,7 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the partial result of a split and a key head in each program. An empty split writes nothing.
+    """Compute the partial result of one split for one key head in each program. An empty split writes nothing.
 
     With PDL, the first split of every row calls `wait_for_previous`.
     """
@@ -295,7 +296,7 @@ def _split_kernel(
                         BLOCK_SIZE,
                         WINDOW,
                     )
-                    if WINDOW is not None:  # rows that attend to none of these positions get weight 0
+                    if WINDOW is not None:  # rows that attend to none of these positions get log_sum -inf
                         total = tl.where(best == float("-inf"), 1.0, total)
                     part = (row * n_heads + head) * n_parts + own_splits + split
                     place = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
@@ -395,7 +396,7 @@ def _combine_splits_kernel(
         jit.wait_for_previous()
     for part in tl.static_range(MAX_PARTS):
         exists = real
-        if part > 0:  # the first part holds the new token, so `best` is finite from there on
+        if part > 0:  # part 0 always exists: it has the new token, so `best` is finite afterwards
             left = tl.where(
                 part < own_splits, own - part * own_split_len, shared - (part - own_splits) * shared_split_len
             )

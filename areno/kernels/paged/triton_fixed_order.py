@@ -1,8 +1,10 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""Paged decode attention in a fixed order, as two Triton kernels: parts of rows, and the combination of the parts.
+"""Paged decode attention in a fixed order, as two Triton kernels.
 
-`kernels/fixed_order/triton.py` describes the operations that are fixed. The first part of a row covers several spans of
-keys, already combined. Each later part is one span. Shape letters as in `areno/kernels/paged`.
+The first kernel computes partial results over parts of a row's positions, and the second combines the parts. The first
+part of a row covers several spans of keys, already combined. Each later part is one span.
+`kernels/fixed_order/triton.py` describes the operations whose order is fixed. Shape letters as in
+`areno/kernels/paged`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from areno.kernels.fixed_order.triton import LOG2_E, TILE, border, heads_togethe
 from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 
-_FIRST_OWN_SPLIT_LEN = tl.constexpr(SPAN)  # positions in the first part of a row that shares none
+_FIRST_OWN_SPLIT_LEN = tl.constexpr(SPAN)  # positions in the first part of a row without a prefix group
 _ONES = tl.constexpr(64)  # rows of ones: a product with them sums the columns of a tile
-_JOIN_HEADS = tl.constexpr(8)  # heads of one program of the second kernel
+_JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel combines
 
 
 def paged_attention(
@@ -52,7 +54,7 @@ def paged_attention(
     n_parts = own_splits + shared_splits
     shapes = {"DIM": dim, "PADDED_DIM": max(16, triton.next_power_of_2(dim))}
     out_BHC = q_BHC.new_empty((n_rows, n_heads, dim))
-    # `sums`: weighted sums of values of each row, head and part. `stats`: their largest scores and sums of weights.
+    # For each row, head and part: `sums` are weighted sums of values, `stats` largest scores and sums of weights.
     sums = q_BHC.new_empty((n_rows, n_heads, n_parts, dim), dtype=torch.float32)
     stats = q_BHC.new_empty((2, n_rows, n_heads, n_parts), dtype=torch.float32)
     rate = dim**-0.5 * LOG2_E
@@ -212,7 +214,7 @@ def _split_kernel(
         if border(span) < length:
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
             if end == length:
-                # Write the new token's key and value to the cache, where all threads of this program read them.
+                # Write the new token's key and value to the cache. All threads wait, since they read them there.
                 inside = dim < DIM
                 new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * DIM + dim, mask=inside, other=0.0)
                 new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * DIM + dim, mask=inside, other=0.0)
@@ -277,7 +279,7 @@ def _attend_spans(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Write the partial result over the positions from a span's begin up to `end`, for ROWS (row, head) pairs.
+    """Write the partial result over the spans from `span` to position `end`, for ROWS pairs of a row and a head.
 
     Keys are the rows of the products and queries their columns: a Hopper GPU then multiplies the tiles directly from
     shared memory, and its registers hold little more than the sums.
@@ -331,13 +333,13 @@ def _load_tile(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Load keys and values (TILE, PADDED_DIM) of TILE positions from `first` on, a multiple of TILE.
+    """Load the keys and values of TILE positions from `first`, a multiple of TILE, (TILE, PADDED_DIM) each.
 
-    Rows for positions from `end` on have undefined but stored values of the cache.
+    For positions from `end` on, the result is whatever the cache holds there, or 0.
     """
     offset = tl.arange(0, TILE)
     dim = tl.arange(0, PADDED_DIM)
-    if BLOCK_SIZE % TILE.value == 0:  # the tile lies in one block, all of which may be read
+    if BLOCK_SIZE % TILE.value == 0:  # the tile lies in one block, which may be read to its end
         block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
         start = block * (BLOCK_SIZE * STRIDE) + first % BLOCK_SIZE * STRIDE
         k_ptr += start

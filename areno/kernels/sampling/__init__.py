@@ -1,7 +1,8 @@
-"""Sampling of tokens from logits, by a counter-based random number and the inverse CDF, with the log-probability.
+"""Sampling of tokens from logits, with the log-probability of each token.
 
-The Triton kernels read the logits once. They follow the same rule as the torch reference, so both sample the same
-tokens, unless a random number falls on the border between two tokens up to rounding.
+A token is chosen by the inverse CDF at a counter-based random number. The Triton kernels read the logits once. They
+follow the same rule as the torch reference, so both sample the same tokens, unless a random number falls on the border
+between two tokens up to rounding.
 
 Shape letters: B rows (one token is sampled for each), V vocabulary.
 """
@@ -26,14 +27,14 @@ def sample_slots(
 
     Args:
         logits_BV: float32 logits, shape (rows, vocabulary). Bans and penalties may be written into them.
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the operations that at least one row needs.
+        flags: the optional steps of sampling that at least one row needs.
 
     Returns:
-        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before edits,
-        top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
+        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before bans,
+        penalties, top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
     """
     if not use_triton(logits_BV):
         return reference.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
@@ -43,11 +44,13 @@ def sample_slots(
 
 
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_columns` supports the operations that the rows need.
+    """Return whether `sample_columns` supports the optional steps that the rows need.
+
+    It needs Triton, and supports neither top-k and top-p nor penalties and masks.
 
     Args:
         logits_BV: logits. Only their device matters.
-        flags: the operations that at least one row needs.
+        flags: the optional steps of sampling that at least one row needs.
     """
     return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
 
@@ -70,10 +73,10 @@ def sample_columns(
     Args:
         columns_BV: float32, this rank's columns of the logits. Columns after the vocabulary are padding.
         vocab: size of the vocabulary.
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots.
-        flags: the operations that at least one row needs, such that `can_sample_columns` is True.
+        flags: the optional steps of sampling that at least one row needs, such that `can_sample_columns` is True.
         rank: tensor-parallel rank.
         all_gather: function that returns the tensors x of all ranks, shape (ranks, *x.shape).
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK = 128  # vocabulary entries of a chunk of the two-level inverse CDF
+_CHUNK = 128  # vocabulary entries in a chunk; the inverse CDF first finds the chunk, then the entry
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -26,14 +26,14 @@ _WORD = (1 << 64) - 1
 
 @dataclass(slots=True)
 class SamplingSettings:
-    """The sampling settings of all slots, as tensors with one entry per slot.
+    """The sampling settings of all slots, as tensors with one entry per slot. A slot belongs to one sample at a time.
 
     Attributes:
         key: int64 seed of the sample's random numbers, from `sample_key`.
         temperature: float32, above 0.
         greedy: bool, whether to take the most likely token.
         top_k: int64, number of most likely tokens to sample from. Below 1 means all tokens.
-        top_p: float32, sample from the most likely tokens whose probabilities sum to this.
+        top_p: float32, sum of probabilities of the most likely tokens to sample from. 1 means all tokens.
         min_new: int64, length of the completion below which the tokens in `banned` are not sampled.
         banned: int64 (slots, n_banned), token ids, padded with -1.
         penalty: float32 frequency penalty: it is subtracted from a token's logit for each occurrence in the completion.
@@ -55,7 +55,9 @@ class SamplingSettings:
 
 
 class SamplingFlags(NamedTuple):
-    """The operations that at least one row of a batch needs. A captured CUDA graph is valid for one value of these.
+    """The optional steps of sampling that at least one row of a batch needs.
+
+    A CUDA graph is captured for one combination of these values.
 
     Attributes:
         filtered: whether a row has top-k or top-p.
@@ -82,14 +84,14 @@ def sample_slots(
 
     Args:
         logits_BV: float32 logits, shape (rows, vocabulary). Not changed.
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the operations that at least one row needs.
+        flags: the optional steps of sampling that at least one row needs.
 
     Returns:
-        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before edits,
-        top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
+        (2, B) float64: sampled token ids, and their log-probabilities under softmax(logits / temperature) before bans,
+        penalties, top-k and top-p. A log-probability is NaN if the row's logits have a NaN or +inf.
     """
     tokens_B, logprobs_B = sample_tokens(
         logits_BV,
@@ -123,13 +125,13 @@ def without_banned(logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, sett
 
     Args:
         logits_BV: float32 logits.
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots.
     """
     banned_BK, vocab = settings.banned[slots_B], logits_BV.shape[1]
     holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
-    index_BK = torch.where(holds_BK, banned_BK, vocab)  # a column after the vocabulary takes tokens that are not banned
+    index_BK = torch.where(holds_BK, banned_BK, vocab)  # unused entries write to an extra column
     return F.pad(logits_BV, (0, 1)).scatter_(1, index_BK, -torch.inf)[:, :vocab]
 
 
@@ -168,7 +170,7 @@ def sample_tokens(
         weights_BV *= _kept(weights_BV, top_k_B, top_p_B)
         sums_BC = _chunk_sums(weights_BV)
     drawn_B = _inverse_cdf(weights_BV, sums_BC, uniform_B)
-    # Rounding may, rarely, give an entry of weight 0. NaN compares as false. Both take the most likely token.
+    # Take the most likely token if rounding gave an entry of weight 0, which is rare, or if the weight is NaN.
     drawable_B = weights_BV.gather(1, drawn_B[:, None]).squeeze(1) > 0
     tokens_B = torch.where(greedy_B | ~drawable_B, best_B, drawn_B)
     logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_norm_B
@@ -191,8 +193,9 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """Return which tokens top-k and top-p keep, (B, V) bool.
 
-    Of the k most likely tokens, the fewest are kept whose share reaches top_p, but at least one. Among equally likely
-    tokens, lower ids come first. Rows without top-k and top-p keep all tokens.
+    Top-k keeps the k most likely tokens. Of these, top-p keeps the most likely ones until their weights sum to top_p
+    times the weight of all k, but at least one. Among equally likely tokens, lower ids come first. Rows without top-k
+    and top-p keep all tokens.
     """
     sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     all_k_B, all_p_B = top_k_B < 1, top_p_B >= 1
@@ -213,7 +216,7 @@ def _chunks(weights_BV: Tensor) -> Tensor:
 def _chunk_sums(weights_BV: Tensor) -> Tensor:
     """Return the sum of each chunk, (B, C) float64.
 
-    With sums on two levels, exact sums need no float64 tensor of shape (B, V).
+    Summing chunks first avoids a float64 tensor of shape (B, V).
     """
     return _chunks(weights_BV).sum(-1, dtype=torch.float64)
 
@@ -291,7 +294,7 @@ def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
     return _shift(value, 11).double() * 2.0**-53
 
 
-# Finite, so that a row without allowed tokens still samples a token. Its grammar then rejects it and ends the sample.
+# Finite, so that a row without allowed tokens still samples a token. The grammar rejects the token and ends the sample.
 _FORBIDDEN = -1e30
 
 

@@ -30,7 +30,8 @@ from areno.kernels.sampling.triton_candidates import from_ordered, ordered
 from areno.kernels.sampling.triton_truncate import truncate
 
 _SPAN = 4096
-_ROW_POINTERS = ["slots_ptr", "positions_ptr"]  # their alignment depends on the number of rows
+# The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
+_ROW_POINTERS = ["slots_ptr", "positions_ptr"]
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LAST_INT = tl.constexpr(2147483647)
 
@@ -48,10 +49,10 @@ def sample_slots(
 
     Args:
         logits_BV: float32 logits, shape (rows, vocabulary). Bans and penalties are written into them.
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the operations that at least one row needs.
+        flags: the optional steps of sampling that at least one row needs.
         span: number of logits in a span of the vocabulary, a power of two.
 
     Returns:
@@ -84,10 +85,10 @@ def sample_columns(
     Args:
         columns_BV: float32, this rank's columns of the logits. Columns after the vocabulary are padding.
         vocab: size of the vocabulary.
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         positions_B: int64, index in the completion of the token to sample.
         settings: sampling settings of all slots.
-        flags: the operations that at least one row needs.
+        flags: the optional steps of sampling that at least one row needs.
         rank: tensor-parallel rank.
         all_gather: function that returns the tensors x of all ranks, shape (ranks, *x.shape).
         span: number of logits in a span of the vocabulary, a power of two.
@@ -121,10 +122,10 @@ def _scan(
 
     Args:
         logits_BV: float32, this rank's columns of the logits. Bans and penalties are written into them.
-        slots_B: slot of each row in `settings`.
+        slots_B: index of each row's entry (slot) in `settings`.
         positions_B: index in the completion of the token to sample.
         settings: sampling settings of all slots.
-        flags: the operations that at least one row needs.
+        flags: the optional steps of sampling that at least one row needs.
         n_spans: number of spans.
         span: number of logits in a span.
         first: vocabulary index of the first column.
@@ -161,10 +162,10 @@ def _draw(
 
     Args:
         logits_BV: this rank's columns of the logits, edited by bans and penalties.
-        slots_B: slot of each row in `settings`.
+        slots_B: index of each row's entry (slot) in `settings`.
         positions_B: index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` and `counts` are updated.
-        flags: the operations that at least one row needs.
+        flags: the optional steps of sampling that at least one row needs.
         stats_RPBS: statistics of the spans on all ranks, from `_scan`.
         truncated: result of `truncate`, or three times None without top-k and top-p.
         span: number of logits in a span.
@@ -257,7 +258,7 @@ def _scan_kernel(
 def _top_and_sum(x, rate):
     """Return the maximum of x, and the sum of exp2((x - maximum) * rate). The sum is 0 if all x are -inf."""
     top = tl.max(x, axis=0)
-    # A span of -inf only has weight 0; without this line it would be NaN.
+    # If all x are -inf, the sum is 0. Without `tl.where` it would be NaN.
     return top, tl.sum(tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * rate), axis=0)
 
 
@@ -266,8 +267,8 @@ def _join(stats_ptr, n_cells, cell, real, rate):
     """Combine the statistics of the spans of a row of logits. Each span has its maximum and its sum of exponentials.
 
     Returns:
-        The maximum of the row. The maximum of each span. For each span, the sum of 2 ** (rate * (logit - maximum of
-        the row)), in float64.
+        (maximum of the row, maximum of each span, and for each span the sum of 2 ** (rate * (logit - maximum of the
+        row))). The sums are float64.
     """
     tops = tl.load(stats_ptr + cell, mask=real, other=float("-inf"))
     sums = tl.load(stats_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
@@ -347,7 +348,7 @@ def _draw_kernel(
             n_before = tl.cumsum(equal, axis=0) - equal
             n_taken = tl.minimum(tl.maximum(n_equal - n_before, 0), equal)
             weight = tl.exp2((from_ordered(least) - top) * rate)
-            weight = tl.where(n_taken > 0, weight, 0.0)  # `least` may be the number of no float if no equal is taken
+            weight = tl.where(n_taken > 0, weight, 0.0)  # if no equal logit is taken, `least` may not be a float's key
             sums = tl.load(kept_ptr + cell, mask=real, other=0.0).to(tl.float64)
             sums += n_taken.to(tl.float64) * weight.to(tl.float64)
 
@@ -361,7 +362,7 @@ def _draw_kernel(
     own_span = span - rank * rank_spans
     lane = tl.arange(0, SPAN)
     index = own_span * SPAN + lane
-    inside = (index >= 0) & (index < vocab)  # nothing in spans of other ranks
+    inside = (index >= 0) & (index < vocab)  # all False if another rank has the span
     x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("-inf"))
     weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
     if FILTERED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
@@ -377,7 +378,7 @@ def _draw_kernel(
     drawn = tl.sum((inner <= target).to(tl.int32), axis=0)
     is_drawable = (
         tl.sum(tl.where(lane == drawn, weights, 0.0), axis=0) > 0
-    )  # false for NaN, and for entries of weight 0 by rounding
+    )  # false for NaN, and if rounding gave an entry of weight 0
     takes_best = tl.load(greedy_ptr + slot) | (is_drawable == 0)
     token = tl.where(takes_best, best, tl.minimum(rank * n_columns + own_span * SPAN + drawn, whole_vocab - 1))
     chosen = tl.where(takes_best, top, tl.sum(tl.where(lane == drawn, x, 0.0), axis=0))

@@ -20,11 +20,11 @@ from torch import Tensor
 from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 
-ROOM = 1024  # largest number of candidates of a span
-_SAMPLED = 8192  # sampled entries of a row, in groups of 8 neighbours, which are one sector of memory
+ROOM = 1024  # largest number of candidates that are stored for a span
+_SAMPLED = 8192  # sampled entries of a row, in groups of 8 neighbours (32 bytes, a sector of memory)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LAST_INT = tl.constexpr(2147483647)
-_INFINITY = tl.constexpr(2139095040)  # the ordered number of infinity; that of -infinity is one less than its negative
+_INFINITY = tl.constexpr(2139095040)  # the key of infinity; the key of -infinity is -_INFINITY - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def find_candidates(
 
     Args:
         logits_BV: float32 logits, shape (rows, vocabulary).
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         settings: sampling settings of all slots.
         tops_BS: float32, largest logit in each span of the vocabulary.
         sums_BS: float32, sum of exp((x - largest) / temperature) in each span.
@@ -121,7 +121,7 @@ def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr
 def _margin(total, weight):
     """Return a safety margin for a sum of sampled weights that are at most `weight` each.
 
-    It is four standard deviations of the sum, and a constant for small samples.
+    The margin is four standard deviations of the sum, plus 4 * weight for small samples.
     """
     return 4.0 * tl.sqrt(total * weight) + 4.0 * weight
 
@@ -147,8 +147,8 @@ def _number_with(x, n_wanted):
 def _last_within(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr, GROWS: tl.constexpr):
     """Return nearly the largest value v >= `first` such that the weights of entries below v sum to at most `limit`.
 
-    The search is over `first` to `first + width`, and its result is too small by less than width / 4^STEPS. If GROWS, a
-    safety margin is added to the sum, for weights as large as that of v.
+    The search is between `first` and `first + width`, and its result is too small by less than width / 4^STEPS. If
+    GROWS, a safety margin is added to the sum, computed for weights as large as that of v.
     """
     for _ in range(STEPS):
         width /= 4
@@ -194,16 +194,16 @@ def _bracket_kernel(
         inside = index < vocab
         x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("nan"))
         share = tl.sum(inside.to(tl.int32), axis=0).to(tl.float32) / vocab
-        if has_k:  # candidates without upper bound, so that top-p can search among them, too
+        if has_k:  # no upper bound, so that top-p can search among the candidates, too
             expected = top_k.to(tl.float32) * share
             low = mark_of(_number_with(x, expected + _margin(expected, 1.0)))
         else:
-            # Guess by the sum of small weights: a sample estimates it well, unlike the few large weights.
+            # Guess from the weight that top-p drops: a sample estimates a sum of many small weights well.
             top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
             weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
             left = ((1.0 - top_p) * total).to(tl.float32)
             limit = left * share
-            # All entries of less weight than this could be dropped.
+            # Entries below `low` weigh less than `left` together, so top-p drops them all.
             low = top + tl.log2(left / vocab) / rate
             low = _last_within(x, weights, limit, low, top - low, top, rate, 6, True)
             middle = _last_within(x, weights, limit, low, top - low, top, rate, 5, False)
@@ -211,7 +211,7 @@ def _bracket_kernel(
             high = _last_within(x, weights, limit + margin, middle, top - middle, top, rate, 6, False)
             step = (top - middle) / 4096
             high = tl.where(high + 2 * step < top, high + step, float("inf"))
-            low = tl.where(low < high, low, float("-inf"))  # also where it is NaN
+            low = tl.where(low < high, low, float("-inf"))  # also if `low` is NaN
     tl.store(bracket_ptr + row, low)
     tl.store(bracket_ptr + tl.num_programs(0) + row, high)
 
@@ -237,10 +237,10 @@ def _gather_kernel(
     low = tl.load(bracket_ptr + row)
     high = tl.load(bracket_ptr + tl.num_programs(0) + row)
     if low < high:
-        # Groups of four neighbours, which one thread loads: a prefix sum over groups is cheaper than over entries.
+        # One thread loads four neighbours, a group: a prefix sum over groups is cheaper than over entries.
         group_G = tl.arange(0, SPAN // 4)
         index = tl.program_id(1) * SPAN + group_G[:, None] * 4 + tl.arange(0, 4)[None, :]
-        # NaN is neither a candidate nor above them.
+        # NaN is neither a candidate nor above the upper bound.
         x = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab, other=float("nan"))
         is_found = ((x >= low) & (x < high)).to(tl.int32)
         n_G = tl.sum(is_found, axis=1)

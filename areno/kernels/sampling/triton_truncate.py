@@ -5,7 +5,8 @@
 kept logit, or are too many (for example many equal logits), `_truncate_row_kernel` searches the whole row, which takes
 about ten times as long. So a wrong guess of candidates changes the speed and never the result.
 
-Below, the measure of an entry is what is summed: 1 for top-k, its weight exp((x - maximum) / temperature) for top-p.
+A search compares sums over entries. What it sums is called the measure of an entry: 1 for top-k, and its weight
+exp((x - maximum) / temperature) for top-p.
 
 Shape letters as in `reference.py`; S spans of the vocabulary, N candidates of a row, as K blocks of C.
 """
@@ -25,8 +26,8 @@ _SIZES = [
     (0, 2048, 4),
     (2049, 8192, 8),
     (8193, 16384, 16),
-]  # smallest and largest number of candidates of a launch, and its warps
-_REGISTERS = 128  # of a thread; with more, fewer programs run at once
+]  # smallest and largest number of candidates that a launch handles, and its number of warps
+_REGISTERS = 128  # largest number for each thread; with more, fewer programs run at once
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(32)  # candidates of a span that are loaded together
 
@@ -43,7 +44,7 @@ def truncate(
 
     Args:
         logits_BV: float32 logits, shape (rows, vocabulary).
-        slots_B: int64, slot of each row in `settings`.
+        slots_B: int64, index of each row's entry (slot) in `settings`.
         settings: sampling settings of all slots.
         tops_BS: float32, largest logit in each span of the vocabulary.
         sums_BS: float32, sum of exp((x - largest) / temperature) in each span.
@@ -91,13 +92,15 @@ def _n_wanted(missing, weight):
 
 @triton.jit
 def _least_among(x, measure, wanted, low, high):
-    """Return the largest key >= `low` such that the entries that reach it have a total measure of at least `wanted`.
+    """Return the largest key such that the entries that reach it have a total measure of at least `wanted`.
 
-    The total measure of an entry set is a count for top-k or a sum of weights for top-p.
+    A key is an int that `ordered` gives for a float.
+
+    The result is at least `low`. The total measure is a number of entries for top-k, and a sum of weights for top-p.
 
     Args:
         x: logits.
-        measure: measure of each entry.
+        measure: measure of each entry: 1 for top-k, its weight for top-p.
         wanted: float64.
         low: int64 key of `ordered`, for which the condition holds.
         high: int64 key of `ordered`, for which the condition does not hold.
@@ -176,7 +179,7 @@ def _search(
             if top_p < 1.0:
                 beyond = _beyond(x, weights, mark)
                 wanted = (beyond + n_equal.to(tl.float64) * _weight_of(mark, top, rate)) * top_p
-                if beyond < wanted:  # top-p needs some of the equals that top-k keeps
+                if beyond < wanted:  # top-p needs some logits equal to the smallest that top-k keeps
                     n_wanted = _n_wanted(wanted - beyond, _weight_of(mark, top, rate))
                     n_equal = tl.minimum(n_wanted, n_equal)
                 else:
@@ -230,7 +233,7 @@ def _truncate_kernel(
         span_S = tl.arange(0, PADDED_SPANS)
         real_S = span_S < n_spans
         n_found_S = tl.load(n_found_ptr + row * n_spans + span_S, mask=real_S, other=0)
-        n_found = tl.sum((n_found_S + _BLOCK - 1) // _BLOCK, axis=0) * _BLOCK  # including padding of the blocks
+        n_found = tl.sum((n_found_S + _BLOCK - 1) // _BLOCK, axis=0) * _BLOCK  # including the padding of blocks
         if (tl.max(n_found_S, axis=0) <= ROOM) & (n_found >= FEWEST) & (n_found <= MOST):
             top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
             above_S = tl.load(above_ptr + row * n_spans + span_S, mask=real_S, other=0.0)
@@ -294,7 +297,7 @@ def _keep_kernel(
 
 @triton.jit
 def _measure(x, top, rate, inside, COUNT: tl.constexpr):
-    """Return the measure of each entry: 1 if COUNT (top-k), otherwise its weight (top-p). 0 where not `inside`."""
+    """Return 1 for each entry if COUNT (for top-k), otherwise its weight (for top-p). 0 where not `inside`."""
     if COUNT:
         return tl.where(inside, 1.0, 0.0)
     else:
@@ -303,9 +306,9 @@ def _measure(x, top, rate, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Return the largest key of `ordered` such that the entries of the whole row that reach it have enough measure.
+    """Return the largest key of `ordered` such that the row's entries that reach it have a total of at least `wanted`.
 
-    Enough is a total of at least `wanted`, float64. It counts entries if COUNT, otherwise it sums weights.
+    The total is the number of entries if COUNT, otherwise the sum of their weights.
     """
     lane = tl.arange(0, SPAN)
     least = tl.full([], -2147483648, tl.int64)
@@ -333,7 +336,10 @@ def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN:
 
 @triton.jit
 def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Return the total measure of the row's entries whose key of `ordered` is above `least`, in float64."""
+    """Return the total of the row's entries whose key of `ordered` is above `least`, in float64.
+
+    The total is the number of entries if COUNT, otherwise the sum of their weights.
+    """
     lane = tl.arange(0, SPAN)
     sums = tl.zeros([SPAN], tl.float32)
     for first in range(0, vocab, SPAN):
@@ -384,7 +390,7 @@ def _truncate_row_kernel(
             nucleus = _least_kept(logits_ptr, vocab, top, rate, wanted, False, SPAN)
             missing = wanted - _above(logits_ptr, vocab, top, rate, nucleus, False, SPAN)
             if nucleus >= least:
-                # Keep as many equals as top-p needs, but not more than top-k keeps.
+                # Of the logits equal to the smallest kept, keep as many as top-p needs, but not more than top-k keeps.
                 n_wanted = _n_wanted(missing, _weight_of(from_ordered(nucleus), top, rate))
                 n_equal = tl.where(nucleus > least, n_wanted, tl.minimum(n_wanted, n_equal))
                 least = nucleus

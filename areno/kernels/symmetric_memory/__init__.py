@@ -1,7 +1,7 @@
 """Small collectives between the GPUs of one machine, through torch's symmetric memory over NVLink.
 
-A decoding step sums two small tensors for each layer, and NCCL's latency would be a large part of its time. Here a GPU
-writes its data into the memory of the other GPUs, or reads theirs, in one kernel that a CUDA graph can capture. NVLink
+A decoding step sums two small tensors for each layer, and NCCL's latency would be a large part of its time. Here one
+kernel, which a CUDA graph can capture, writes data into the memory of the other GPUs or reads data from it. NVLink
 multicast is not used. `open_symmetric_memory` opens and tests the memory of a process group.
 """
 
@@ -23,9 +23,10 @@ _ALIGNMENT = 16  # bytes
 
 
 class SymmetricMemory:
-    """Buffers on each GPU of a process group, which the other GPUs can write and read, and collectives on them.
+    """Collectives through buffers on each GPU of a process group, which all GPUs of the group can read and write.
 
-    `open_symmetric_memory` creates it. `connect` has to be called before the collectives.
+    `open_symmetric_memory` creates an object that is ready for use. After the constructor, `connect` has to be called
+    before the collectives.
 
     Args:
         group: process group, whose GPUs are all in one machine.
@@ -54,7 +55,8 @@ class SymmetricMemory:
         def empty(n: int, dtype: torch.dtype) -> Tensor:
             return symmetric_memory.empty(n, dtype=dtype, device=device)
 
-        # torch would create multicast objects, which are unused here and fail on some machines that report support.
+        # Without this, torch creates multicast objects. They are unused here, and creating them fails on some machines
+        # that report support.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._inbox = empty(3 * self._size * self.max_bytes // 2, torch.int16).fill_(EMPTY - 2**16)
         self._outboxes = empty(2 * self.max_bytes, torch.uint8)
@@ -180,7 +182,7 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
         logged.
     """
     found: list[SymmetricMemory] = []
-    # All ranks agree after each step: a rank without memory must not let the others wait in `connect`.
+    # All ranks agree after each step. If one rank failed, the other ranks would otherwise wait for it in `connect`.
     for step in (lambda: found.append(SymmetricMemory(group, device)), lambda: found[0].connect()):
         has_failed, problem = False, "on another rank"
         try:
@@ -192,9 +194,9 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
             return None
     [memory] = found
     sizes = (_ALIGNMENT, _ONE_SHOT_BYTES, memory.max_bytes)
-    # Other numbers on each rank and in each call, so that numbers of an earlier call would be wrong.
+    # Random data differ on each rank and in each call, so the test notices data left from an earlier call.
     generator = torch.Generator(device).manual_seed(dist.get_rank(group))
-    # Four calls of each size: calls use three slots in turn, which are emptied in between.
+    # Four calls of each size: calls use three slots in turn, so the fourth uses a slot that was emptied.
     wrong = [n_bytes for n_bytes in sizes for _ in range(4) if not _is_right(memory, n_bytes, group, generator)]
     if _is_any(bool(wrong), group, device):
         logger.warning("decoding sums over NCCL: over shared memory they are wrong (of %s bytes)", wrong)

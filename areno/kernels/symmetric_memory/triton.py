@@ -4,13 +4,15 @@
 
 `all_reduce` and `add_and_norm`: a program writes its part of the tensor into the inboxes of the other GPUs, and adds
 their parts as soon as they arrive in its own inbox. Inboxes are filled with EMPTY, a bit pattern that no summand has,
-so the arrival of an element needs no signal and no fence. An inbox has three slots for each part, used by calls in
-turn. Each call empties the slot of the previous call. The other GPUs write to that slot only in the next call but one.
-Before, they need this GPU's data of the next call, which it sends after the slot is empty.
+so the arrival of an element needs no signal and no fence. An inbox has three slots for each part, which calls use in
+turn, and each call empties the slot of the call before. This is safe: the other GPUs write to that slot two calls after
+it was used, and they cannot get there without this GPU's data of the call in between, which it sends after it has
+emptied the slot.
 
 `all_gather`, for int32 elements of any bit pattern: a program copies its part into its region of this GPU's outbox,
 signals the other GPUs, waits for their signals, and reads their regions. Each region exists twice, and calls alternate
-between the two. So no program waits until others have read, because the barrier of the call in between guarantees it.
+between the two. So a program may overwrite a region without waiting for readers: the barrier of the call in between
+has made sure that all GPUs have read it.
 
 Programs count their calls in device memory, so a CUDA graph can capture the launches. The counts may wrap around.
 """
@@ -26,11 +28,11 @@ from torch import Tensor
 
 from areno.kernels.jit import kernel
 
-REGION = 16384  # largest piece of a program in bytes
+REGION = 16384  # bytes of the largest part of a tensor that one program handles
 PROGRAMS = 512  # largest number of programs in a launch
-EMPTY = 0x8000  # in each 16 bits: -0 in bfloat16, sent as 0; in float32 twice, a number next to 0, sent as 0
+EMPTY = 0x8000  # fills each 16 bits: -0 in bfloat16, or a tiny float32; summands with these bits are sent as 0
 _WARPS = 8
-_CLEARED = tl.constexpr(2048)  # bytes that are emptied together, by wide stores
+_CLEARED = tl.constexpr(2048)  # inboxes are emptied in units of this many bytes, by wide stores
 _EMPTY_16 = tl.constexpr(EMPTY - 2**16)
 _EMPTY_32 = tl.constexpr(EMPTY * (2**16 + 1) - 2**32)
 
@@ -138,9 +140,9 @@ def _sum_of_all(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Return the sum over the GPUs of this program's part x of a tensor, in float32.
+    """Return the sum of x over the GPUs in float32, where x is this program's part of a tensor.
 
-    n_inside is the number of elements that exist, from the first element of x on.
+    Only the first `n_inside` elements of x exist.
     """
     program = tl.program_id(0)
     IS_WIDE: tl.constexpr = x.dtype == tl.float32
@@ -278,7 +280,7 @@ def _all_gather_kernel(
     _barrier(signals_ptr, program, count, rank, SIZE, N_PROGRAMS)
     for each in tl.static_range(SIZE):
         theirs = tl.multiple_of(tl.load(outboxes + each).to(tl.pointer_type(tl.int32)), 16)
-        # Bypass the L1 cache, which may hold the numbers of two calls before.
+        # Bypass the L1 cache, which may hold the data of the call before the last.
         found = tl.load(theirs + place, mask=inside, other=0, cache_modifier=".cg")
         tl.store(out_ptr + each * n + index, found, mask=inside)
     tl.store(counts_ptr + program, count)
