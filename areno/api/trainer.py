@@ -615,7 +615,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             CheckpointError: The folder exists and is not a checkpoint, or cannot be written. No partial files
                 remain.
         """
-        _ = self.engine
+        self._outside_rollout("save_checkpoint")
         check_folder("path", path)
         final = Path(os.path.abspath(Path(path).expanduser()))
         if os.path.exists(final) and not is_replaceable(final):
@@ -640,7 +640,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 background. Then checkpoint_written tells when the files are complete.
             merge_adapters: Whether to merge LoRA adapters into the weights. If False, only the adapters are written.
         """
-        engine = self._outside_rollout("save_checkpoint")
+        engine = self._outside_rollout("write_checkpoint")
         with self._named():
             engine.save(str(folder), role, background, merge_adapters)
 

@@ -169,7 +169,7 @@ class Roles:
     ):
         self.spec, self.context, self.attn_backend, self._beside = spec, context, attn_backend, beside
         self._roles: dict[str, Role] = {}
-        self._device_bytes = device_bytes(context.device, spec.world_size)
+        self._device_bytes = device_bytes(context.device, spec.n_ranks_on_machine(context.rank))
         self.footprint = self._fitting({"actor": spec.actor, **spec.planned})
         self._roles["actor"] = self._load(spec.actor)
 

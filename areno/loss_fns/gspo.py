@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.policy import add_kl, policy_stats, surrogate_stats
-from areno.loss_fns.surrogates import Clip, bounded, token_log_ratio
-
-_make_clip = cache(Clip)  # checks its settings once, not in every micro-batch
+from areno.loss_fns.surrogates import bounded, make_surrogate, token_log_ratio
 
 
 def gspo_loss_fn(
@@ -56,8 +52,8 @@ def gspo_loss_fn(
     trained_rows = pack.row_lengths() > 0
     ratio_R = torch.exp(bounded(pack.mean_rows(log_ratio_T)))
     # The advantage of a row without trained tokens is 0 here, and so is its surrogate.
-    clip = _make_clip(eps_clip=clip_eps, eps_clip_higher=clip_eps_higher, c_clip=c_clip)
-    policy_R, cut_R = clip.surrogate_loss(ratio_R, pack.mean_rows(advantages_T))
+    clip = make_surrogate("clip", clip_eps=clip_eps, clip_eps_higher=clip_eps_higher, c_clip=c_clip)
+    policy_R, cut_R = clip.surrogate_loss(ratio_R, pack.mean_rows(advantages_T), pack.mean_rows(logprobs_T))
     if weights_T is not None:
         weights_R = pack.mean_rows(weights_T)
         policy_R = policy_R * weights_R

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from areno.errors import Problem
-from areno.schema.fields import Needs, Section, check, setting, settings
-from areno.schema.values import show
+from areno.schema.fields import Needs, Section, check, partial_section, setting, settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,9 +179,7 @@ class Clip(ClipRange):
         flag="--clip-ratio-c",
     )
 
-    def surrogate_loss(
-        self, ratio: Tensor, advantages: Tensor, logprobs: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the clipped loss and the clip statistics, both of the shape of `ratio`. `logprobs` is not used."""
         low, high = self.bounds()
         loss = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
@@ -251,8 +247,9 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     Attributes:
         surrogate: The name of the chosen surrogate.
-        use_cispo_loss: True is another name of surrogate="cispo". Always None after the section is constructed.
-        use_sapo_loss: True is another name of surrogate="sapo". Always None after the section is constructed.
+        use_cispo_loss: True is the same as surrogate="cispo". False turns cispo off, which gives "clip". Once applied,
+            it is None; read `surrogate` instead.
+        use_sapo_loss: The same for sapo.
     """
 
     surrogate: SurrogateName = setting(
@@ -261,20 +258,35 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         "clipped ratio is a constant weight of each token's gradient (CISPO 2506.13585 eq. 4). sapo: a soft "
         "gate in place of the clip (SAPO 2511.20347)",
     )
-    use_cispo_loss: bool | None = setting(None, help="true is the same as surrogate=cispo")
-    use_sapo_loss: bool | None = setting(None, help="true is the same as surrogate=sapo")
+    use_cispo_loss: bool | None = setting(None, help="true is the same as surrogate=cispo; false turns cispo off")
+    use_sapo_loss: bool | None = setting(None, help="true is the same as surrogate=sapo; false turns sapo off")
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace the switches use_cispo_loss and use_sapo_loss by `surrogate`, unless they contradict `surrogate`."""
+        """Apply the switches use_cispo_loss and use_sapo_loss to `surrogate`, unless they contradict each other.
+
+        A switch that was applied becomes None, so that a copy with another `surrogate` has no contradiction. In a
+        subclass that gives the switch a default, the switch keeps its value.
+        """
         found = dict(values)
         for name in ("cispo", "sapo"):
-            switch, chosen = found[f"use_{name}_loss"], found["surrogate"]
-            if switch is True and chosen in ("clip", name):
-                found |= {"surrogate": name, f"use_{name}_loss": None}
-            elif switch is False and chosen != name:
-                found[f"use_{name}_loss"] = None
+            switch, chosen = f"use_{name}_loss", found["surrogate"]
+            if found[switch] is True and chosen in ("clip", name):
+                found["surrogate"] = name
+            elif found[switch] is False:
+                found["surrogate"] = "clip" if chosen == name else chosen
+            else:
+                continue
+            if cls.__dataclass_fields__[switch].default is None:
+                found[switch] = None
         return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Setting a switch such as `use_sapo_loss` changes `surrogate`."""
+        super().__setattr__(name, value)
+        is_constructed = vars(self).keys() >= {"surrogate", "use_cispo_loss", "use_sapo_loss"}
+        if is_constructed and name in ("use_cispo_loss", "use_sapo_loss"):
+            vars(self).update(self.canonical(vars(self)))
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of the chosen surrogate, see `Surrogate.surrogate_loss`."""
@@ -291,10 +303,10 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
-        """Yield a problem for each switch that contradicts `surrogate`."""
-        for name, switch in {"use_cispo_loss": self.use_cispo_loss, "use_sapo_loss": self.use_sapo_loss}.items():
-            if switch is not None:
-                yield Problem(name, f"is {show(switch)}, but surrogate is {self.surrogate}; leave one of them out")
+        """Yield a problem for each switch that is true although another surrogate is chosen."""
+        for name in ("cispo", "sapo"):
+            if vars(self)[f"use_{name}_loss"] is True and self.surrogate != name:
+                yield Problem(f"use_{name}_loss", f"is true, but surrogate is {self.surrogate}; leave one of them out")
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
@@ -309,7 +321,6 @@ _KEYWORDS = {"eps_clip": "clip_eps", "eps_clip_higher": "clip_eps_higher"}
 """The names of settings as keyword arguments of a loss, where these differ."""
 
 
-@cache
 def make_surrogate(name: str, **given: Any) -> Surrogate:
     """Make a surrogate from the keyword arguments of a loss.
 
@@ -319,7 +330,8 @@ def make_surrogate(name: str, **given: Any) -> Surrogate:
             are ignored, so that a loss may give them defaults, such as PPO's dual clip.
 
     Returns:
-        The surrogate. The same arguments return the same object, which must not be changed.
+        The surrogate. Values are taken as they are, because a loss accepts more than a configuration does: an infinite
+        clip range, which clips nothing, or a value that is a tensor.
 
     Raises:
         ValueError: `name` is unknown.
@@ -331,8 +343,10 @@ def make_surrogate(name: str, **given: Any) -> Surrogate:
     keywords = {_KEYWORDS.get(setting, setting): setting for setting in _all_settings()}
     for keyword in given.keys() - keywords.keys():
         raise TypeError(f"{keyword} is not a setting of a surrogate; expected one of {', '.join(keywords)}")
-    own = settings(SURROGATES[name])
-    return SURROGATES[name](**{keywords[key]: value for key, value in given.items() if keywords[key] in own})
+    chosen = SURROGATES[name]
+    values = {setting: field.default() for setting, field in settings(chosen).items()}
+    values |= {keywords[key]: value for key, value in given.items() if keywords[key] in values}
+    return partial_section(chosen, values)
 
 
 def _all_settings() -> list[str]:

@@ -241,7 +241,7 @@ class Conversations:
             PromptTooLong: If the prompt exceeds `max_prompt_tokens`.
         """
         form, keys = form_key(tools, template), conversation_keys(messages)
-        if (known := self.cache.get((form, keys[-1]))) is not None:
+        if isinstance(known := self.cache.get((form, keys[-1])), Prompt):  # a cached turn is no prompt
             return known
         return self._cached(self._encoded(self._draft(messages, tools, template, form, keys)), messages)
 
@@ -272,7 +272,7 @@ class Conversations:
 
         form, keys = await self._threads.run(key_parts) if is_large else key_parts()
         key = form, keys[-1]
-        if (known := self.cache.get(key)) is not None:
+        if isinstance(known := self.cache.get(key), Prompt):  # a cached turn is no prompt
             return known
         if (pending := self._pending.get(key)) is None:
             is_prefetched = form == "" and keys[-1] in self._prefetched

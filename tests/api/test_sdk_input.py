@@ -183,6 +183,8 @@ def test_only_rollout_has_a_place_in_a_session(trainer: Trainer, name: str) -> N
 def test_no_saving_in_a_session(trainer: Trainer, tmp_path: Path) -> None:
     with session(trainer), pytest.raises(EngineError, match="save_checkpoint was called inside a rollout session"):
         trainer.save_checkpoint(tmp_path / "out")
+    with session(trainer), pytest.raises(EngineError, match="write_checkpoint was called inside a rollout session"):
+        trainer.write_checkpoint(tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import pytest
@@ -267,6 +267,30 @@ def test_the_switch_of_a_surrogate_is_another_name_of_its_choice(name):
     assert not changes(GRPOConfig, smallest() | {"actor": of_an_older_run}, asdict(chosen))
     own = GRPOActorConfig(path="model", use_sapo_loss=True, sapo_tau_pos=2.0)
     assert own.surrogate_settings() == {"surrogate": "sapo", "sapo_tau_pos": 2.0, "sapo_tau_neg": 1.05}
+
+
+@pytest.mark.parametrize(("name", "other"), [("cispo", "sapo"), ("sapo", "cispo")])
+def test_the_switch_of_a_surrogate_can_be_turned_off_and_assigned(name, other):
+    switch = f"use_{name}_loss"
+    chosen = GRPOActorConfig(path="model", surrogate=name)
+    assert GRPOActorConfig(path="model", surrogate=name, **{switch: False}).surrogate == "clip"
+    assert GRPOActorConfig(path="model", surrogate=other, **{switch: False}).surrogate == other
+    assert replace(chosen, **{switch: False}).surrogate == "clip"
+    assert replace(chosen, surrogate=other).surrogate == other
+    setattr(chosen, switch, False)
+    assert chosen == GRPOActorConfig(path="model")
+    setattr(chosen, switch, True)
+    assert chosen == GRPOActorConfig(path="model", surrogate=name)
+
+
+def test_an_actor_of_ones_own_may_have_a_switch_turned_on():
+    @dataclass(kw_only=True)
+    class OwnActor(GRPOActorConfig):
+        use_cispo_loss: bool = setting(True, help="On, unless it is turned off")
+
+    assert OwnActor(path="model").surrogate == "cispo"
+    assert OwnActor(path="model", use_cispo_loss=False).surrogate == "clip"
+    assert replace(OwnActor(path="model"), path="other").surrogate == "cispo"
 
 
 def test_an_empty_stop_string_would_end_every_completion():

@@ -56,11 +56,6 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "actor.use_sapo_loss: is true, but surrogate is cispo; leave one of them out",
         ),
         (
-            "grpo",
-            "variant=cispo actor.use_cispo_loss=false",
-            "actor.use_cispo_loss: is false, but surrogate is cispo; leave one of them out",
-        ),
-        (
             "gspo",
             "eval_gconfig.top_p=0.5",
             "eval_gconfig.top_p: is 0.5, but eval_gconfig.greedy is true, so the most likely",

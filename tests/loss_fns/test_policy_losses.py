@@ -6,6 +6,7 @@ import itertools
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -263,6 +264,18 @@ def test_gspo(dtype, tol, low, high, c, kl_coef, weighted):
         stats = check(partial(gspo_loss_fn, **how), rows, expected, dtype, tol, weighted)
         assert stats["ratio"].shape == (4,)  # one of the five rows has no trained token
         assert 0 <= stats["clip_frac"].item() <= 1
+
+
+def test_a_loss_takes_clip_ranges_that_a_configuration_refuses():
+    pack, logprobs = pack_of(random_rows())
+    for loss_fn in (grpo_loss_fn, ppo_loss_fn, gspo_loss_fn):
+        expected = loss_fn(pack, logprobs, clip_eps=0.25)[0]
+        for same in (np.float32(0.25), torch.tensor(0.25)):
+            assert loss_fn(pack, logprobs, clip_eps=same)[0].item() == pytest.approx(expected.item())
+        unclipped, stats = loss_fn(pack, logprobs, clip_eps=float("inf"), c_clip=None)
+        assert unclipped.isfinite()
+        assert not any(value.any() for name, value in stats.items() if name.startswith("clip_frac"))
+        assert loss_fn(pack, logprobs, clip_eps=0.0)[0].isfinite()
 
 
 def test_wrong_settings_are_named():

@@ -117,6 +117,17 @@ def test_tokens_that_were_sampled_are_kept_however_their_text_would_be_encoded(t
     assert other.tokens == tiny.encode(other.text)  # nobody sampled this
 
 
+def test_a_request_that_ends_with_the_sampled_turn_gets_a_prompt(tiny: Any) -> None:
+    conversations = made("tiny")
+    asked = read_messages([{"role": "user", "content": "hi"}])
+    [answer] = read_messages([{"role": "assistant", "content": "hello"}])
+    tokens = tiny.encode("hello<|im_end|>", add_special_tokens=False)
+    conversations.remember(conversations.prompt(asked), tokens, frozenset(tokens[-1:]), answer)
+    expected = made("tiny").prompt([*asked, answer])
+    assert conversations.prompt([*asked, answer]).text == expected.text
+    assert asyncio.run(conversations.prompt_async([*asked, answer])).text == expected.text
+
+
 def test_an_answer_that_was_cut_off_is_closed_by_the_template(tiny: Any) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
     first = conversations.prompt([USER])
