@@ -1,11 +1,10 @@
 """The code of an agent process, which runs the user's agent for many items at once.
 
 The driver's pool (pool.py) exchanges pickled messages with this process over one socket. The process receives
-(file:function, setting, time limit in seconds) once, and then any number of chunks
-[(position, pickled (context, item)), ...]. It sends ("ready", True) or ("failed", problems) once, and then
-(position, answer) for each item as soon as the item is finished. The parent process, called keeper
-(areno.user_processes.keeper), ends this process together with all processes that the agent started. Nothing large is
-imported here, so that the process starts quickly.
+(file:function, setting, time limit in seconds) once, and then any number of chunks [(position, pickled (context,
+item)), ...]. It sends ("ready", True) or ("failed", problems) once, and then (position, answer) for each item as soon
+as the item is finished. The parent process, called supervisor (areno.user_processes.supervisor), ends this process
+together with all processes that the agent started. Nothing large is imported here, so that the process starts quickly.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def render_generation_prompt(
         raise DataError(text, Key("tokenizer_path"))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     control = control_tokens(tokenizer)
-    return render(tokenizer, control.shield_messages(messages), control.shield(tools), enable_thinking, True)
+    return render(tokenizer, control.escape_messages(messages), control.escape(tools), enable_thinking, True)
 
 
 def render(

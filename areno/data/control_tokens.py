@@ -1,7 +1,7 @@
 """Keep control tokens inside messages from acting as control tokens.
 
 A chat template writes control tokens, such as turn markers, as text, and the tokenizer finds them anywhere in the
-rendered text. So a user or a tool could end its own turn and begin another turn. `ControlTokens.shield` puts a break
+rendered text. So a user or a tool could end its own turn and begin another turn. `ControlTokens.escape` puts a break
 (a random text) into each control token of a message before the message is rendered. `ControlTokens.encode` encodes
 the rendered text. Only control tokens without a break, which the template wrote, get the ids of control tokens. All
 breaks are removed.
@@ -143,7 +143,7 @@ class ControlTokens:
         self.names = () if getattr(tokenizer, "allows_control_tokens", False) else control_names(tokenizer)
         self._found = first_characters(self.names) if self.names else None
 
-    def shield(self, value: Any) -> Any:
+    def escape(self, value: Any) -> Any:
         """Put a break into each control token in the texts of a value, at any depth.
 
         An incomplete control token at the end of a text gets a break, too, because the template may write the rest of
@@ -158,12 +158,12 @@ class ControlTokens:
         if self._found is None:
             return value
         if isinstance(value, str):
-            return self._shield_text(value)
+            return self._escape_text(value)
         if isinstance(value, Mapping):
-            return {self.shield(key): self.shield(each) for key, each in value.items()}
-        return [self.shield(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.escape(key): self.escape(each) for key, each in value.items()}
+        return [self.escape(each) for each in value] if isinstance(value, list | tuple) else value
 
-    def _shield_text(self, text: str) -> str:
+    def _escape_text(self, text: str) -> str:
         """Put breaks into the control tokens of a text."""
         slices = [text[at : at + SLICE_CHARACTERS] for at in range(0, len(text), SLICE_CHARACTERS)]
         assert self._found is not None
@@ -171,7 +171,7 @@ class ControlTokens:
             return text
         return "".join([self._found.sub(rf"\g<0>{BREAK}", each) for each in slices])
 
-    def shield_messages(self, messages: Sequence[Any]) -> list[Any]:
+    def escape_messages(self, messages: Sequence[Any]) -> list[Any]:
         """Put breaks into messages, except into the text and the reasoning of the assistant.
 
         Args:
@@ -180,11 +180,11 @@ class ControlTokens:
         Returns:
             Copies of the messages.
         """
-        shielded = []
+        escaped = []
         for message in messages:
             own = _OF_ASSISTANT if message["role"] == "assistant" else frozenset()
-            shielded.append({key: value if key in own else self.shield(value) for key, value in message.items()})
-        return shielded
+            escaped.append({key: value if key in own else self.escape(value) for key, value in message.items()})
+        return escaped
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendered text, in which a control token with a break is ordinary text.
@@ -342,7 +342,7 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
         tokenizer: Tokenizer of the transformers library.
 
     Returns:
-        The control tokens, with the methods that shield and encode.
+        The control tokens, with the methods that escape and encode.
     """
     cached = vars(tokenizer).get(_CACHED)
     if cached is None or cached.made_of != _made_of(tokenizer):

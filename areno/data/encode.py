@@ -180,7 +180,7 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
         raise DataError(text, Key("tokenizer_path"))
     control = control_tokens(tokenizer)
-    messages, tools = control.shield_messages(messages), control.shield(tools)
+    messages, tools = control.escape_messages(messages), control.escape(tools)
     if re.search(r"\{%-?\s*generation\b", tokenizer.chat_template):
         return _sequence(tokenizer, _pieces_by_template(tokenizer, messages, first, tools))
     text = render(tokenizer, messages, tools)

@@ -23,9 +23,9 @@ from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.state.keeper import StateKeeper
+from areno.engine.state.checkpointer import StateCheckpointer
 from areno.engine.train.backend import LossFn
-from areno.engine.train.micro_batches import StepShare, TrainResult
+from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.rows import RouteShape
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
@@ -68,7 +68,7 @@ class Worker:
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
-        self.states = StateKeeper(self.roles, context)
+        self.states = StateCheckpointer(self.roles, context)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
 
@@ -279,7 +279,7 @@ class Worker:
         self.roles.release(name)
         self._set_threads()
 
-    def train(self, role: str, steps: list[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
+    def train(self, role: str, steps: list[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
         """Apply optimizer steps to a role's model, on this rank's rows.
 
         Args:
@@ -357,7 +357,7 @@ class Worker:
         return True
 
     def save_state(self, folder: str, with_moments: bool = True) -> None:
-        """Start writing the state of all trained roles into a folder, see StateKeeper.save."""
+        """Start writing the state of all trained roles into a folder, see StateCheckpointer.save."""
         self.states.save(Path(folder), with_moments)
 
     def state_written(self) -> bool:
@@ -369,7 +369,7 @@ class Worker:
         return self.states.written()
 
     def load_state(self, folder: str, with_moments: bool = True) -> None:
-        """Load the state of all trained roles from a folder, see StateKeeper.load."""
+        """Load the state of all trained roles from a folder, see StateCheckpointer.load."""
         self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:

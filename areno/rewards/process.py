@@ -2,9 +2,9 @@
 
 areno/rewards/pool.py exchanges pickled messages with this process over one socket. The process receives (functions,
 key, timeout_s, tracebacks) once, then chunks [(position, pickled record), ...]. It sends ("ready", is_async) or
-("failed", Problems) once, then (position, Answer) for each record as soon as it is scored. The keeper of the process
-(areno/user_processes/keeper.py) ends it together with all processes that the functions started. To start quickly, this
-module imports little, and imports asyncio only if a function needs it.
+("failed", Problems) once, then (position, Answer) for each record as soon as it is scored. The supervisor of the
+process (areno/user_processes/supervisor.py) ends it together with all processes that the functions started. To start
+quickly, this module imports little, and imports asyncio only if a function needs it.
 """
 
 from __future__ import annotations

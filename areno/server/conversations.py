@@ -366,14 +366,14 @@ class Conversations:
         Raises PromptTooLong if the prompt would have too many tokens.
         """
         control = control_tokens(self.tokenizer)
-        shielded = control.shield_messages(messages), control.shield(tools), control.shield(template)
-        text = self.text(*shielded)
+        escaped = control.escape_messages(messages), control.escape(tools), control.escape(template)
+        text = self.text(*escaped)
         draft = self._draft_after_turn(text, messages, form, keys) or _Draft(text, form, keys)
         if self._max_prompt_tokens is not None:
             n_before = 0 if draft.turn is None else len(draft.turn.prompt.tokens) + len(draft.turn.tokens)
             new_text = text[draft.start :].replace(BREAK, "")
             check_prompt_length(self.tokenizer, new_text, self._max_prompt_tokens, n_before)
-        draft.places = self._places(text, *shielded)
+        draft.places = self._places(text, *escaped)
         return draft
 
     def _draft_after_turn(self, text: str, messages: Sequence[Message], form: str, keys: list[str]) -> _Draft | None:

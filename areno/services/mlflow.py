@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areno.schema.fields import Section, forbid, setting
-from areno.services.service import RunAbout, Service
+from areno.services.service import RunInfo, Service
 
 _PUNCTUATION = "_-./ :"
 _MAX_PARAMS = 100  # of one request
@@ -52,11 +52,11 @@ class Mlflow(Service):
     _client: Any = None
     _id = ""
 
-    def start(self, about: RunAbout, run_id: str | None) -> str:
+    def start(self, run: RunInfo, run_id: str | None) -> str:
         """Begin the run at MLflow, or continue it if `run_id` is given.
 
         Args:
-            about: Description of the run.
+            run: Description of the run.
             run_id: Id returned in an earlier session of the run. None in the first session.
 
         Returns:
@@ -65,22 +65,22 @@ class Mlflow(Service):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self._client = MlflowClient(tracking_uri=self._uri(about))
+        self._client = MlflowClient(tracking_uri=self._uri(run))
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
             self._id = run_id
             return run_id
-        project = self.config.project or about.experiment
+        project = self.config.project or run.experiment
         found = self._client.get_experiment_by_name(project)
         experiment = self._client.create_experiment(project) if found is None else found.experiment_id
-        tags = {"sweep": about.group} if about.group else {}
-        self._id = self._client.create_run(experiment, run_name=self.config.name or about.name, tags=tags).info.run_id
-        params = [Param(name, str(value)[:_LONGEST]) for name, value in about.flat().items()]
+        tags = {"sweep": run.group} if run.group else {}
+        self._id = self._client.create_run(experiment, run_name=self.config.name or run.name, tags=tags).info.run_id
+        params = [Param(name, str(value)[:_LONGEST]) for name, value in run.flat().items()]
         for start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + _MAX_PARAMS])
         return self._id
 
-    def _uri(self, about: RunAbout) -> str | None:
+    def _uri(self, run: RunInfo) -> str | None:
         """Return the tracking URI of the server or folder.
 
         None lets MLflow read the environment variable MLFLOW_TRACKING_URI, or use its own default.
@@ -90,7 +90,7 @@ class Mlflow(Service):
             return given
         # MLflow 3.7 writes to a folder only with this variable.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        folder = about.fileroot / "mlruns" if given is None else Path(given).expanduser()
+        folder = run.fileroot / "mlruns" if given is None else Path(given).expanduser()
         return folder.absolute().as_uri()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -15,7 +15,7 @@ from areno.schema.values import flat
 
 
 @dataclass(frozen=True)
-class RunAbout:
+class RunInfo:
     """Description of a run for an experiment tracker.
 
     Attributes:
@@ -64,11 +64,11 @@ class Service:
     def __init__(self, config: Any):
         self.config = config
 
-    def start(self, about: RunAbout, run_id: str | None) -> str:
+    def start(self, run: RunInfo, run_id: str | None) -> str:
         """Begin the run at the service, or continue it.
 
         Args:
-            about: Description of the run.
+            run: Description of the run.
             run_id: Id that `start` returned in an earlier session of the run. None in the first session.
 
         Returns:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from areno.schema.fields import Section, setting
-from areno.services.service import RunAbout, Service
+from areno.services.service import RunInfo, Service
 
 
 @dataclass(kw_only=True)
@@ -38,11 +38,11 @@ class Swanlab(Service):
     config: SwanlabConfig
     _run: Any = None
 
-    def start(self, about: RunAbout, run_id: str | None) -> str:
+    def start(self, run: RunInfo, run_id: str | None) -> str:
         """Begin the run at SwanLab, or continue it if `run_id` is given.
 
         Args:
-            about: Description of the run.
+            run: Description of the run.
             run_id: Id returned in an earlier session of the run. None in the first session.
 
         Returns:
@@ -58,14 +58,14 @@ class Swanlab(Service):
         run_id = run_id or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))
         self._run = swanlab.init(
             mode="online" if self.config.mode == "cloud" else self.config.mode,
-            project=self.config.project or about.experiment,
-            name=self.config.name or about.name,
-            group=about.group,
+            project=self.config.project or run.experiment,
+            name=self.config.name or run.name,
+            group=run.group,
             id=run_id,
             resume="allow",
-            config=dict(about.settings),
+            config=dict(run.settings),
             settings=settings,
-            log_dir=self.config.logdir or str(about.folder / "swanlab"),
+            log_dir=self.config.logdir or str(run.folder / "swanlab"),
         )
         return run_id
 

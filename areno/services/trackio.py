@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from areno.errors import Problem
 from areno.schema.fields import Section, check, setting
-from areno.services.service import RunAbout, Service
+from areno.services.service import RunInfo, Service
 
 
 @dataclass(kw_only=True)
@@ -45,11 +45,11 @@ class Trackio(Service):
     config: TrackioConfig
     _run: Any = None
 
-    def start(self, about: RunAbout, run_id: str | None) -> str:
+    def start(self, run: RunInfo, run_id: str | None) -> str:
         """Begin the run at Trackio, or continue it if `run_id` is given.
 
         Args:
-            about: Description of the run.
+            run: Description of the run.
             run_id: Id returned in an earlier session of the run. None in the first session.
 
         Returns:
@@ -59,11 +59,11 @@ class Trackio(Service):
         import trackio
 
         self._run = trackio.init(
-            project=self.config.project or about.experiment,
-            name=run_id or self.config.name or about.name,
-            group=about.group,
+            project=self.config.project or run.experiment,
+            name=run_id or self.config.name or run.name,
+            group=run.group,
             space_id=self.config.space_id,
-            config=dict(about.settings),
+            config=dict(run.settings),
             resume="allow" if run_id else "never",
             embed=False,
         )

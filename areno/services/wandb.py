@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.schema.fields import Section, setting
-from areno.services.service import RunAbout, Service
+from areno.services.service import RunInfo, Service
 
 
 @dataclass(kw_only=True)
@@ -44,11 +44,11 @@ class Wandb(Service):
     config: WandbConfig
     _run: Any = None
 
-    def start(self, about: RunAbout, run_id: str | None) -> str:
+    def start(self, run: RunInfo, run_id: str | None) -> str:
         """Begin the run at Weights & Biases, or continue it if `run_id` is given.
 
         Args:
-            about: Description of the run.
+            run: Description of the run.
             run_id: Id returned in an earlier session of the run. None in the first session.
 
         Returns:
@@ -70,17 +70,17 @@ class Wandb(Service):
             options["base_url"] = config.wandb_base_url
         self._run = wandb.init(
             mode=config.mode,
-            dir=str(about.folder),
+            dir=str(run.folder),
             id=run_id or secrets.token_hex(4),
             resume="allow",
             entity=config.entity,
-            project=config.project or about.experiment,
-            name=config.name or about.name,
-            group=config.group or about.group,
+            project=config.project or run.experiment,
+            name=config.name or run.name,
+            group=config.group or run.group,
             job_type=config.job_type,
             notes=config.notes,
             tags=config.tags,
-            config=dict(about.settings),
+            config=dict(run.settings),
             settings=wandb.Settings(**options),
             reinit="create_new",
         )

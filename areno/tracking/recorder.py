@@ -22,7 +22,7 @@ from areno.config.run import StatsLoggerConfig
 from areno.errors import ConfigError, Problem
 from areno.files.durable import atomic_write_text
 from areno.services import SERVICES
-from areno.services.service import RunAbout, Service
+from areno.services.service import RunInfo, Service
 from areno.tracking.console import Console
 from areno.tracking.run_folder import RunFiles, is_sweep
 from areno.tracking.samples import EvalFiles, SampleFiles, SampleLog
@@ -68,11 +68,11 @@ class ServiceTracker(Tracker):
     Args:
         name: The name of the service in the settings, as in stats_logger.<name>. Warnings and trackers.json use it too.
         service: The service.
-        about: The name, the folder and the settings of the run, for the service.
+        run: The name, the folder and the settings of the run, for the service.
     """
 
-    def __init__(self, name: str, service: Service, about: RunAbout):
-        self._name, self._service, self._about = name, service, about
+    def __init__(self, name: str, service: Service, run: RunInfo):
+        self._name, self._service, self._run = name, service, run
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._failed = False
@@ -143,9 +143,9 @@ class ServiceTracker(Tracker):
 
         If trackers.json already has a run id of this service, the service continues the run with this id.
         """
-        file = self._about.folder / FILE
+        file = self._run.folder / FILE
         ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        found = self._service.start(self._about, ids.get(self._name))
+        found = self._service.start(self._run, ids.get(self._name))
         if ids.get(self._name) != found:
             with _FILE_LOCK:
                 ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -181,10 +181,10 @@ def open_trackers(
     Raises:
         ArenoError: A folder cannot be written. The error names the setting for the folder.
     """
-    files, about = RunFiles(run_dir, config.stats_logger.tensorboard.path), _about(config, run_dir)
+    files, run = RunFiles(run_dir, config.stats_logger.tensorboard.path), _run_info(config, run_dir)
     trackers: list[Tracker] = [
         Console(headline, total_steps),
-        TensorBoard(files.events, files.event_suffix, about.flat()),
+        TensorBoard(files.events, files.event_suffix, run.flat()),
         Jsonl(run_dir / "logs" / "metrics.jsonl"),
     ]
     if isinstance(config, PolicyExperimentConfig):
@@ -192,15 +192,15 @@ def open_trackers(
         most = None if config.rollout.dump_to_file else config.rollout.dump_n_samples
         if most != 0:
             trackers.append(SampleFiles(run_dir / "rollouts", most, token_text))
-    trackers += [ServiceTracker(name, service, about) for name, service in config.stats_logger.services().items()]
+    trackers += [ServiceTracker(name, service, run) for name, service in config.stats_logger.services().items()]
     trackers += given
     return Trackers(trackers if display is None else [*trackers, display])
 
 
-def _about(config: ExperimentConfig, run_dir: Path) -> RunAbout:
+def _run_info(config: ExperimentConfig, run_dir: Path) -> RunInfo:
     """Describe the run for a service."""
     sweep = run_dir.parent.name if is_sweep(run_dir.parent) else None
-    return RunAbout(
+    return RunInfo(
         folder=run_dir,
         experiment=config.experiment_name,
         name=f"{sweep}-{run_dir.name}" if sweep else run_dir.name,

@@ -1,8 +1,8 @@
 """The code that runs in every process of user code, whether it calls reward functions or agents.
 
-The parent process, called keeper (keeper.py), calls `run` with the function `serve(connection)` of a module. `serve`
-loads the user code, sends ("ready", is_async), and answers each call with (position, answer). `ForkedCopies` ends
-copies of the process that the user code makes with os.fork.
+The parent process, called supervisor (supervisor.py), calls `run` with the function `serve(connection)` of a module.
+`serve` loads the user code, sends ("ready", is_async), and answers each call with (position, answer). `ForkedCopies`
+ends copies of the process that the user code makes with os.fork.
 """
 
 from __future__ import annotations

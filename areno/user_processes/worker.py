@@ -21,7 +21,7 @@ from multiprocessing.connection import Pipe
 from typing import IO, Any
 
 from areno.errors import printable
-from areno.user_processes.keeper import exit_text
+from areno.user_processes.supervisor import exit_text
 
 _MAX_BYTES = 2**18  # printed by all processes of a pool in one step
 _PREFIX_BYTES = 64  # written by the log before each line
@@ -66,8 +66,8 @@ class Output:
 
 # The process of an async function enforces the time limit itself. It counts as hung if it is this much late.
 ASYNC_SPARE_S = 5.0
-_END_S = 10.0  # for a keeper to end
-EXIT_CODE_S = 5.0  # for a keeper's exit code after its process has closed the connection
+_END_S = 10.0  # for a supervisor to end
+EXIT_CODE_S = 5.0  # for a supervisor's exit code after its process has closed the connection
 _LAST_LINES_S = 1.0  # for the last printed lines, whose pipe may be held open by a process that could not be killed
 _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # buffered by the system for a socket that is not read
 
@@ -83,7 +83,7 @@ class Worker:
 
     Attributes:
         connection: The connection to the process.
-        process: The keeper, which is the parent of the process and ends it.
+        process: The supervisor, which is the parent of the process and ends it.
         chunk: The numbers of the calls that the process has not answered yet.
         sent: The number of calls in the last chunk that was sent.
         is_async: Whether the user's function is async. False until the process has started.
@@ -96,7 +96,7 @@ class Worker:
         self.connection, theirs = Pipe()
         # Not multiprocessing: its children would import the driver's main module and all that this imports.
         fd = theirs.fileno()
-        start = f"from areno.user_processes.keeper import main; main({fd}, {os.getpid()}, {module!r})"
+        start = f"from areno.user_processes.supervisor import main; main({fd}, {os.getpid()}, {module!r})"
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
         with theirs:
             # In a session of its own, so that Ctrl-C does not reach it.
@@ -167,16 +167,16 @@ class Worker:
             self.deadline = time.monotonic() + timeout_s
 
     def exit_text(self) -> str:
-        """Return how the process ended as text, such as "exit code 3", after waiting for its keeper."""
+        """Return how the process ended as text, such as "exit code 3", after waiting for its supervisor."""
         try:
             return exit_text(self.process.wait(timeout=EXIT_CODE_S))
         except subprocess.TimeoutExpired:
             return "closed its connection"
 
     def stop(self) -> None:
-        """Ask the keeper to end the process and all processes that it started. Return without waiting."""
+        """Ask the supervisor to end the process and all processes that it started. Return without waiting."""
         self.process.terminate()
-        self.process.send_signal(signal.SIGCONT)  # in case the keeper is stopped
+        self.process.send_signal(signal.SIGCONT)  # in case the supervisor is stopped
 
     def end(self) -> None:
         """End the process and all processes that it started, wait for their end, and close the connection."""

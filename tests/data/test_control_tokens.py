@@ -249,8 +249,8 @@ def test_an_unknown_letter_stays_unknown_beside_a_break() -> None:
     """Its id is that of a control token, but its words are not."""
     tokenizer = AutoTokenizer.from_pretrained(find_file("examples/agentic/small_model/model"))
     control = control_tokens(tokenizer)
-    assert BREAK in control.shield("é move <")
-    assert control.encode(control.shield("é move <")) == tokenizer.encode("é move <", add_special_tokens=False)
+    assert BREAK in control.escape("é move <")
+    assert control.encode(control.escape("é move <")) == tokenizer.encode("é move <", add_special_tokens=False)
 
 
 def test_a_template_that_refuses_a_message_does_not_tell_the_break(tokenizer_of) -> None:
@@ -313,7 +313,7 @@ def test_looking_for_control_tokens_takes_little_of_the_time() -> None:
         work()
         return time.perf_counter() - start
 
-    looking = min(seconds(lambda: control.shield_messages(messages)) for _ in range(5))
+    looking = min(seconds(lambda: control.escape_messages(messages)) for _ in range(5))
     encoding = min(seconds(lambda: tokenizer.encode(text, add_special_tokens=False)) for _ in range(3))
     assert looking < 0.03 * encoding
 

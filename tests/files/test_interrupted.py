@@ -78,7 +78,7 @@ def test_only_a_command_ends_at_once(words: str, is_command: bool):
 @reads_proc
 def test_ctrl_c_in_rollout():
     with Driver("rollout") as driver:
-        assert len(driver.children) == 2, "the reward process and its keeper"
+        assert len(driver.children) == 2, "the reward process and its supervisor"
         driver.process.send_signal(signal.SIGINT)
         assert driver.end(50) == (130, "interrupted\n")
         assert not Path("out").exists(), "it has come to nothing"

@@ -164,7 +164,7 @@ def test_what_a_function_starts_ends_with_the_pool(reward_file, action, monkeypa
         started = started_below(os.getpid(), n_sleeping)
     started = {pid: command for pid, command in started.items() if pid not in before}
     assert [outcome.value for outcome in outcomes][::2] == [1.0, 2.0]
-    assert any("keeper" in command for command in started.values())
+    assert any("supervisor" in command for command in started.values())
     assert sum(command.startswith("sleep 7") for command in started.values()) == n_sleeping
     until_gone(started)
 
@@ -257,13 +257,13 @@ def test_a_stopped_process_is_ended_by_the_timeout(reward_file, which):
     with pool_of(reward_file(STARTS), timeout_s=2.0, workers=2) as pool:
         pool.wait_ready()
         stopped = {pid: command for pid, command in below(os.getpid()).items() if pid not in before}
-        [keeper, *_] = [worker.process.pid for worker in pool.workers]
-        pids = [keeper, *below(keeper)] if which == "all" else list(below(keeper))
+        [supervisor, *_] = [worker.process.pid for worker in pool.workers]
+        pids = [supervisor, *below(supervisor)] if which == "all" else list(below(supervisor))
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
         outcomes = pool.score([large, large, large, large])
-        assert time.monotonic() - start < 9.0, "its keeper is not waited for"
+        assert time.monotonic() - start < 9.0, "its supervisor is not waited for"
     assert sorted(outcome.status for outcome in outcomes) == ["ok", "ok", "ok", "timeout"]
     until_gone(stopped)
 

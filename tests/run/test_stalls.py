@@ -109,5 +109,5 @@ def test_a_driver_that_cannot_be_interrupted_ends(tmp_path: Path) -> None:
         assert error.count("in never\n") == 2, "before the interrupt, and before the end"
         assert "error: worker 0, which lives in the driver (train), made no progress" in error.splitlines()[-1]
         assert error.rstrip().endswith("; the process ends")
-        assert below, "the reward process and its keeper"
+        assert below, "the reward process and its supervisor"
         until_ended(below, 5)

@@ -26,7 +26,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.schema.fields import Section, setting
 from areno.services import installed_services
 from areno.services.mlflow import allowed
-from areno.services.service import RunAbout, Service
+from areno.services.service import RunInfo, Service
 from areno.tracking import recorder as services_tracker
 from areno.tracking.recorder import RESUMED, ServiceTracker, check_services, open_trackers
 from tests.helpers.waiting import until
@@ -204,7 +204,7 @@ class Faulty(Service):
         if name == self.fails:
             raise self.error
 
-    def start(self, about, run_id):
+    def start(self, run, run_id):
         self._called("start", run_id)
         return "id1"
 
@@ -216,7 +216,7 @@ class Faulty(Service):
 
 
 def tracker_of(service, folder, name="wandb"):
-    return ServiceTracker(name, service, RunAbout(folder, "e", "n", None, {}, folder))
+    return ServiceTracker(name, service, RunInfo(folder, "e", "n", None, {}, folder))
 
 
 @pytest.mark.parametrize("fails", ["start", "log", "finish"])
@@ -322,7 +322,7 @@ def test_modes_of_swanlab(tmp_path, monkeypatch, mode):
     package.init = lambda **settings: given.update(settings)
     monkeypatch.setitem(sys.modules, "swanlab", package)
     [service] = config_of(tmp_path, f"stats_logger.swanlab.mode={mode}").stats_logger.services().values()
-    service.start(RunAbout(tmp_path, "e", "n", None, {}, tmp_path), None)
+    service.start(RunInfo(tmp_path, "e", "n", None, {}, tmp_path), None)
     assert given["mode"] == {"cloud": "online"}.get(mode, mode)
 
 
@@ -334,7 +334,7 @@ def test_a_run_of_wandb_that_others_write_to(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "login", lambda **how: logins.append(how) or True)
     monkeypatch.setattr(wandb, "init", lambda **how: given.update(how) or run)
     [service] = config_of(tmp_path, "stats_logger.wandb.mode=shared").stats_logger.services().values()
-    assert service.start(RunAbout(tmp_path, "e", "n", None, {}, tmp_path), None) == "shared-id"
+    assert service.start(RunInfo(tmp_path, "e", "n", None, {}, tmp_path), None) == "shared-id"
     assert (given["mode"], len(logins)) == ("shared", 1)
 
 
@@ -349,14 +349,14 @@ def test_wandb_without_a_key(tmp_path, caplog):
 
 
 def test_a_sweep_is_a_group(tmp_path):
-    from areno.tracking.recorder import _about
+    from areno.tracking.recorder import _run_info
 
     config = config_of(tmp_path)
     (tmp_path / "sweep/3").mkdir(parents=True)
     (tmp_path / "sweep/multirun.yaml").touch()
-    about = _about(config, tmp_path / "sweep/3")
+    about = _run_info(config, tmp_path / "sweep/3")
     assert (about.name, about.group, about.experiment) == ("sweep-3", "sweep", "quickstart")
-    about = _about(config, tmp_path / "alone")
+    about = _run_info(config, tmp_path / "alone")
     assert (about.name, about.group) == ("alone", None)
     assert about.flat()["actor.optimizer.lr"] == 2e-4
 

@@ -8,7 +8,7 @@ is read.
 A folder holds `index.json` and one file for each buffer and rank. The index has two lines of JSON. The first is
 {"format", "crc32"}, with the checksum of the second line. The second has three entries:
 
-    about     facts about each role, see `tensor_shards.about`
+    about     facts about each role, see `tensor_shards.metadata`
     tensors   name -> {"dtype", "shape", "chunks": [[offsets, sizes, file, first byte], ...]}
     files     name -> {"bytes", "crc32": [one for every BLOCK_BYTES]}
 """
@@ -192,7 +192,7 @@ class Reader(StorageReader):
         folder: The folder of the state.
 
     Attributes:
-        about: Facts about each role, see `tensor_shards.about`.
+        about: Facts about each role, see `tensor_shards.metadata`.
         metadata: Names, dtypes, shapes and chunks of the stored tensors, for torch.distributed.checkpoint.
 
     Raises:

@@ -71,7 +71,7 @@ def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
     return backend.flat, backend.optimizer
 
 
-def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
+def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
     """Return facts about a role that the index of a state records, because the stored form depends on them.
 
     Args:

@@ -35,9 +35,9 @@ from areno.engine.state.tensor_shards import (
     MASTER,
     TP_SIZE,
     TensorShard,
-    about,
     buffers_of,
     by_name,
+    metadata,
     shapes_of,
     shards_of,
     trained,
@@ -202,7 +202,7 @@ def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
             "resume with the algorithm that wrote it"
         )
     for name, role in roles.items():
-        theirs, ours = reader.about[name]["optimizer"], about(role.backend)["optimizer"]
+        theirs, ours = reader.about[name]["optimizer"], metadata(role.backend)["optimizer"]
         if theirs != ours:
             text = "{}: {} was {!r} when the state was written and is {!r} now; it cannot change within a run"
             raise EngineError(text, folder, Key(f"{role.spec.section}.optimizer.type"), theirs, ours)

@@ -21,11 +21,11 @@ from areno.engine.spec import UpdateSpec
 from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, over_steps
-from areno.engine.train.micro_batches import StepShare, TrainResult, micro_batches
+from areno.engine.train.micro_batches import StepMicroBatches, TrainResult, micro_batches
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import PackedTokens, TokenShare, pack_rows, pack_tokens
+from areno.engine.train.packing import LocalTokens, PackedTokens, pack_rows, pack_tokens
 from areno.engine.train.routes import StepRouting
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
@@ -123,7 +123,7 @@ class TrainBackend:
             self.params = [self.flat.params, *self.flat.frozen]
             self.optimizer = Optimizer(self.flat, optimizer, model.tp)
 
-    def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
+    def train(self, steps: Sequence[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
         """Take optimizer steps on this data-parallel rank's share of the rows.
 
         The loss and the gradient of a step are those of all ranks, and do not depend on the division into ranks and
@@ -257,14 +257,14 @@ class TrainBackend:
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
 
-    def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
+    def _hidden(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
         """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
 
         Returns:
-            Their hidden states (n, D), and the TokenShare that says which n of the N tokens they are.
+            Their hidden states (n, D), and the LocalTokens that says which n of the N tokens they are.
         """
         multiple = self.model.tp.size if self._split else 1
-        share = TokenShare.of(packed, self.context, self.attn_backend, multiple)
+        share = LocalTokens.of(packed, self.context, self.attn_backend, multiple)
         if self._routing is not None:
             self._routing.begin(packed, share)
         n_kept = self.kept_layers.count(len(share.tokens_n)) if self.recompute else 0
@@ -307,7 +307,7 @@ class TrainBackend:
         return share.aligned(trained_T, logprobs_T), share.aligned(trained_T, entropy_T)
 
     def _step(
-        self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
+        self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
         """Take one optimizer step. `is_first` is whether no update of this call has come before."""
         if self.flat is None or self.optimizer is None:
@@ -348,7 +348,7 @@ class TrainBackend:
         return numbers
 
     def _accumulate(
-        self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
+        self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> StepStats:
         """Compute the gradient of a step over all ranks. If memory runs out, repeat and keep fewer activations."""
         self._gradients.begin(step)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.train.flat import CHUNK, Bucket, FlatParameters
-from areno.engine.train.micro_batches import StepShare
+from areno.engine.train.micro_batches import StepMicroBatches
 from areno.layers.parallel import ParallelGroup, wait_for
 from areno.models.transformer import Transformer
 
@@ -33,7 +33,7 @@ class Gradients:
     def __init__(self, flat: FlatParameters, dp: ParallelGroup, tp: ParallelGroup):
         self._flat, self._dp, self._tp = flat, dp, tp
 
-    def begin(self, step: StepShare, again: bool = False) -> None:
+    def begin(self, step: StepMicroBatches, again: bool = False) -> None:
         """Clear the gradients before the first micro-batch of a step.
 
         Args:
@@ -99,7 +99,7 @@ class ReducedGradients(Gradients):
         self._kept: list[tuple[Bucket, Tensor]] = []  # reduced before the step began again, in host memory
         model.on_stage_backward = self._on_stage_backward
 
-    def begin(self, step: StepShare, again: bool = False) -> None:
+    def begin(self, step: StepMicroBatches, again: bool = False) -> None:
         """Clear the gradients before the first micro-batch of a step.
 
         Args:

@@ -21,7 +21,7 @@ from areno.types import TrainSequence
 
 
 @dataclass(slots=True)
-class StepShare:
+class StepMicroBatches:
     """The work of one data-parallel rank in one optimizer step.
 
     Attributes:
@@ -65,7 +65,7 @@ class TrainResult:
 def keep_old_logprobs(
     rows: Sequence[TrainSequence],
     read: Sequence[Row],
-    shares: Sequence[Sequence[StepShare]],
+    shares: Sequence[Sequence[StepMicroBatches]],
     results: Sequence[TrainResult],
 ) -> None:
     """Set `old_logprobs` of rows to the log-probabilities that importance ratios have divided by.
@@ -92,10 +92,10 @@ def keep_old_logprobs(
                 start += row.n_tokens
 
 
-def _of_flat(flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int) -> StepShare:
-    """Unpickle a StepShare whose rows were pickled as concatenated arrays. `sizes` counts rows per micro-batch."""
+def _of_flat(flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int) -> StepMicroBatches:
+    """Unpickle a StepMicroBatches, whose rows are concatenated. `sizes` holds the number of rows per micro-batch."""
     rows = iter(flat.rows())
-    return StepShare([list(itertools.islice(rows, size)) for size in sizes], step_tokens, step_rows, rounds)
+    return StepMicroBatches([list(itertools.islice(rows, size)) for size in sizes], step_tokens, step_rows, rounds)
 
 
 def share_steps(
@@ -105,7 +105,7 @@ def share_steps(
     section: str = "actor",
     cost: Cost | None = None,
     cp_size: int = 1,
-) -> list[list[StepShare]]:
+) -> list[list[StepMicroBatches]]:
     """Divide rows into optimizer steps, and each step over the data-parallel ranks.
 
     All ranks have the same number of steps. If a step has fewer rows than ranks (rows may have been dropped), a rank
@@ -129,7 +129,7 @@ def share_steps(
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
     costs = [sum(_row_cost(row, cost) for row in unit) for unit in units] if dp_size > 1 else lengths
-    shares: list[list[StepShare]] = [[] for _ in range(dp_size)]
+    shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
     for step in optimizer_steps(lengths, update_of_units, cp_size):
         if len(step) < dp_size and update.rows_per_unit > 1:
             raise DataError(
@@ -149,7 +149,7 @@ def share_steps(
                 batches[-1] = [[_untrained(units[index][0] for index in step)]]
         rounds = max(len(of_rank) for of_rank in batches)
         for rank, of_rank in enumerate(batches):
-            shares[rank].append(StepShare(of_rank, sum(trained), sum(n > 0 for n in trained), rounds))
+            shares[rank].append(StepMicroBatches(of_rank, sum(trained), sum(n > 0 for n in trained), rounds))
     return shares
 
 

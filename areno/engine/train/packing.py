@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.engine.train.micro_batches import StepShare
+from areno.engine.train.micro_batches import StepMicroBatches
 from areno.engine.train.rows import Row
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
@@ -62,7 +62,7 @@ def pack_tokens(
 
 
 def pack_rows(
-    rows: Sequence[Row], step: StepShare, rows_per_unit: int, device: torch.device
+    rows: Sequence[Row], step: StepMicroBatches, rows_per_unit: int, device: torch.device
 ) -> tuple[PackedTokens, DataPack]:
     """Pack the rows of one micro-batch.
 
@@ -98,7 +98,7 @@ def pack_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class TokenShare:
+class LocalTokens:
     """The tokens of a micro-batch that this rank computes: n of N, starting at index `first`.
 
     Attributes:
@@ -116,7 +116,7 @@ class TokenShare:
     n_tokens: int
 
     @classmethod
-    def of(cls, packed: PackedTokens, context: ParallelGroup, attn_backend: str, multiple: int = 1) -> TokenShare:
+    def of(cls, packed: PackedTokens, context: ParallelGroup, attn_backend: str, multiple: int = 1) -> LocalTokens:
         """Divide the tokens of a micro-batch equally over a group, and return the share of this rank.
 
         Args:

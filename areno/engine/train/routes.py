@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from areno.engine.train.packing import PackedTokens, TokenShare
+from areno.engine.train.packing import LocalTokens, PackedTokens
 from areno.layers.parallel import ParallelGroup
 from areno.layers.routing import Routing
 
@@ -38,7 +38,7 @@ class StepRouting:
         self._observes = False
         self.restart()
 
-    def begin(self, packed: PackedTokens, share: TokenShare) -> None:
+    def begin(self, packed: PackedTokens, share: LocalTokens) -> None:
         """Prepare the layers for the forward pass of a micro-batch: set the experts to replay, and the auxiliary loss.
 
         Args:

@@ -17,7 +17,7 @@ import torch
 
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.state import keeper, storage, tensor_shards
+from areno.engine.state import checkpointer, storage, tensor_shards
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
@@ -81,7 +81,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
 ) -> None:
     """The schedule, too. All is small, so that there are several pieces, parts and blocks, and cut in another way."""
     monkeypatch.setattr(tensor_shards, "MAX_SHARD_ELEMENTS", 300)
-    monkeypatch.setattr(keeper, "PART_BYTES", 2**15)
+    monkeypatch.setattr(checkpointer, "PART_BYTES", 2**15)
     monkeypatch.setattr(storage, "BLOCK_BYTES", 2**13)
     optimizer = OptimizerConfig(type=kind, lr=1e-2, lr_scheduler_type="cosine", lr_decay_steps=6)
     with built(folder, optimizer, dtype=dtype) as engine:
@@ -233,7 +233,7 @@ def test_a_state_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatc
             assert not (path / "index.json").exists()
         engine.release_role("critic")
         with monkeypatch.context() as patch:
-            patch.setattr(keeper, "host_bytes_free", lambda: 10)
+            patch.setattr(checkpointer, "host_bytes_free", lambda: 10)
             engine.save_state(tmp_path / "state")
             with pytest.raises(CheckpointError, match="GiB of host memory, which are not free"):
                 engine.state_written(wait=True)

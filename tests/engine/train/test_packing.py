@@ -10,7 +10,13 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import UpdateSpec
-from areno.engine.train.micro_batches import StepShare, micro_batches, optimizer_steps, share_steps, split_balanced
+from areno.engine.train.micro_batches import (
+    StepMicroBatches,
+    micro_batches,
+    optimizer_steps,
+    share_steps,
+    split_balanced,
+)
 from areno.engine.train.packing import pack_rows
 from areno.engine.train.rows import read_rows
 from areno.errors import DataError
@@ -140,7 +146,7 @@ def test_rows_that_do_not_come_out_even():
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
-    return pack_rows(rows, StepShare([rows], step_tokens, step_rows, 1), rows_per_unit, CPU)
+    return pack_rows(rows, StepMicroBatches([rows], step_tokens, step_rows, 1), rows_per_unit, CPU)
 
 
 def row(tokens, mask, **fields):

@@ -1,9 +1,9 @@
-"""The keeper process, which starts one process of user code and ends everything that the user code starts.
+"""The supervisor process, which starts one process of user code and ends everything that the user code starts.
 
-The driver starts a keeper. The keeper forks the process that runs reward functions (areno.rewards.process) or agents
-(areno.agents.process). User code may start processes that leave their session and outlive their parent. On Linux such a
-process becomes a child of the keeper (PR_SET_CHILD_SUBREAPER), which kills it at the end. On other systems only the
-process group is killed.
+The driver starts a supervisor. The supervisor forks the process that runs reward functions (areno.rewards.process) or
+agents (areno.agents.process). User code may start processes that leave their session and outlive their parent. On Linux
+such a process becomes a child of the supervisor (PR_SET_CHILD_SUBREAPER), which kills it at the end. On other systems
+only the process group is killed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SIGNALLED = 128  # the exit code of a process that was killed by signal n is 12
 def main(fd: int, driver_pid: int, module: str) -> None:
     """Run the process of user code until it ends, SIGTERM arrives or the driver ends. Then kill all child processes.
 
-    This function does not return. The keeper exits with the exit code of the process that it ran, or with 128 + n if
-    signal n killed the process. `exit_text` describes such a code.
+    This function does not return. The supervisor exits with the exit code of the process that it ran, or with 128 + n
+    if signal n killed the process. `exit_text` describes such a code.
 
     Args:
         fd: The file descriptor of the socket to the driver.
@@ -57,7 +57,7 @@ def exit_text(code: int) -> str:
     """Return how a process ended as text, such as "exit code 3" or "signal SIGKILL".
 
     Args:
-        code: The exit code of the keeper of the process. A negative code means that a signal killed the keeper
+        code: The exit code of the supervisor of the process. A negative code means that a signal killed the supervisor
             itself.
     """
     number = -code if code < 0 else code - _SIGNALLED
@@ -67,7 +67,7 @@ def exit_text(code: int) -> str:
 
 
 def _become_worker(fd: int, module: str) -> None:
-    """Run `serve` of the module with the user code in this process, which was forked from the keeper, and exit.
+    """Run `serve` of the module with the user code in this process, which was forked from the supervisor, and exit.
 
     This function does not return.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 from areno.engine.memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
-from areno.engine.state.tensor_shards import TensorShard, about, buffers_of, shards_of, trained, written_by
+from areno.engine.state.tensor_shards import TensorShard, buffers_of, metadata, shards_of, trained, written_by
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
 
@@ -52,7 +52,7 @@ class _Share:
         return self.shards[-1].stop
 
 
-class StateKeeper:
+class StateCheckpointer:
     """Saves and loads the training state of one worker. All ranks must call each method together, except `close`.
 
     Args:
@@ -183,7 +183,7 @@ class StateKeeper:
             mine = written_by(shards_of(name, role.backend, with_moments), alike)
             shares += [_Share(name, buffer, shards) for buffer, shards in mine.items()]
         shards = [shard for share in shares for shard in share.shards]
-        facts = {name: about(role.backend, with_moments) for name, role in roles.items()}
+        facts = {name: metadata(role.backend, with_moments) for name, role in roles.items()}
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
