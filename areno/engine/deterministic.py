@@ -100,7 +100,7 @@ def end_deterministic() -> None:
 
 
 @contextmanager
-def places_of_their_own() -> Iterator[None]:
+def without_deterministic_mode() -> Iterator[None]:
     """Switch torch's deterministic mode off inside a `with` block. The decoder runs in such a block.
 
     The decoder is deterministic without this mode, because its indexed writes have distinct indices or add integers.
@@ -118,7 +118,7 @@ def places_of_their_own() -> Iterator[None]:
 
 
 @contextmanager
-def operations_named() -> Iterator[None]:
+def nondeterministic_operations_named() -> Iterator[None]:
     """Inside a `with` block, turn torch's error about a nondeterministic operation into an EngineError.
 
     Raises:

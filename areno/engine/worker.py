@@ -17,7 +17,7 @@ from areno.engine import memory
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
-from areno.engine.deterministic import operations_named, places_of_their_own
+from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.requests import RequestLimits
@@ -226,7 +226,7 @@ class Worker:
     def step(self) -> list[GenerationOutput]:
         """Run one step of the decoder, and return the finished samples and partial outputs."""
         assert self.decoder is not None
-        with out_of_memory_hint("in rollout", self._rollout_advice), places_of_their_own():
+        with out_of_memory_hint("in rollout", self._rollout_advice), without_deterministic_mode():
             return self.decoder.step()
 
     def _rollout_advice(self) -> Iterator[memory.Option]:
@@ -291,7 +291,7 @@ class Worker:
         Returns:
             The result of TrainBackend.train. Its statistics also contain the peak memory, as `memory_gib`.
         """
-        with self.roles[role].on_device(training=True) as backend, operations_named():
+        with self.roles[role].on_device(training=True) as backend, nondeterministic_operations_named():
             result = backend.train(steps, loss_fn, update)
         result.stats["memory_gib"] = self.memory_gib()
         return result
@@ -308,7 +308,7 @@ class Worker:
         Returns:
             The result of the method for each row.
         """
-        with self.roles[role].on_device() as backend, operations_named():
+        with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, *settings)
 

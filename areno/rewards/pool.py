@@ -110,7 +110,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         self.output.begin_step()
         return Scoring(self)
 
-    def look(self, calls: _Calls) -> None:
+    def check_progress(self, calls: _Calls) -> None:
         """Stop waiting if the processes no longer answer: record a timeout for all samples without an outcome.
 
         `Scoring` calls this again and again.
@@ -231,7 +231,7 @@ class Scoring(AbstractContextManager["Scoring"]):
                     calls.add(*self._added.popleft())
                 pool.send_calls(calls)
                 pool.wait(calls, self._wake, *([0.0] if self._added else []))
-                pool.look(calls)
+                pool.check_progress(calls)
                 self._turns += 1
                 time.sleep(_BATCH_WAIT_S)
         except BaseException as error:

@@ -111,11 +111,11 @@ class KVLayout:
         """
         windows = [config.kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with([None] * len(windows), len(windows), block_size)
-        fewest = layout.bytes_of(max_len) * _WORTH_IT
+        fewest = layout.comparable_size(max_len) * _WORTH_IT
         for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
             tried = KVLayout._with(windows, layers_per_block, block_size)
-            if tried.n_tables <= _MAX_TABLES and tried.bytes_of(max_len) < fewest:
-                layout, fewest = tried, tried.bytes_of(max_len)
+            if tried.n_tables <= _MAX_TABLES and tried.comparable_size(max_len) < fewest:
+                layout, fewest = tried, tried.comparable_size(max_len)
         return layout
 
     @staticmethod
@@ -175,7 +175,7 @@ class KVLayout:
         """
         return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
-    def bytes_of(self, n_tokens: int) -> int:
+    def comparable_size(self, n_tokens: int) -> int:
         """Return the KV memory of a sequence of `n_tokens` tokens, not in bytes but in comparable units.
 
         A unit is the memory of `block_size` tokens in one layer. Use the result to compare layouts.
