@@ -161,7 +161,8 @@ class UpdatedModelConfig(Section):
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        help="Number of micro-batches per optimizer step. null: one optimizer step per batch",
+        help="Make an optimizer step after every so many micro-batches, on the sum of their gradients. null: one "
+        "optimizer step per batch",
         gt=0,
         flag="--gradient-accumulation-steps",
     )

@@ -78,7 +78,7 @@ class RecoverConfig(FrequencyConfig):
     retries: int = setting(
         3,
         help="How many times the run may restart its worker processes after one of them was lost. After a "
-        "restart it continues from the last state, within the same command",
+        "restart, the run continues from the last state, within the same command",
         ge=0,
     )
 
@@ -339,8 +339,9 @@ class EngineConfig(Section):
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
-        help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels "
-        "of torch (SDPA). auto: the same as native. GPUs below compute capability 8.0 always use torch",
+        help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels of "
+        "torch (SDPA). auto: the same as native. On GPUs below compute capability 8.0, the kernels of torch "
+        "are used with every value",
         flag="--attn-backend",
     )
     exact: bool = setting(
