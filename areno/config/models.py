@@ -145,7 +145,8 @@ class UpdatedModelConfig(Section):
     init_from_scratch: bool = setting(
         False,
         help="true: start this model from random weights, in the shape of path/config.json. The random numbers "
-        "depend on seed. The folder needs no weight files. Other models of the run still load theirs",
+        "depend on seed. The folder needs no weight files. The other models of the run still load their "
+        "weights",
     )
     max_skipped_steps: int | None = setting(
         10,
