@@ -47,7 +47,8 @@ _KL_TYPES = {"low_var_kl": "k3"}
 _HELP = {
     "--use-kl-loss": "Add a term for the KL divergence to the reference model to the loss",
     "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",
-    "--adam-8bit": "Use AdamW with moments in blocks of 8-bit codes, 2 bytes per parameter instead of 8",
+    "--adam-8bit": "Use AdamW with moments that are quantized to 8 bits in blocks. They take 2 bytes per parameter "
+    "instead of 8",
     "--disable-thinking": "Render the chat template with enable_thinking=false",
     "--ref-ckpt": "Model folder or hub id of the reference model. Default: the policy before training",
     "--critic-lr": "Peak learning rate of the critic. 0: its weights do not change",

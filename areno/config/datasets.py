@@ -36,7 +36,7 @@ class DatasetConfig(Section):
     path: str | None = setting(
         None,
         help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
-        "repo[:config[:split]]. null: loader makes the rows without a path",
+        "repo[:config[:split]]. null: no path, because the function of loader makes the rows itself",
         flag="--dataset-path",
     )
     loader: str | None = setting(
@@ -56,8 +56,8 @@ class DatasetConfig(Section):
     )
     dataset_kwargs: dict[str, Any] | None = setting(
         None,
-        help="More keyword arguments for the function that loads the data, such as {revision: v2}. This function is "
-        "your loader or, without a loader, datasets.load_dataset for hub datasets and folders of data files",
+        help="Additional keyword arguments for your loader, such as {revision: v2}. Without a loader, they are "
+        "passed to datasets.load_dataset, which reads hub datasets and folders of data files",
     )
     split: str = setting("train", help="Split of the dataset to read, if the dataset has several")
     batch_size: int = setting(32, help="Number of prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
@@ -65,7 +65,8 @@ class DatasetConfig(Section):
     drop_last: bool = setting(True, help="Skip the last batch of an epoch if it has fewer rows than batch_size")
     max_length: int = setting(
         1024,
-        help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped, and their number is logged",
+        help="Largest number of tokens of a prompt (RL) or of a row (SFT, DPO). Longer prompts or rows are "
+        "skipped, and their number is logged",
         gt=0,
         flag="--max-prompt-tokens",
     )
@@ -139,9 +140,9 @@ class ValidDatasetConfig(ValidSetConfig):
 
     sets: dict[str, ValidSetConfig] | None = setting(
         None,
-        help="Several evaluation sets, as a mapping from the name of a set to its settings. The keys are those of "
-        "valid_dataset, and a key that a set does not give has the value of valid_dataset. null: one set, "
-        "described by valid_dataset itself",
+        help="Several evaluation sets, as a mapping from the name of a set to its settings. A set has the same "
+        "keys as valid_dataset. If a set does not give a key, the value in valid_dataset is used. null: one "
+        "set, described by valid_dataset itself",
     )
 
     @build_check

@@ -40,8 +40,8 @@ class ExperimentConfig(Section):
     )
     allow_control_tokens: bool = setting(
         False,
-        help="true: text in system, user and tool messages that spells a control token (turn marker, bos, eos, pad) "
-        "becomes this token. false: it is tokenized as ordinary text",
+        help="Whether the characters of a control token (turn marker, bos, eos, pad) in the text of a system, "
+        "user or tool message are encoded as this token. false: they are encoded as ordinary text",
     )
     actor: models.ModelConfig = setting(help="The model that is trained")
     engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices, parallelism and worker processes")
@@ -258,8 +258,8 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     dynamic_bs: bool = setting(
         False,
-        help="Used with rollout.dynamic_sampling. true: train a step on the prompts that remain after others were "
-        "dropped. false: sample new prompts until the batch is full",
+        help="Used with rollout.dynamic_sampling, which drops prompts. true: train a step on the prompts that "
+        "were not dropped, so batches can be smaller. false: sample more prompts until the batch is full",
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
     )
 

@@ -27,8 +27,9 @@ class OptimizerConfig(Section):
 
     type: OptimizerType = setting(
         "adam",
-        help="adam: AdamW with fp32 moments, 8 bytes per parameter. adam_8bit: AdamW with moments in blocks of "
-        "8-bit codes, 2 bytes per parameter. sgd: SGD without momentum, which has no moments",
+        help="adam: AdamW with fp32 moments, 8 bytes per parameter. adam_8bit: AdamW with moments that are "
+        "quantized to 8 bits in blocks, 2 bytes per parameter. sgd: SGD without momentum, which has no "
+        "moments",
         flag="--adam-8bit=adam_8bit",
     )
     lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
@@ -60,7 +61,7 @@ class OptimizerConfig(Section):
         0.999, help="Decay rate of Adam's second moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta2"
     )
     eps: float = setting(
-        1e-8, help="Adam's epsilon, which is added to the square root of the second moment", gt=0, only_with=_MOMENTS
+        1e-8, help="Epsilon of Adam, which is added to the square root of the second moment", gt=0, only_with=_MOMENTS
     )
     weight_decay: float = setting(
         0.01, help="Decoupled weight decay. Norm weights and biases are not decayed", ge=0, flag="--weight-decay"
@@ -144,7 +145,8 @@ class UpdatedModelConfig(Section):
     init_from_scratch: bool = setting(
         False,
         help="true: start this model from random weights, in the shape of path/config.json. The random numbers "
-        "depend on seed. The folder needs no weight files. Other models of the run still load theirs",
+        "depend on seed. The folder needs no weight files. The other models of the run still load their "
+        "weights",
     )
     max_skipped_steps: int | None = setting(
         10,
@@ -160,7 +162,8 @@ class UpdatedModelConfig(Section):
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        help="Number of micro-batches per optimizer step. null: one optimizer step per batch",
+        help="Make an optimizer step after every so many micro-batches, on the sum of their gradients. null: one "
+        "optimizer step per batch",
         gt=0,
         flag="--gradient-accumulation-steps",
     )
@@ -217,8 +220,8 @@ class LoraConfig(Section):
     init_lora_from: str | None = setting(
         None,
         help="Folder or hub id of trained adapters in the format of peft to start from. Their rank, alpha and "
-        "target modules are read from the folder. null: new adapters, with which the model at first computes "
-        "the same as without adapters",
+        "target modules are read from the folder. null: new adapters, which do not change the output of the "
+        "model before the first update",
         only_with=_ADAPTERS,
     )
 
@@ -263,8 +266,8 @@ class PolicyConfig(ModelConfig):
 
     ppo_n_minibatches: int = setting(
         1,
-        help="Number of optimizer steps per rollout batch. Importance ratios of all these steps compare with the "
-        "policy before the first step",
+        help="Number of optimizer steps per rollout batch. In all of them, importance ratios compare with the "
+        "policy before the first optimizer step",
         gt=0,
     )
     routing_replay: bool = setting(
@@ -283,13 +286,14 @@ class PolicyConfig(ModelConfig):
     )
     overlong_tokens: int | None = setting(
         None,
-        help="The penalty for long completions starts this many tokens before max_new_tokens and grows linearly",
+        help="The penalty for long completions starts when a completion is this many tokens shorter than "
+        "max_new_tokens. From there it grows linearly",
         gt=0,
         only_with=_OVERLONG,
     )
     overlong_penalty_factor: float | None = setting(
         None,
-        help="Penalty of a completion of max_new_tokens tokens, subtracted from its reward",
+        help="Largest penalty. It is subtracted from the reward of a completion with max_new_tokens tokens",
         gt=0,
         only_with=_OVERLONG,
     )
@@ -427,8 +431,8 @@ class CriticConfig(Section):
     offload: bool = setting(False, help="Keep the critic in host memory while it is not in use (CUDA)")
     mask_no_eos_with_zero: bool = setting(
         False,
-        help="Do not train the critic on completions that were cut off at max_new_tokens. "
-        "actor.mask_no_eos_with_zero leaves them out of the training of both models",
+        help="Do not train the critic on completions that were cut off at max_new_tokens. With "
+        "actor.mask_no_eos_with_zero, neither the actor nor the critic is trained on these completions",
     )
     warmup_steps: int = setting(
         20,
@@ -443,7 +447,9 @@ class CriticConfig(Section):
         gt=0,
         flag="--value-clip-eps",
     )
-    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")
+    value_loss_coef: float = setting(
+        0.5, help="The value loss is multiplied by this number", gt=0, flag="--value-loss-coef"
+    )
     ppo_n_minibatches: int = setting(1, help="Number of optimizer steps of the critic per rollout batch", gt=0)
     gradient_checkpointing: bool = setting(
         True,

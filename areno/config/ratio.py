@@ -29,14 +29,15 @@ class RejectionSamplingConfig(Section):
     )
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = setting(
         "ratio",
-        help="Number that is compared with the bounds, where r = proximal / behaviour probability. ratio: r. kl_k1: "
-        "log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1. binary_kl: the larger one of the two KL directions "
-        "of a distribution with two outcomes, this token and any other token",
+        help="Number that is compared with the bounds, where r = proximal / behaviour probability. ratio: r. "
+        "kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1. binary_kl: the KL divergence of a "
+        "distribution with two outcomes, this token and any other token; of its two directions, the larger "
+        "one counts",
     )
     agg: Literal["sum", "mean", "max"] = setting(
         "mean",
-        help="With level=sequence: how the metrics of a row's tokens become one number. For metric=ratio, log r is "
-        "combined, so mean gives the geometric mean",
+        help="With level=sequence: how the metrics of a row's tokens are combined into one number. With "
+        "metric=ratio, agg is applied to log r, so mean gives the geometric mean of r",
         only_with=Needs("level", "sequence", so="tokens are not combined"),
     )
     upper: float = setting(5.0, help="Upper bound of the metric", gt=0)
@@ -79,22 +80,24 @@ class RatioConfig(PolicyConfig):
     recompute_logprob: bool = setting(
         True,
         help="true: the denominator of the importance ratio is computed by the training code. This costs nothing "
-        "for the first update of a batch, and one scoring pass for later updates. false: the denominator is "
-        "the rollout's probability. It differs by rounding, which alone can move ratios out of a narrow clip "
-        "range",
+        "for the first update of a batch. For later updates it costs one more forward pass. false: the "
+        "denominator is the probability that the rollout computed. It differs from that of the training "
+        "code by rounding, and this alone can move ratios out of a narrow clip range",
     )
     use_decoupled_loss: bool = setting(
         False,
-        help="Decoupled PPO (2505.24298): clip the ratio to the policy before the update (proximal policy), and "
-        "multiply the loss of each token by proximal / behaviour probability, where the behaviour policy "
-        "sampled the token. Corrects for rollouts that are stale or computed with other kernels",
+        help="Decoupled PPO (2505.24298). The clipped ratio compares with the policy before the update (proximal "
+        "policy). The loss of each token is multiplied by its probability under the proximal policy "
+        "divided by its probability under the policy that sampled it (behaviour policy). This corrects for "
+        "rollouts that are stale or computed with other kernels",
     )
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
         "recompute",
         help="Source of the proximal log-probabilities. recompute: one more forward pass before the update. "
-        "loglinear: no more forward passes; the first update of a batch uses its own log-probabilities, and "
-        "later updates interpolate between the behaviour and the current policy according to the staleness of "
-        "the row. metrics: as recompute, and the error of loglinear is logged",
+        "loglinear: no additional forward pass. The first update of a batch uses the log-probabilities of "
+        "its own forward pass. Later updates interpolate between the behaviour and the current policy "
+        "according to the staleness of the row. metrics: the same as recompute; in addition, the error that "
+        "loglinear would have is logged",
         only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
@@ -105,8 +108,8 @@ class RatioConfig(PolicyConfig):
     )
     m2_threshold: float | None = setting(
         None,
-        help="Mask the tokens with the largest log-ratios until the mean square of the other log-ratios is at most "
-        "this (M2PO 2510.01161, which uses 0.04). null: no mask",
+        help="M2PO (2510.01161, which uses 0.04): mask tokens with large log-ratios, the largest first, until "
+        "the mean square of the remaining log-ratios is at most this number. null: no mask",
         gt=0,
     )
 

@@ -46,8 +46,8 @@ class SamplingConfig(Section):
     )
     top_p: float = setting(
         1.0,
-        help="Sample only from the smallest set of most likely tokens whose total probability reaches this. 1: all "
-        "tokens",
+        help="Sample only from the most likely tokens, as many as are needed until their total probability "
+        "reaches this number. 1: all tokens",
         gt=0,
         le=1,
         only_with=_DRAWING,
@@ -64,8 +64,8 @@ class SamplingConfig(Section):
     max_new_tokens: int = setting(16, help="Maximum number of tokens of a completion", gt=0, flag="--max-new-tokens")
     min_new_tokens: int = setting(
         0,
-        help="Minimum number of tokens of a completion. Until then, no end-of-sequence token, stop token or stop "
-        "string ends it",
+        help="Minimum number of tokens of a completion. A shorter completion is not ended by an end-of-sequence "
+        "token, a stop token or a stop string",
         ge=0,
     )
     temperature: float = setting(
@@ -77,15 +77,15 @@ class SamplingConfig(Section):
     )
     frequency_penalty: float = setting(
         0.0,
-        help="Subtracted from the logit of a token for each time that the token is already in the completion. "
-        "Log-probabilities do not include it",
+        help="This number is subtracted from the logit of a token for each time that the token is already in the "
+        "completion. The log-probabilities are computed without this penalty",
         ge=-2,
         le=2,
     )
     presence_penalty: float = _edit(
         0.0,
-        help="Subtracted from the logit of a token if the token is already in the completion. Log-probabilities do "
-        "not include it",
+        help="This number is subtracted from the logit of a token if the token is already in the completion. The "
+        "log-probabilities are computed without this penalty",
         ge=-2,
         le=2,
     )
@@ -103,7 +103,7 @@ class SamplingConfig(Section):
     )
     ignore_eos: bool = setting(False, help="Do not stop at end-of-sequence tokens, but sample max_new_tokens tokens")
     skip_special_tokens: bool = setting(
-        True, help="Remove special tokens from the text of completions that reward functions and logs get"
+        True, help="Remove special tokens from the text of a completion before reward functions and logs get it"
     )
 
     @property
@@ -236,8 +236,8 @@ class RolloutConfig(DecoderConfig):
     )
     max_sampling_rounds: int = setting(
         10,
-        help="Largest number of batches that dynamic_sampling samples per step. After that, the step trains on the "
-        "prompts it has",
+        help="Largest number of batches that dynamic_sampling samples per step. If the batch is still not full, "
+        "the step trains on the prompts that were kept",
         gt=0,
         only_with=(
             Needs("dynamic_sampling", so="no prompts are sampled again"),
@@ -339,8 +339,8 @@ class RewardConfig(Section):
     )
     timeout_s: float = setting(
         30.0,
-        help="Time limit in seconds for fn to score one sample. A sample that takes longer is recorded as a timeout "
-        "and has no reward",
+        help="Time limit in seconds for fn to score one sample. If it takes longer, the sample counts as a "
+        "timeout and has no reward",
         gt=0,
         le=86400,
         only_with=_FUNCTION,

@@ -32,25 +32,26 @@ class DecoderConfig(Section):
     )
     max_kv_tokens: int | None = setting(
         None,
-        help="Size of the KV cache, in tokens that all layers keep. null: as much as the run needs, within "
-        "mem_fraction",
+        help="Size of the KV cache in tokens, where all layers keep the keys and values of each token. null: as "
+        "many tokens as the run needs, within mem_fraction",
         gt=0,
     )
     eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
+
+
+_ALL = "Save (saver), evaluate (evaluator) or write a state (recover)"
+_AT_STEPS = "each time this many steps have passed. null: the number of steps does not matter"
+_AT_EPOCHS = "each time this many epochs have passed. null: the number of epochs does not matter"
+_AT_SECS = "at the end of a step if this many seconds have passed since the last time. null: the time does not matter"
 
 
 @dataclass(kw_only=True)
 class FrequencyConfig(Section):
     """How often a run saves, evaluates or writes a state. A setting that is null has no effect."""
 
-    freq_steps: int | None = setting(None, help="Interval in steps. null: no interval in steps", gt=0)
-    freq_epochs: int | None = setting(None, help="Interval in epochs. null: no interval in epochs", gt=0)
-    freq_secs: float | None = setting(
-        None,
-        help="Interval in seconds, which takes effect at the end of the step that exceeds it. null: no interval in "
-        "seconds",
-        gt=0,
-    )
+    freq_steps: int | None = setting(None, help=f"{_ALL} {_AT_STEPS}", gt=0)
+    freq_epochs: int | None = setting(None, help=f"{_ALL} {_AT_EPOCHS}", gt=0)
+    freq_secs: float | None = setting(None, help=f"{_ALL} {_AT_SECS}", gt=0)
 
 
 @dataclass(kw_only=True)
@@ -67,27 +68,25 @@ class RecoverConfig(FrequencyConfig):
         "disabled the same as off",
         aliases={"on": "auto", "disabled": "off"},
     )
-    freq_epochs: int | None = setting(1, help="Interval in epochs. null: no interval in epochs", gt=0)
-    freq_secs: float | None = setting(
-        600.0,
-        help="Interval in seconds, which takes effect at the end of the step that exceeds it. null: no interval in "
-        "seconds",
-        gt=0,
-    )
+    freq_epochs: int | None = setting(1, help=f"Write a state {_AT_EPOCHS}", gt=0)
+    freq_secs: float | None = setting(600.0, help=f"Write a state {_AT_SECS}", gt=0)
     keep: int = setting(
-        2, help="Number of newest states to keep on disk. While a state is being written, there is one more", gt=0
+        2,
+        help="Number of newest states to keep on disk. While a state is being written, there is one more state on disk",
+        gt=0,
     )
     retries: int = setting(
         3,
-        help="How many times a run may restart its worker processes after one was lost, and continue from the last "
-        "state within the same command",
+        help="How many times the run may restart its worker processes after one of them was lost. After a "
+        "restart, the run continues from the last state, within the same command",
         ge=0,
     )
 
     no_save_optim: bool = setting(
         False,
-        help="Save states without the moments of the optimizers, with 4 bytes per parameter. A run that resumes "
-        "from such a state starts with moments of zero, but continues its learning-rate schedule",
+        help="Save states without the moments of the optimizers. A state then takes 4 bytes per parameter. A run "
+        "that resumes from such a state starts with moments of zero, but continues its learning-rate "
+        "schedule",
     )
     no_load_optim: bool = setting(
         False,
@@ -110,7 +109,10 @@ class SaverConfig(FrequencyConfig):
         flag="--save-path",
     )
     freq_steps: int | None = setting(
-        100, help="Interval in steps. null: no interval in steps", gt=0, flag="--save-interval"
+        100,
+        help=f"Save a checkpoint {_AT_STEPS}",
+        gt=0,
+        flag="--save-interval",
     )
     mode: Literal["auto", "sync", "async"] = setting(
         "sync",
@@ -173,7 +175,7 @@ class EvaluatorConfig(FrequencyConfig):
     A run with a valid_dataset always evaluates at its end.
     """
 
-    eval_before_train: bool = setting(False, help="Also evaluate before the first training step")
+    eval_before_train: bool = setting(False, help="Also evaluate once before the first training step")
     patience: int | None = setting(
         None,
         help="Early stopping: end the run after this many evaluations in a row in which metric did not improve. "
@@ -315,19 +317,19 @@ class EngineConfig(Section):
     cp_size: int = setting(
         1,
         help="Number of model copies that train each row together, each with a part of the tokens (context "
-        "parallel). For rows that are too long for one copy. It has no effect on rollout",
+        "parallel). Use it for rows that are too long for one copy. It has no effect on the rollout",
         gt=0,
     )
     zero_stage: Literal[0, 1, 2] = setting(
         1,
-        help="What the data-parallel copies of a trained model shard among them (ZeRO 1910.02054). 0: nothing. 1: "
-        "fp32 masters and optimizer moments. 2: also the gradients of the layers, which costs communication in "
-        "every micro-batch. It changes memory use and speed, but not the result",
+        help="What the data-parallel copies of a trained model shard among them (ZeRO 1910.02054). 0: nothing. "
+        "1: fp32 masters and optimizer moments. 2: also the gradients of the layers, which costs "
+        "communication in every micro-batch. The setting changes memory use and speed, but not the result",
     )
     sequence_parallel: bool | None = setting(
         None,
         help="With tp_size above 1: shard the activations between the matrix products of a layer over the tokens "
-        "(sequence parallel, 2205.05198). Used in training only. It takes less memory and does not change the "
+        "(sequence parallel, 2205.05198). Used in training only. This saves memory and does not change the "
         "result. null: true, unless exact is true",
     )
     workers: Literal["auto", "inline", "spawn"] = setting(
@@ -337,14 +339,15 @@ class EngineConfig(Section):
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
-        help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels "
-        "of torch (SDPA). auto: the same as native. GPUs below compute capability 8.0 always use torch",
+        help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels of "
+        "torch (SDPA). auto: the same as native. On GPUs below compute capability 8.0, the kernels of torch "
+        "are used with every value",
         flag="--attn-backend",
     )
     exact: bool = setting(
         False,
         help="Compute each token in a fixed order of operations, so that the log-probabilities of sampled tokens "
-        "are bit-identical in rollout and training. The run ends if they are not",
+        "are bit-identical in rollout and training. If they are not, the run ends with an error",
     )
     deterministic: bool = setting(
         False,
@@ -420,8 +423,8 @@ class ClusterConfig(Section):
     n_gpus_per_node: int | None = setting(
         None,
         help="Number of devices (GPUs, or worker processes on a CPU) that the run uses on each node. null: "
-        "engine.world_size divided by n_nodes. If engine.world_size is null, too: all GPUs of a node, or one "
-        "copy of the model on a CPU",
+        "engine.world_size divided by n_nodes. If engine.world_size is also null: all GPUs of a node, or "
+        "one copy of the model on a CPU",
         gt=0,
     )
 
@@ -438,14 +441,14 @@ class SchedulerConfig(Section):
     type: Literal["local", "ray"] = setting(
         "local",
         help="local: start the worker processes on this machine. ray: start them on the nodes of a Ray cluster. "
-        "This is the cluster of the environment variable RAY_ADDRESS, or the one that runs on this machine. If "
-        "there is none, a run on one node starts Ray itself",
+        "The environment variable RAY_ADDRESS names the cluster. Without this variable, it is the cluster "
+        "that runs on this machine. If no cluster runs, a run on one node starts its own Ray",
     )
     setup_timeout: float = setting(
         30.0,
-        help="With type=ray: how many seconds to wait for nodes that are missing, at the start or after a node was "
-        "lost. After that, a run that has not begun ends with an error, and a run that has begun continues on "
-        "the remaining nodes",
+        help="With type=ray: how many seconds to wait for missing nodes, at the start of a run or after a node "
+        "was lost. If nodes are still missing after this time, a run that is starting ends with an error, "
+        "and a run that has lost a node continues on the remaining nodes",
         ge=0,
         only_with=Needs("type", "ray", so="no nodes are waited for"),
     )

@@ -254,9 +254,9 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     surrogate: SurrogateName = setting(
         "clip",
-        help="How the loss uses the importance ratio. clip: PPO's clipped objective (1707.06347 eq. 7). cispo: the "
-        "clipped ratio is a constant weight of each token's gradient (CISPO 2506.13585 eq. 4). sapo: a soft "
-        "gate in place of the clip (SAPO 2511.20347)",
+        help="How the loss uses the importance ratio. clip: PPO's clipped objective (1707.06347 eq. 7). cispo: "
+        "the gradient of each token's log-probability is multiplied by the clipped ratio, which has no "
+        "gradient itself (CISPO 2506.13585 eq. 4). sapo: a soft gate in place of the clip (SAPO 2511.20347)",
     )
     use_cispo_loss: bool | None = setting(None, help="true is the same as surrogate=cispo; false turns cispo off")
     use_sapo_loss: bool | None = setting(None, help="true is the same as surrogate=sapo; false turns sapo off")

@@ -30,8 +30,8 @@ class DPOActorConfig(ModelConfig):
 
     beta: float = setting(
         0.1,
-        help="Beta of DPO: factor on the margin between chosen and rejected. A larger beta keeps the policy closer "
-        "to ref. With loss_type=ipo, tau of IPO",
+        help="Beta of DPO, by which the log-ratios of chosen and rejected answer are multiplied. A larger beta "
+        "keeps the policy closer to ref. With loss_type=ipo, this is the parameter tau of IPO",
         gt=0,
         flag="--dpo-beta",
     )

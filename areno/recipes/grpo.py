@@ -33,14 +33,16 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
 
     reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
         "seq_mean_token_mean",
-        help="How the token losses become the loss of the step. seq_mean_token_mean: mean over the tokens of each "
-        "row, then over rows (GRPO). token_mean: mean over all tokens (DAPO). seq_mean_token_sum_norm: sum "
-        "over the tokens of each row divided by max_new_tokens, then mean over rows (Dr.GRPO)",
+        help="How the losses of tokens become the loss of the step. seq_mean_token_mean: mean over the tokens of "
+        "each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
+        "seq_mean_token_sum_norm: sum over the tokens of each row divided by max_new_tokens, then mean over "
+        "rows (Dr.GRPO)",
     )
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "token",
-        help="token: each token has its own importance ratio. sequence: the ratio has the value of the whole row "
-        "and the gradient of the token (GSPO-token 2507.18071 eq. 13)",
+        help="token: each token has its own importance ratio. sequence: all tokens of a row have the ratio of "
+        "the whole row as value, but the gradient goes through the log-probability of the token (GSPO-token "
+        "2507.18071 eq. 13)",
     )
 
     @property

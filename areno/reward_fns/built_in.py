@@ -252,9 +252,11 @@ class LengthReward(Reward):
     """
 
     name = "length"
-    min_tokens: int | None = setting(None, help="Shortest completion that gets reward 1, in tokens. null: 0", gt=0)
+    min_tokens: int | None = setting(
+        None, help="Length of the shortest completion that gets reward 1, in tokens. null: 0", gt=0
+    )
     max_tokens: int | None = setting(
-        None, help="Longest completion that gets reward 1, in tokens. null: no limit", gt=0
+        None, help="Length of the longest completion that gets reward 1, in tokens. null: no limit", gt=0
     )
     margin_tokens: int = setting(
         0,

@@ -28,9 +28,9 @@ class MlflowConfig(Section):
     )
     tracking_uri: str | None = setting(
         None,
-        help="With mode=local: the folder, or sqlite:///file.db, which needs the full mlflow package. null: mlruns/ "
-        "in cluster.fileroot. With mode=online: the address of the server. null: the environment variable "
-        "MLFLOW_TRACKING_URI",
+        help="With mode=local: the folder, or sqlite:///file.db, which needs the full mlflow package; null is "
+        "mlruns/ in cluster.fileroot. With mode=online: the address of the server; null is the value of the "
+        "environment variable MLFLOW_TRACKING_URI",
     )
     project: str | None = setting(None, help="Name of the MLflow experiment. null: experiment_name")
     name: str | None = setting(None, help="Name of the run in MLflow. null: the name of its folder")
