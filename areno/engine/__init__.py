@@ -1,1 +1,1 @@
-"""The engine: worker processes that decode and train, and the driver's side of them."""
+"""The engine: worker processes that decode and train, and the classes with which the driver process controls them."""

@@ -1,9 +1,9 @@
 """Settings of torch, cuBLAS and NCCL with which a worker computes the same bits in every run.
 
-A worker applies them if the setting `engine.deterministic` is true. areno's own kernels always add in a fixed order,
-and its random numbers depend on counters, not on earlier draws. The libraries need settings. Some CUDA operations of
-torch add in the order in which threads arrive. cuBLAS may split a product according to the workspace of the stream.
-NCCL may reduce inside the network switch.
+A worker applies them if the setting `engine.deterministic` is true. areno's own kernels need no settings: they
+always add in a fixed order, and their random numbers depend on counters, not on earlier draws. The libraries need
+settings. Some CUDA operations of torch add in the order in which threads arrive. cuBLAS may split a product
+according to the workspace of the stream. NCCL may reduce inside the network switch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class _Flags:
     """The settings of torch that are global to the process, and the number of workers that need them.
 
     Attributes:
-        n_workers: Workers of this process that have called `begin_deterministic` and not yet `end_deterministic`.
-        before: torch's debug mode and fill_uninitialized_memory before the first of these workers.
+        n_workers: Number of workers of this process that have called `begin_deterministic` and not yet
+            `end_deterministic`.
+        before: torch's deterministic debug mode, and torch.utils.deterministic.fill_uninitialized_memory, as they
+            were before the first of these workers.
     """
 
     n_workers: int = 0
@@ -59,16 +61,17 @@ _flags = _Flags()
 def begin_deterministic(device: str, world_size: int) -> None:
     """Make this process compute the same bits in every run, until `end_deterministic`.
 
-    Call this before the process uses CUDA or NCCL. On every device it switches torch's deterministic mode on. On a GPU
-    it also sets CUBLAS_WORKSPACE_CONFIG and, for several ranks, NCCL_ALGO=Ring, unless the environment has values.
+    Call this before the process uses CUDA or NCCL. It switches torch's deterministic mode on. On a GPU it also sets the
+    environment variables CUBLAS_WORKSPACE_CONFIG and, for several ranks, NCCL_ALGO=Ring. Variables that are already set
+    keep their values.
 
     Args:
         device: Device of the worker: "cpu" or "cuda:<i>".
         world_size: Number of ranks of the engine.
 
     Raises:
-        EngineError: CUBLAS_WORKSPACE_CONFIG has a value that torch does not accept, triton is missing on CUDA, or
-            the process has used CUDA before CUBLAS_WORKSPACE_CONFIG was set.
+        EngineError: On a GPU, if CUBLAS_WORKSPACE_CONFIG has a value that torch does not accept, if triton is
+            missing, or if the process has used CUDA before CUBLAS_WORKSPACE_CONFIG was set.
     """
     if device.startswith("cuda"):
         given = os.environ.get(_WORKSPACE)
@@ -95,7 +98,10 @@ def begin_deterministic(device: str, world_size: int) -> None:
 
 
 def end_deterministic() -> None:
-    """Undo one call of `begin_deterministic`. After the last one, torch has the settings from before the first."""
+    """Undo one call of `begin_deterministic`.
+
+    After as many calls as there were of `begin_deterministic`, torch has its original settings again.
+    """
     _flags.restore()
 
 

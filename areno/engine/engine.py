@@ -40,12 +40,12 @@ class Engine(AbstractContextManager["Engine"]):
             nodes of a Ray cluster. "auto" is "inline" for a single CPU device, else "spawn".
 
     Attributes:
-        spec: The spec, with the hosts of the workers. After `restart` it may have fewer ranks than the argument.
+        spec: The argument `spec` with the hosts of the workers added. After `restart` it may have fewer ranks.
         info: Facts about the actor.
         workers: The worker processes, or the worker in this process.
         dispatcher: Distributes requests over the data-parallel ranks, and keeps the unfinished requests.
         streams: The requests of `generate_stream`.
-        limits: Limits of the requests that a rollout accepts. None outside of a rollout.
+        limits: Limits of the requests that the current rollout phase accepts. None outside of a rollout phase.
         batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
 
     Raises:
@@ -114,8 +114,8 @@ class Engine(AbstractContextManager["Engine"]):
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
         """Return the spec of a loaded role.
 
-        Raises EngineError if the role is not loaded, or if `head` ("lm" or "value") is given and the role has the
-        other head.
+        Raises EngineError if the role is not loaded. If `head` is given ("lm" or "value"), also raises EngineError
+        if the model of the role has the other kind of head.
         """
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
@@ -275,17 +275,20 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Yield the outputs of one request as they arrive, without blocking the event loop.
 
-        Ends after the last sample. Partial outputs are only yielded if the request sets `stream` or `pieces`. If the
-        caller reads slowly, consecutive partial outputs of a sample are joined. Any number of streams may run at the
-        same time, also while another thread calls `generate`. `generate` uses the request ids from 0 on, so a stream
-        needs another request_id. If the caller stops reading (cancellation, aclose), the request is aborted.
+        The generator ends after the last sample of the request. It yields partial outputs only if the request sets
+        `stream` or `pieces`. If the caller reads slowly, consecutive partial outputs of a sample are joined. Any number
+        of these generators may run at the same time, also while another thread calls `generate`. The requests of
+        `generate` have ids from 0 on, so the request here needs another request_id. If the caller stops reading
+        (cancellation, aclose), the request is aborted.
 
         Args:
             request: The request.
             timeout_s: Longest time of the request, in seconds. None for no limit.
 
         Raises:
-            EngineError: The request cannot be served.
+            ConfigError: Sampling parameters of the request are out of bounds.
+            DataError: The prompt is empty, or is not a list of the model's token ids.
+            EngineError: The request cannot be served, or a worker has failed.
             TimeoutError: The request took longer than timeout_s.
         """
         check_params(request.params)
@@ -349,14 +352,15 @@ class Engine(AbstractContextManager["Engine"]):
         role: str = "actor",
         row_name: str = "row {}",
     ) -> dict[str, float]:
-        """Train a role: apply optimizer steps to its model, with the gradient of a loss on rows of tokens.
+        """Train the model of a role on rows of tokens, by one or several optimizer steps.
 
         Sets `old_logprobs` of the rows.
 
         Args:
-            rows: The rows. Per-token fields must cover prompt and response.
-            loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns. For a role with a value head, the second
-                argument holds values.
+            rows: The rows. Their lists and arrays of values per token must cover prompt and response.
+            loss_fn: Function (pack, logprobs) -> (loss, stats), which is called with a DataPack (a micro-batch) and the
+                log-probability of each token. For a role with a value head, it gets values in place of
+                log-probabilities. See areno.loss_fns.
             update: Division of the rows into steps. None makes one step with the micro-batches of EngineSpec.mb_spec.
             role: Role to train.
             row_name: Name of a row in messages, with {} for its index.
@@ -410,13 +414,13 @@ class Engine(AbstractContextManager["Engine"]):
                 TrainSequence.routes. None lets the router choose.
 
         Returns:
-            One float32 array for each row, aligned with its tokens. The first entry is 0.
+            One float32 array for each row, with one entry per token. Entry 0 is 0, because no token precedes it.
         """
         read = routes_of_rows(routes, token_rows, self.info.routes, role)
         return self._scored("logprobs", role, token_rows, mb_spec, sampling or SamplingConfig(), routes=read)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the value that a role's value head computes for each token of each row.
+        """Return the value of the state before each token of each row, computed by a role's value head.
 
         Args:
             role: Role with a value head.
@@ -424,36 +428,43 @@ class Engine(AbstractContextManager["Engine"]):
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
 
         Returns:
-            One float32 array for each row, aligned with its tokens. Entry t is the value of the state before token
-            t. The first entry is 0.
+            One float32 array for each row, with one entry per token. Entry t is the value after tokens 0 to t - 1.
+            Entry 0 is 0.
         """
         return self._scored("values", role, token_rows, mb_spec)
 
     def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
-        """Return the score of each row by a reward model: the output of its value head at the last token.
+        """Return the score that a reward model gives to each row.
 
         Args:
-            role: Role with a value head.
+            role: Role of the reward model, which must have a value head.
             token_rows: Token ids of each row.
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
+
+        Returns:
+            For each row, the output of the value head at the last token of the row.
         """
         return self._scored("rewards", role, token_rows, mb_spec)
 
     def _scored(
         self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any, routes: Any = None
     ) -> list[Any]:
-        """Distribute rows over the copies of the model, call Worker.score on each copy, and collect the results.
+        """Score rows with the model of a role: log-probabilities, values or rewards.
+
+        Divides the rows over the copies of the model, and calls one method of TrainBackend on each copy.
 
         Args:
-            what: Method of TrainBackend to call: "logprobs", "values" or "rewards".
+            what: The method to call: "logprobs", "values" or "rewards".
             role: Name of the role.
             rows: Token ids of each row.
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-            *more: Further arguments of the method, before the size of a micro-batch.
-            routes: Recorded experts of each row's tokens. None lets the router choose.
+            *more: Arguments of the method between the rows and `mb_spec`: for "logprobs" a SamplingConfig, otherwise
+                none.
+            routes: Recorded experts of each row's tokens, for "logprobs" only. None lets the router choose.
 
         Returns:
-            The result for each row, in the order of `rows`.
+            What the method returns for each row, in the order of `rows`: an array with one entry per token, or a
+            float for "rewards".
         """
         self._role(role, "lm" if what == "logprobs" else "value")
         shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info)
@@ -467,14 +478,14 @@ class Engine(AbstractContextManager["Engine"]):
     def save(self, folder: str, role: str = "actor", background: bool = False, merge: bool = False) -> None:
         """Save the model of a role as a Hugging Face folder.
 
-        A model with a value head is saved as a ...ForSequenceClassification. Adapters are saved without the base model,
-        as a folder of peft.
+        A model with a value head is saved as a ...ForSequenceClassification model of transformers. Trained LoRA
+        adapters are saved without the base model, as a folder of peft, unless `merge` is True.
 
         Args:
-            folder: The folder.
+            folder: Folder to write.
             role: Name of the role.
-            background: Whether to return after the weights are copied to host memory, and write the files in the
-                background. `saved` returns whether they are complete.
+            background: If True, return as soon as the weights are copied to host memory, and write the files in the
+                background. `saved` returns whether the files are complete.
             merge: Whether to save the whole model with the adapters merged into its weights.
         """
         self._role(role)
@@ -484,7 +495,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Return whether all files that `save` writes in the background are complete.
 
         Raises:
-            CheckpointError: Writing failed. Raised once.
+            CheckpointError: The files could not be written. The error is raised once, and then no more.
         """
         return all(self._call("saved"))
 
@@ -493,15 +504,15 @@ class Engine(AbstractContextManager["Engine"]):
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
         """Start writing the training state of every role with an optimizer, and return before it is written.
 
-        A state holds float32 master weights, optimizer moments and the number of updates, as of this call. Each rank
-        writes its own shard.
+        The training state holds float32 master weights, optimizer moments and the number of updates, at the time of
+        this call. Each rank writes its own shard.
 
         Args:
-            folder: The new folder of the state.
+            folder: Folder of the state, which must be new.
             with_moments: Whether to write the moments of the optimizers.
 
         Raises:
-            EngineError: An earlier state is not completely written; see `state_written`.
+            EngineError: The state of an earlier call is not completely written; see `state_written`.
         """
         if not self.state_written():
             raise EngineError("a state is being written already; wait for it with state_written(wait=True)")
@@ -515,7 +526,7 @@ class Engine(AbstractContextManager["Engine"]):
             wait: Whether to wait until the files are complete.
 
         Raises:
-            CheckpointError: The files could not be written. Raised once; the engine stays usable.
+            CheckpointError: The files could not be written. The error is raised once. The engine can still be used.
         """
         if self._lost_state:
             self._lost_state = False
@@ -533,11 +544,11 @@ class Engine(AbstractContextManager["Engine"]):
         return True
 
     def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Load a state that `save_state` wrote, together with its `weights_version`.
+        """Load a training state that `save_state` wrote, together with its `weights_version`.
 
         The trained roles must be loaded. The number of ranks may differ from that of the run that wrote the state. With
-        the same number, training continues exactly. With another number, sums may have another order, and 8-bit moments
-        are quantised anew.
+        the same number of ranks, training continues exactly as in that run. With another number, sums may be computed
+        in another order, and 8-bit moments are quantised anew.
 
         Args:
             folder: The folder of the state.
@@ -554,7 +565,11 @@ class Engine(AbstractContextManager["Engine"]):
         self._call("load_state", str(folder), with_moments)
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the estimated memory of all models on each device, as text: a single line, and a table."""
+        """Return the estimated memory of all models on each device, as two texts.
+
+        Returns:
+            A summary in one line, and a table of several lines.
+        """
         return self._call("memory_table")[0]
 
     def peak_memory_gib(self) -> float:

@@ -150,9 +150,10 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
     """Choose the kernels for matrix products with a module's weight on CUDA, so that every sum has one fixed order.
 
     If the library (cuBLAS) never splits a sum, it computes all products. Otherwise products of few rows need another
-    kernel, which must give the same bits as the library's product of many rows: the library without split-K, or Triton.
-    If both give these bits, the choice is by measured time, or by a fixed number of rows if `timed` is False. If
-    neither gives these bits, Triton computes all products. Raises EngineError if Triton is needed and missing.
+    kernel: the library without split-K, or Triton. This kernel must give the same bits as the library gives for the
+    same rows in a product of many rows. If both kernels do, the choice for each number of rows is by measured time,
+    or by a fixed limit if `timed` is False. If neither kernel does, Triton computes all products. Raises EngineError
+    if Triton is needed and missing.
     """
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype
@@ -189,7 +190,10 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the seconds that one run takes on CUDA: the shortest of several runs, since other work only adds time."""
+    """Return how many seconds a call of `run` takes on CUDA.
+
+    This is the shortest of several calls, since other work on the device only adds time.
+    """
     run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
     for begin, end in events:

@@ -66,9 +66,9 @@ class Model:
 
         Args:
             name: Name of the role.
-            config: Shape of its model.
+            config: Shape of the role's model.
             role: Spec of the role.
-            can_offload: Whether the device has memory of its own. If not, `offload` has no effect.
+            can_offload: Whether the device has memory of its own. If not, `role.offload` has no effect.
         """
         kind = role.optimizer.type if role.optimizer else None
         section = role.key.removesuffix(".path")
@@ -86,8 +86,8 @@ class Footprint:
         itemsize: Bytes of a weight.
         layout: Division of the models over the devices.
         split: Whether sequence parallelism divides the residual stream over tensor-parallel ranks.
-        zero_stage: See engine.zero_stage.
-        budget: Tokens of a micro-batch on one device. None if micro-batches are sized in rows.
+        zero_stage: Stage of ZeRO, from the setting engine.zero_stage.
+        budget: Largest number of tokens in a micro-batch on one device. None if micro-batches are sized in rows.
         copies_a: Whether each weight with a LoRA adapter takes extra memory for a copy of the adapter's matrix A, see
             `Adapter.stack`.
         on_cuda: Whether the devices are GPUs, which have memory of their own.
@@ -129,7 +129,10 @@ class Footprint:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a micro-batch over all context-parallel ranks. 1,024 if micro-batches are sized in rows."""
+        """Largest number of tokens in a micro-batch, over all context-parallel ranks.
+
+        1,024 if micro-batches are sized in rows.
+        """
         return self.budget * self.layout.cp_size if self.budget else _TYPICAL_TOKENS
 
     def of_model(self, model: Model) -> ModelBytes:
@@ -226,7 +229,7 @@ class Footprint:
         )
 
     def short(self, device_bytes: int) -> str:
-        """Return one line about the memory on each device.
+        """Return one line that says how much memory of each device the models take.
 
         Args:
             device_bytes: Bytes that a device has for this engine.
@@ -318,9 +321,10 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
 
 
 def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[tuple[Way, Footprint]]:
-    """Return alternative changes of settings that make models fit.
+    """Return alternative changes of settings with which the models fit their devices.
 
-    Only the alternatives that change the fewest kinds of settings are returned.
+    The four kinds of changes are zero_stage, tp_size, offloading of models and 8-bit optimizers. Only the alternatives
+    with the fewest kinds of changes are returned.
 
     Args:
         footprint: The memory of models that do not fit.
@@ -328,7 +332,8 @@ def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[
         most: Largest number of alternatives to return.
 
     Returns:
-        For each alternative, the changed settings by name and the resulting footprint. Empty if nothing fits.
+        For each alternative, the changed settings (name -> new value) and the resulting footprint. Empty if nothing
+        fits.
     """
     fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
     fewest = min((n for n, _, _ in fitting), default=0)
@@ -342,9 +347,9 @@ def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[
 def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
     """Return changes of settings with LoRA for the actor that make models fit, in the form of `ways_to_fit`.
 
-    LoRA has its default rank here, and further settings change only if LoRA alone is not enough. A reference from the
-    actor's own folder then takes no memory, because it is the actor without its adapters. Returns [] if LoRA may not be
-    suggested or nothing fits.
+    LoRA has its default rank here. Further settings change only if LoRA alone is not enough. A frozen reference
+    model from the actor's own folder then takes no memory, because it is the actor without its adapters. The list is
+    empty if error messages may not suggest LoRA, or if nothing fits.
     """
     if not footprint.may_adapt:
         return []
@@ -360,10 +365,14 @@ def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, F
 
 
 def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
-    """Yield footprints with other settings that take less memory: (number of kinds of changes, settings, footprint).
+    """Yield other settings with which the models take less memory, the least intrusive settings first.
 
-    The least intrusive settings come first. zero_stage is raised only if there are several copies of the models,
-    because ZeRO divides the optimizer over the copies.
+    zero_stage is raised only if there are several copies of the models, because ZeRO divides the optimizer over the
+    copies.
+
+    Yields:
+        (number of kinds of changes, changed settings by name, resulting footprint). The kinds are those of
+        `ways_to_fit`.
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
     sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
@@ -405,7 +414,7 @@ def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) ->
     """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to `most` devices in total.
 
     tp_size and zero_stage may change as well, but not the optimizers or the offloading of models. Returns None if
-    nothing fits, and always on a CPU, where more ranks share the same memory.
+    nothing fits. On a CPU the result is always None, because more ranks would share the same memory.
     """
     size = footprint.layout.world_size
     if not footprint.on_cuda:  # more ranks would share the same memory of the machine

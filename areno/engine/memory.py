@@ -35,11 +35,11 @@ def use_expandable_segments() -> None:
 
 
 def device_bytes(device: Any, n_sharing: int) -> int:
-    """Return the bytes of memory that a worker may use.
+    """Return how many bytes of device memory a worker may use.
 
     Args:
         device: The torch.device of the worker.
-        n_sharing: Number of workers that share the memory of the machine. Only read for a CPU.
+        n_sharing: Number of workers that share the memory of the machine. Ignored for a CUDA device.
 
     Returns:
         The free memory of a CUDA device. For a CPU, an equal share of the machine's whole memory.
@@ -116,6 +116,8 @@ def in_loading(
 ) -> Iterator[Option]:
     """Yield setting changes to suggest if memory runs out while a model is loaded.
 
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+
     Args:
         spec: The engine.
         role: The role to load.
@@ -154,11 +156,12 @@ def training_hint(
     Args:
         section: Configuration section of the model, such as "actor".
         mb_spec: Size of the micro-batches.
-        fitting: Function that returns the end of the error message, which names the largest micro-batch that would fit,
-            or "".
+        fitting: Function that returns the end of the error message, about the largest micro-batch that would fit. "" on
+            a CPU.
         beside: Function that returns setting changes that make the KV cache smaller.
-        recomputes: Whether the backward pass recomputes activations. False adds the advice to do so.
-        in_adam: Whether the optimizer is Adam with float32 moments. True adds the advice to use 8-bit moments.
+        recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
+            checkpointing.
+        in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
     """
     return out_of_memory_hint(
         "in training, with {}={} and mini_bs={}{}",
@@ -175,12 +178,15 @@ def in_training(
 ) -> Iterator[Option]:
     """Yield setting changes to suggest if memory runs out in forward or backward passes.
 
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+
     Args:
         section: Configuration section of the model, such as "actor".
         mb_spec: Size of the micro-batches.
-        recomputes: Whether the backward pass recomputes activations. False adds the advice to do so.
+        recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
+            checkpointing.
         beside: Setting changes that make the KV cache smaller.
-        in_adam: Whether the optimizer is Adam with float32 moments. True adds the advice to use 8-bit moments.
+        in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
     """
     if mb_spec.max_tokens_per_mb is not None:
         yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
@@ -197,6 +203,8 @@ def in_training(
 def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
     """Yield setting changes to suggest if memory runs out in a rollout.
 
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+
     Args:
         decoder: Settings of the decoder.
         on_cuda: Whether the device is a GPU, where CUDA graphs take memory.
@@ -209,7 +217,10 @@ def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
 
 
 def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
-    """Yield setting changes with which the KV cache leaves more memory to training."""
+    """Yield setting changes with which the KV cache leaves more memory to training.
+
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value.
+    """
     yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
     yield from smaller_cache(decoder)
 
@@ -217,7 +228,8 @@ def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
 def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
     """Yield setting changes that make the KV cache smaller.
 
-    If `max_kv_tokens` is set, only lowering it is suggested, because `mem_fraction` then has no effect.
+    Each change is an Option: a tuple (text, *values), where the text has a {} for each value. If `max_kv_tokens` is
+    set, lowering it is the only change, because `mem_fraction` then has no effect.
     """
     if decoder.max_kv_tokens is None:
         yield ("lower {}", Key("rollout.mem_fraction"))

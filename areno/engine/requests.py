@@ -100,7 +100,10 @@ class RequestLimits:
         return max_new
 
     def _check_ids(self, request: GenerationRequest) -> None:
-        """Raise RequestRefused for a token id that the model does not have."""
+        """Raise RequestRefused if a token id in the request is outside the model's vocabulary.
+
+        Checks the prompt, the stop tokens and the logit bias.
+        """
         for field, ids, key in (
             ("prompt", request.prompt, "tokenizer_path"),
             ("stop_token_ids", request.params.stop_token_ids, "gconfig.stop_token_ids"),
@@ -174,7 +177,7 @@ def check_params(params: SamplingParams) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy numbers to Python numbers and tuples to lists."""
+    """Convert numpy numbers to Python numbers, and tuples to lists, also inside lists and tuples."""
     if isinstance(value, (list, tuple)):
         return [_plain(element) for element in value]
     return value.item() if isinstance(value, np.generic) else value
@@ -186,10 +189,12 @@ _ASK_EVERY_S = 0.1  # least time between questions to a copy, which answers afte
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Some samples of one request, which one copy of the model samples together so that it prefills their prompt once.
+    """Some samples of one request, which the same copy of the model samples.
+
+    They are sampled together so that the copy prefills their prompt once.
 
     Attributes:
-        request: The request that the copy receives. It has a request_id of its own.
+        request: The request for these samples that the copy receives. It has a request_id of its own.
         request_id: Id of the caller's request.
         length: Expected completion length of each sample, in tokens.
         missing: Number of samples that are not finished.
@@ -206,15 +211,15 @@ class Part:
 class Dispatcher:
     """Distributes requests over the copies of a model (data-parallel ranks).
 
-    It only keeps the records. The engine sends the requests that `due` returns, and asks the copy that `to_ask`
-    returns.
+    It only keeps the records, and sends nothing. `due` returns requests, which the engine sends to the copies. `to_ask`
+    may return a copy, which the engine asks to give unstarted requests back.
 
     Args:
         n_copies: Number of copies of the model.
         fixed: Whether the distribution depends on the requests alone, not on which copy finishes first.
 
     Attributes:
-        n_samples: For each copy, number of samples that were sent and are not finished.
+        n_samples: For each copy, the number of samples that were sent and are not finished.
     """
 
     def __init__(self, n_copies: int, fixed: bool = False):
@@ -227,7 +232,7 @@ class Dispatcher:
         """Start a rollout phase.
 
         Args:
-            slots: Most samples that a copy runs at the same time.
+            slots: Largest number of samples that a copy runs at the same time.
         """
         # With one copy there is nothing to decide, so all requests are sent at once.
         self._slots = slots if self.n_copies > 1 and not self._fixed else math.inf
@@ -258,8 +263,8 @@ class Dispatcher:
     def add(self, requests: Sequence[GenerationRequest], max_new_by_request: Mapping[int, int]) -> None:
         """Queue new requests behind the requests that are queued already.
 
-        With several copies, the new requests are sorted by length, the longest samples first. Their samples may be
-        divided over several copies.
+        With several copies, the new requests are sorted by expected completion length, the longest first, and the
+        samples of a request may be divided over several copies.
 
         Args:
             requests: The new requests.
@@ -284,7 +289,10 @@ class Dispatcher:
         self._queue.extend(parts)
 
     def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
-        """Divide a request into requests of at most `share` samples, for several copies. Each gets its own id."""
+        """Divide a request into requests of at most `share` samples, which different copies can serve.
+
+        Each new request has an id of its own.
+        """
         n_parts = -(-request.n_samples // max(share, 1))
         bounds = [request.n_samples * place // n_parts for place in range(n_parts + 1)]
         return [
@@ -317,11 +325,11 @@ class Dispatcher:
     def received(self, outputs: Iterable[GenerationOutput]) -> Iterator[GenerationOutput]:
         """Yield outputs with the caller's request ids, and count finished samples.
 
-        An output that says that a copy has returned a request unstarted (`sample` is RETURNED) is not yielded. The
+        An output whose `sample` is RETURNED says that a copy gives a request back unstarted. It is not yielded, and the
         request is queued again.
 
         Args:
-            outputs: Outputs of the copies. Their request ids are those that the Dispatcher gave.
+            outputs: Outputs of the copies, with the request ids that the Dispatcher gave.
         """
         for output in outputs:
             part = self._parts[output.request_id]
@@ -371,14 +379,14 @@ class Dispatcher:
     def sent(self, request_id: int) -> list[tuple[int, int]]:
         """Return where the samples of a caller's request are, as (copy, request id) pairs.
 
-        A request may have been divided, with an id of its own for each part. The id in a pair is the one that was
-        sent to the copy. Parts that were not sent are left out.
+        The Dispatcher may have divided the request into several requests. Each pair has the id of one of these, and
+        the index of the copy that it was sent to. Requests that are still queued are left out.
         """
         parts = self._of_request.get(request_id, ())
         return [(part.rank, part.request.request_id) for part in parts if part.rank is not None]
 
     def dropped(self, request_id: int) -> Iterator[GenerationOutput]:
-        """Remove the samples of a request that were not sent to a copy.
+        """Remove those samples of a caller's request that have not been sent to any copy.
 
         Yields:
             An output with finish_reason "abort" for each removed sample.

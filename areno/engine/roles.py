@@ -39,7 +39,9 @@ CHUNK_BYTES = 2**28
 
 
 class Offload:
-    """Moves the flat buffers of a model between host memory and the device. Construction moves them to host memory.
+    """Moves the memory of a model between the device and host memory. Construction moves it to host memory.
+
+    The memory consists of flat buffers: large 1-D tensors, of which the parameters, gradients and so on are views.
 
     Args:
         params: Buffers that scoring and training need.
@@ -87,7 +89,7 @@ class Offload:
 
 
 class _Buffer:
-    """One buffer and its copy in host memory (pinned on CUDA). A scratch buffer has no copy.
+    """One buffer of a model and its copy in host memory (pinned on CUDA). A scratch buffer has no copy.
 
     All copies run on the current stream, like the work on the buffer, so no explicit wait is needed.
     """
@@ -130,7 +132,8 @@ class Role:
     Attributes:
         spec: Spec of the role.
         backend: The model and, if it is trained, its optimizer.
-        offload: Moves the buffers of the model. Has no buffers if the model stays on the device.
+        offload: Moves the model between host memory and the device. Has no buffers if the model always stays on the
+            device.
         is_base: Whether the role is the actor with its adapters switched off, and holds no weights of its own.
     """
 
@@ -141,7 +144,11 @@ class Role:
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
-        """Yield the backend with the buffers for scoring on the device. With `training`, also those for training."""
+        """Hold the model on the device inside a `with` block, and yield its backend.
+
+        If `training` is True, the gradients and the state of the optimizer are also on the device. If `self.is_base`
+        is True, the adapters of the actor are switched off in the block.
+        """
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
             yield self.backend
@@ -154,7 +161,8 @@ class Roles:
         spec: The engine.
         context: Parallel groups and device of this rank.
         attn_backend: Attention kernel of training, as `choose_backend` returns it.
-        beside: Returns advice about the KV cache for out-of-memory errors, see TrainBackend.
+        beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors in
+            training.
 
     Raises:
         EngineError: The models of the engine do not fit the device.
@@ -182,14 +190,15 @@ class Roles:
         return self._roles["actor"].backend.model
 
     def load(self, name: str, spec: RoleSpec) -> None:
-        """Load one more role. All ranks must call this. If it fails on one of them, no rank keeps the role.
+        """Load one more role. All ranks must call this. If loading fails on any rank, no rank keeps the role.
 
         Args:
             name: Name of the role.
             spec: Spec of the role.
 
         Raises:
-            EngineError: The model does not fit the device, or does not match the actor. Only failing ranks raise.
+            EngineError: The model does not fit the device, or does not match the actor. Only the ranks on which
+                loading fails raise an error.
         """
         role, failure = None, None
         try:
@@ -210,7 +219,11 @@ class Roles:
             self._roles[name] = role
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the computed memory of the models on a device: one line, and a table of several lines."""
+        """Return the computed memory of the models on a device, as two texts.
+
+        Returns:
+            A summary in one line, and a table of several lines.
+        """
         return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
@@ -239,7 +252,10 @@ class Roles:
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
     def _is_base(self, spec: RoleSpec) -> bool:
-        """Return whether a role is the actor's base model, so that the actor with its adapters off can serve it."""
+        """Return whether a role is the frozen base model of an actor with adapters.
+
+        The actor with its adapters switched off then serves the role, and no second model is loaded.
+        """
         frozen = spec.optimizer is None and spec.lora is None and spec.head == "lm"
         return self.spec.actor.lora is not None and frozen and self._is_of_the_actor(spec)
 
@@ -300,10 +316,10 @@ class Roles:
             return Role(spec, backend, _offload(backend) if leaves else Offload([]))
 
     def _complete(self, model: Transformer, spec: RoleSpec) -> None:
-        """Set the weights of a model, and apply `engine.exact`.
+        """Set the weights of a model and, if `engine.exact` is true, choose the kernels of its matrix products.
 
-        The train backend calls this once it has moved the parameters to the memory in which they stay. The weights of a
-        model with adapters are already set, and are left alone.
+        The train backend calls this after it has moved the parameters to the memory in which they stay. If the model
+        has adapters, its weights are already set, and are not set again.
         """
         if spec.lora is None:
             self._fill(model, spec)
@@ -312,10 +328,11 @@ class Roles:
 
     @torch.no_grad()
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
-        """Set the weights of a model: random, copied from the actor, or read from its folder.
+        """Set the weights of a model: random, copied from the actor, or read from the model's folder.
 
-        They are copied from the actor if both have the same folder and the actor's weights have not been trained yet
-        (which is always so if only its adapters are trained). A value head that the actor lacks is then set to zero.
+        The weights are copied from the actor if the role has the folder of the actor, and no optimizer step has
+        changed the actor's weights yet. An actor with adapters never changes its weights. If the role has a value
+        head, which the actor lacks, the value head is set to zero.
         """
         own, actor = self._is_of_the_actor(spec), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None

@@ -116,16 +116,17 @@ class EngineSpec:
         seed: Seed of random weights, and of rollouts without a seed of their own.
         routing_replay: Whether the decoder returns the experts of each token, so that training can use the same
             experts.
-        mb_spec: Micro-batches of scoring, and of training if `Engine.train` gets no UpdateSpec.
-        tokenizer_path: Tokenizer for stop strings and grammars, also copied into checkpoints. "" takes the actor's own.
+        mb_spec: Size of micro-batches in scoring, and in training if `Engine.train` gets no UpdateSpec.
+        tokenizer_path: Folder of the tokenizer for stop strings and grammars, which is also copied into checkpoints. ""
+            takes the tokenizer of the actor.
         eos_token_ids: Tokens that end a completion, in addition to those in the actor's files.
-        context_len: Context of the actor in tokens, as its config.json states. Only the driver reads it.
+        context_len: Context length of the actor in tokens, as its config.json states. Only the driver reads it.
         planned: Roles that `Engine.ensure_roles` will load later. If the models cannot fit together, an error is raised
             before the first one is loaded.
         n_nodes: Number of machines. Each has the same number of consecutive ranks.
-        hosts: Address of the machine of each rank. () until the addresses are known, and if all ranks run on the
-            driver's machine.
-        shared: Settings that hold folders which all machines must see, as (key, path) pairs.
+        hosts: Address of the machine of each rank. Empty if all ranks run on the driver's machine, or while the
+            addresses are unknown.
+        shared: Settings that hold folders which all machines must see, as (name of the setting, folder) pairs.
         setup_timeout: Seconds to wait for missing machines.
     """
 
@@ -174,8 +175,8 @@ class EngineSpec:
     def splits_tokens(self) -> bool:
         """Whether sequence parallelism is on, which requires tp_size > 1.
 
-        If engine.sequence_parallel is not set, it is on unless engine.exact is true, because it changes the order of
-        sums.
+        The setting engine.sequence_parallel decides. If it is not set, sequence parallelism is on unless
+        engine.exact is true, because sequence parallelism changes the order of sums.
         """
         wanted = self.engine.sequence_parallel
         return (not self.engine.exact if wanted is None else wanted) and self.layout.is_sharded
@@ -187,18 +188,19 @@ class UpdateSpec:
 
     Attributes:
         mb_spec: Size of a micro-batch, the rows of one forward pass. It does not change the result.
-        n_minibatches: Number of optimizer steps. If greater than 1, the rows are shuffled by `seed` and divided into
-            parts of equal size (within one unit).
-        gradient_accumulation_steps: Number of micro-batches in one optimizer step, in the order of the rows. None with
-            n_minibatches=1 makes one step of all rows. Set at most one of the two.
+        n_minibatches: Number of optimizer steps. If greater than 1, the rows are shuffled by `seed` and divided equally
+            over the steps. Must be 1 if gradient_accumulation_steps is set.
+        gradient_accumulation_steps: Number of micro-batches in one optimizer step, in the order of the rows. None
+            divides the rows by n_minibatches instead.
         sampling: Settings that the rows were sampled with. Ignored for models with a value head.
         seed: Seed of the shuffle.
         rows_per_unit: Number of adjacent rows that stay together in one micro-batch: 2 for preference pairs.
-        old_logprobs: Source of the old log-probabilities, the denominator of importance ratios. "rollout" takes those
-            of the rollout. "recompute" takes the old_logprobs of the rows. Where rows have none, it computes them with
-            the weights before the first update: for the first step from the step's own forward pass, so that the ratios
-            are exactly 1, and for later steps by a scoring pass over the same micro-batches. "loglinear" is "recompute"
-            for the first step; in later steps there are none, and the loss interpolates them.
+        old_logprobs: Source of the old log-probabilities, the denominator of importance ratios. "rollout" takes
+            those of the rollout. "recompute" takes the old_logprobs of the rows. For rows without old_logprobs,
+            "recompute" computes them with the weights before the first update: for the first step in the step's own
+            forward pass, so that the ratios are exactly 1, and for later steps in a scoring pass over the same
+            micro-batches. "loglinear" is "recompute" for the first step. In later steps it computes nothing, and the
+            loss interpolates the old log-probabilities.
     """
 
     mb_spec: MicroBatchSpec
@@ -215,8 +217,8 @@ class RolloutSpec:
     """Settings of a rollout phase.
 
     Attributes:
-        max_running: Most samples that are decoded at the same time, over all ranks.
-        max_len: Longest prompt plus completion, in tokens.
+        max_running: Largest number of samples that are decoded at the same time, over all ranks.
+        max_len: Largest number of tokens in a sample, prompt and completion together.
         decoder: Settings of the decoder.
     """
 
@@ -231,16 +233,18 @@ class EngineInfo:
 
     Attributes:
         n_params: Number of parameters without adapters.
-        context_len: Context of the model, in tokens.
-        vocab_size: Vocabulary of the model.
+        context_len: Context length of the model, in tokens.
+        vocab_size: Vocabulary size of the model.
         device: Device of the first worker.
         dtype: Type of the weights, as the name of a torch dtype.
         attn_backend: Attention kernel of training and prefill.
         memory_gib: Peak memory of the first worker so far, in GiB.
-        cost: Arithmetic and memory of one token.
-        routes: Shape of a token's experts. None for a model without experts.
+        cost: FLOPs and bytes that one token costs, over all tensor-parallel ranks.
+        routes: Number of layers with experts, experts per token, and experts per layer. None for a model without
+            experts.
         n_adapter_params: Number of parameters of the adapters.
-        tp_sums: How tensor-parallel ranks sum while they decode. "" for tp_size=1.
+        tp_sums: Name of the backend that sums over tensor-parallel ranks in decoding, such as "nccl" or "shared
+            memory". "" for tp_size=1.
     """
 
     n_params: int

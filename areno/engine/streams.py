@@ -71,7 +71,7 @@ class Consumer:
     async def next(self) -> list[GenerationOutput]:
         """Wait until there is an output, and return all outputs since the last call.
 
-        Partial outputs of the same sample are joined. If the queue holds an exception, it is raised.
+        Partial outputs of the same sample are joined. If the queue holds an exception, the method raises it.
         """
         items = [await self.queue.get()]
         while not self.queue.empty():
@@ -83,7 +83,10 @@ class Consumer:
 
 
 def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
-    """Join partial outputs of the same sample, so that a slow reader gets fewer and longer outputs."""
+    """Join partial outputs of the same sample, so that a slow reader gets fewer and longer outputs.
+
+    The output of a finished sample has the whole completion, and replaces the partial outputs before it.
+    """
     if len(outputs) == 1:
         return outputs
     found: dict[int, GenerationOutput] = {}
@@ -109,10 +112,12 @@ def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None
 
 
 class Streams:
-    """The consumers of one engine, and the thread that polls the workers for them.
+    """Delivers the outputs of an engine's requests to their readers in event loops (consumers).
+
+    A thread polls the workers while there is a consumer.
 
     Args:
-        poll_once: Polls the workers once. It must pass each output to `take`, and an error to `fail`.
+        poll_once: Function that polls the workers once. It must pass each output to `take`, and an error to `fail`.
         lock: The lock that guards the consumers.
     """
 
@@ -216,12 +221,12 @@ _Stream = tuple[GenerationRequest, Consumer]
 class RequestBatcher:
     """Holds requests back for some milliseconds while the workers are idle, so that they are submitted together.
 
-    A group of requests from one event loop is called a burst. While the workers are busy, requests are submitted at
-    once. Any event loop may use this object, and each has its own bursts.
+    Requests of one event loop that are submitted together are called a burst. While the workers are busy, requests are
+    submitted at once. Several event loops may use this object, and each has its own bursts.
 
     Args:
-        submit: Submits requests with their consumers. If it raises, it has submitted no request.
-        is_idle: Returns whether the workers have no request.
+        submit: Function that submits requests with their consumers. If it raises, it has submitted no request.
+        is_idle: Function that returns whether the workers have no request.
         waits: Whether to hold requests back. False on a CPU, where the time of a prefill depends on its tokens
             alone.
     """
@@ -307,11 +312,13 @@ class RequestBatcher:
 class _PendingBatch:
     """Requests of one event loop that wait to be submitted together.
 
+    They are submitted when no request has arrived for 3 ms and `expects_more` returns False, but at the latest 50 ms
+    after the first request.
+
     Args:
         loop: The event loop.
-        done: Called once with this object, to submit the requests: when no request has arrived for 3 ms and
-            `expects_more` returns False, or 50 ms after the first request, whichever comes first.
-        expects_more: Returns whether the event loop is about to submit another request.
+        done: Function that submits the requests. Called once, with this object.
+        expects_more: Function that returns whether the event loop is about to submit another request.
     """
 
     def __init__(

@@ -102,20 +102,24 @@ class Worker:
         return RouteShape(routing.n_layers, routing.experts.top_k, routing.experts.n_experts)
 
     def memory_table(self) -> tuple[str, str]:
-        """Return the estimated memory of the models on a device, as text: a single line, and a table."""
+        """Return the estimated memory of the models on a device, as two texts.
+
+        Returns:
+            A summary in one line, and a table of several lines.
+        """
         return self.roles.memory_table()
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Prepare for decoding.
+        """Make the decoder ready for a rollout phase.
 
-        If `spec` equals that of the previous phase, the decoder and its CUDA graphs stay, but cached blocks are
-        dropped. Otherwise a new decoder is made.
+        If `spec` equals the settings of the previous rollout phase, the decoder and its CUDA graphs stay, but cached
+        blocks are dropped. Otherwise a new decoder is made.
 
         Args:
             spec: Settings of the rollout phase.
 
         Returns:
-            The limits of requests.
+            The limits of the requests that this worker can serve.
 
         Raises:
             EngineError: There is too little memory for the KV cache.
@@ -211,9 +215,13 @@ class Worker:
                 self.decoder.abort(request_id)
 
     def return_waiting(self, n_samples: int) -> None:
-        """Drop unstarted requests with about `n_samples` samples in total, for another copy of the model to serve.
+        """Drop requests that have not started, so that another copy of the model can serve them.
 
-        The next step of the decoder returns an output for each dropped request, whose `sample` is RETURNED (-1).
+        The next step of the decoder returns one output for each dropped request. The `sample` of this output is
+        RETURNED (-1).
+
+        Args:
+            n_samples: Stop when the dropped requests have at least this many samples.
         """
         if self.decoder is not None:
             self.decoder.return_waiting(n_samples)
@@ -230,12 +238,15 @@ class Worker:
             return self.decoder.step()
 
     def _rollout_advice(self) -> Iterator[memory.Option]:
-        """Return advice for an out-of-memory error in rollout."""
+        """Return the setting changes to suggest if memory runs out in a rollout, as Options."""
         assert self._decoder_spec is not None
         return memory.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
 
     def _kv_cache_advice(self) -> list[memory.Option]:
-        """Return advice on how a smaller KV cache leaves training more memory. Empty if there is no KV cache."""
+        """Return setting changes with which the KV cache leaves more memory to training, as Options.
+
+        Empty if there is no KV cache.
+        """
         return [] if self._decoder_spec is None else [*memory.beside_training(self._decoder_spec.decoder)]
 
     def rollout_stats(self) -> RolloutStats:
@@ -285,7 +296,9 @@ class Worker:
         Args:
             role: Name of the role.
             steps: For each optimizer step, the micro-batches of this rank.
-            loss_fn: (pack, logprobs) -> (loss, stats). For a role with a value head, the second argument holds values.
+            loss_fn: Function (pack, logprobs) -> (loss, stats), which is called with a DataPack (a micro-batch) and the
+                log-probability of each token. For a role with a value head, it gets values in place of
+                log-probabilities.
             update: Settings of the update.
 
         Returns:
@@ -297,16 +310,16 @@ class Worker:
         return result
 
     def score(self, role: str, what: str, token_rows: list[np.ndarray], *settings: Any) -> list[Any]:
-        """Score rows with a role.
+        """Compute log-probabilities, values or rewards of rows with the model of a role.
 
         Args:
             role: Name of the role.
             what: Method of TrainBackend to call: "logprobs", "values" or "rewards".
-            token_rows: Token ids of each row.
-            *settings: Remaining arguments of the method.
+            token_rows: Token ids of each row, the first argument of the method.
+            *settings: The other arguments of the method, such as the size of micro-batches.
 
         Returns:
-            The result of the method for each row.
+            What the method returns for each row: an array with one entry per token, or a float for "rewards".
         """
         with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
@@ -341,11 +354,13 @@ class Worker:
                 write_all(folder, writes)
 
     def saved(self) -> bool:
-        """Return whether every rank has written all files of `save` with `background`. All ranks must call this.
+        """Return whether every rank has written all files of earlier calls of `save` with background=True.
+
+        All ranks must call this.
 
         Raises:
-            CheckpointError: This rank could not write its files. Raised once, and not before all ranks have ended
-                their writing.
+            CheckpointError: This rank could not write its files. The error is raised once, and only after all ranks
+                have stopped writing.
         """
         unfinished = any(not future.done() for future in self._saving)
         n_unfinished = torch.tensor(float(unfinished), device=self.context.device)
@@ -361,10 +376,10 @@ class Worker:
         self.states.save(Path(folder), with_moments)
 
     def state_written(self) -> bool:
-        """Return whether the last `save_state` is complete.
+        """Return whether the files of the last `save_state` are complete.
 
         Raises:
-            CheckpointError: Writing failed. Raised once.
+            CheckpointError: The files could not be written. The error is raised once, and then no more.
         """
         return self.states.written()
 
@@ -373,9 +388,10 @@ class Worker:
         self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:
-        """End the background work.
+        """End the threads that write files in the background.
 
-        If `save` has queued several models, the model that is being written is completed, and the rest is dropped.
+        If `save` has queued several models, the model that is being written is completed, and the others are not
+        written.
         """
         self.states.close()
         self._writer.shutdown(cancel_futures=True)
@@ -397,5 +413,5 @@ class Worker:
 
 
 def _size(table: Sequence[Entry]) -> int:
-    """Return the number of elements of checkpoint tensors."""
+    """Return the total number of elements in the checkpoint tensors that `table` lists."""
     return sum(math.prod(entry.part.full_shape) for entry in table)

@@ -31,17 +31,19 @@ _SHORT_SHARED_SPLIT_LEN = 256
 class AttentionSplit:
     """How the attention of one decode step is divided, as numpy arrays for a `kernels.paged.PagedBatch`.
 
-    A split is a range of consecutive positions. The kernel computes all splits in parallel.
+    A split is a range of consecutive positions. The kernel computes all splits in parallel. A shared-prefix group is a
+    set of batch rows whose prompts lie in the same KV blocks.
 
     Attributes:
-        shared_lens_B: int64, number of leading positions that each row shares with its group. 0 for a row without a
-            group.
-        prefix_groups_GR: int64, batch row indices of each shared-prefix group, padded with -1. None if there are no
+        shared_lens_B: int64, for each batch row the number of leading positions that the row shares with its group. 0
+            for a row without a group.
+        prefix_groups_GR: int64, for each group the batch indices of its rows, padded with -1. None if there are no
             groups.
-        split_lens: (2,) int64, number of positions in a split: of a row's own positions, and of a group's shared
-            positions.
-        splits: Largest number of splits that a row needs, and that a group needs. Rounded up to powers of two,
-            because a CUDA graph is captured for fixed `splits` and a fixed shape of prefix_groups_GR.
+        split_lens: (2,) int64: the number of positions in a split of a row's own positions, and in a split of a group's
+            shared positions.
+        splits: The largest number of splits that any row has for its own positions, and that any group has for its
+            shared positions. Both numbers are rounded up to powers of two, because a CUDA graph is captured for
+            fixed `splits` and a fixed shape of prefix_groups_GR.
     """
 
     shared_lens_B: np.ndarray
@@ -63,17 +65,18 @@ def split_attention(
 ) -> AttentionSplit:
     """Divide the attention of a decode step into splits, which the kernel computes in parallel.
 
-    A split is a range of consecutive positions of one row, or of the prompt that a group of rows shares.
+    A split is a range of consecutive positions of one row, or of the prompt that a group of rows shares (a
+    shared-prefix group).
 
     Args:
         sequences: The sequences, one for each row of the batch.
         block_size: Number of tokens in a KV block.
         group_size: Largest number of rows in a shared-prefix group.
         max_groups: Largest number of shared-prefix groups. 0 for no groups.
-        n_heads: Number of key heads on this rank, which also run in parallel.
+        n_heads: Number of key heads on this rank. The kernel computes every split once per key head, in parallel.
         n_multiprocessors: Number of multiprocessors of the device.
-        fixed_order: Whether to use the fixed split borders of `kernels.fixed_order` (for `engine.exact`).
-            `split_lens[1]` is then only the length of a group's first split.
+        fixed_order: Whether to use the fixed split borders of `kernels.fixed_order` (for `engine.exact`). In the
+            result, `split_lens[1]` is then the length of only the first split of a group.
         has_windows: Whether some layers have sliding windows, so that sequences may have freed blocks.
     """
     shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
@@ -143,8 +146,9 @@ def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], 
 def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tuple[int, int]:
     """Return the length of a split, and the number of splits that cover `longest` positions, both powers of two.
 
-    The length is the largest power of two up to `wanted` and `max_split_len`, but at least `_MIN_SPLIT_LEN`. It is
-    larger if more than `_MAX_SPLITS` splits would be needed otherwise.
+    All lengths are numbers of positions. The length of a split is the largest power of two that exceeds neither
+    `wanted` nor `max_split_len`, but at least `_MIN_SPLIT_LEN`. It is larger if the number of splits would otherwise
+    exceed `_MAX_SPLITS`. The number of splits is 0 if `longest` is 0.
     """
     split_len = _MIN_SPLIT_LEN
     while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
@@ -168,6 +172,6 @@ def _whole_blocks(block_size: int, length: int) -> int:
 
 
 def _whole_spans(block_size: int, length: int) -> int:
-    """Return the largest position up to `length` at which both a block and a split of fixed-order attention begin."""
+    """Return the largest position up to `length` at which a KV block and a split of fixed-order attention begin."""
     last = n_spans(length + 1) - 1
     return next(start for span in range(last, -1, -1) if (start := border(span)) % block_size == 0)

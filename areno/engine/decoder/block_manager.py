@@ -87,8 +87,10 @@ class KVLayout:
     A block holds `block_size` tokens of several layers. Layers with the same block table share blocks.
 
     Attributes:
-        groups: The layers grouped by sliding window, the longest window first. Full attention comes before any window.
-        places: For each attention layer, the index of its block table, and the index of the layer inside a block.
+        groups: The groups of layers with the same sliding window, the longest window first. Full attention comes before
+            any window.
+        places: For each attention layer, a pair: the index of its block table, and the index of the layer inside a
+            block.
         block_size: Number of tokens in a block.
     """
 
@@ -148,16 +150,16 @@ class KVLayout:
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """Return the number of pool blocks that fit into the memory of `n_blocks` blocks with all attention layers.
+        """Return the number of pool blocks that take as much memory as `n_blocks` blocks of all attention layers.
 
-        A pool block holds `block_size` tokens of only `layers_per_block` layers.
+        A pool block holds `block_size` tokens of only `layers_per_block` layers. The result is rounded down.
         """
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Return the memory of `n_blocks` pool blocks, as a number of blocks with all attention layers, rounded up.
+        """Return the number of blocks of all attention layers that take as much memory as `n_blocks` pool blocks.
 
-        A pool block holds `block_size` tokens of only `layers_per_block` layers.
+        A pool block holds `block_size` tokens of only `layers_per_block` layers. The result is rounded up.
         """
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
@@ -207,15 +209,15 @@ EMPTY_PREFIX = 0  # id of the prefix before the first block
 class PrefixMatch:
     """A prefix of a prompt whose KV blocks are in the prefix cache.
 
-    Its group blocks are not reserved yet: `BlockManager.acquire` must be called. A group block is the KV blocks of one
-    group of layers for `block_size` tokens, identified by its first block.
+    A group block is the KV blocks of one group of layers for `block_size` tokens, identified by its first block. The
+    group blocks of the prefix may be evicted until `BlockManager.acquire` is called for them.
 
     Attributes:
         n_group_blocks: Length of the prefix, in units of `block_size` tokens.
         prefix_id: Id of the prefix in the prefix cache.
         group_blocks: For each group of layers, a list of `n_group_blocks` group blocks. The scratch block fills the
             entries before the sliding window.
-        n_skipped: For each group of layers, the number of such entries before the window.
+        n_skipped: For each group of layers, the number of leading entries that are before the sliding window.
     """
 
     n_group_blocks: int
@@ -224,7 +226,11 @@ class PrefixMatch:
     n_skipped: list[int]
 
     def found(self) -> list[int]:
-        """Return the group blocks that the sequence must acquire, those of all groups of layers in one list."""
+        """Return the cached group blocks of the prefix in all groups of layers, as one list.
+
+        Entries before the sliding window, which hold the scratch block, are left out. The list is for
+        `BlockManager.acquire`.
+        """
         return [
             group_block for each, n in zip(self.group_blocks, self.n_skipped, strict=True) for group_block in each[n:]
         ]
@@ -233,8 +239,8 @@ class PrefixMatch:
 class BlockManager:
     """Allocates KV blocks, shares them between sequences, and finds cached prefixes.
 
-    Blocks are handled in group blocks. A group block is the blocks of one group of layers for `block_size` tokens, and
-    is identified by the index of its first block.
+    Blocks are handled in group blocks. A group block is the KV blocks for `block_size` tokens in one group of layers,
+    identified by its first block.
 
     Args:
         n_blocks: Number of blocks in the pool.
@@ -243,8 +249,9 @@ class BlockManager:
 
     Attributes:
         scratch: Index of the scratch block. It fills block-table entries that have no group block.
-        blocks_over_all_groups: Number of blocks that `block_size` tokens take, summed over all groups.
-        blocks_over_window_groups: The same sum over the groups with a sliding window only.
+        blocks_over_all_groups: Number of blocks that `block_size` tokens take, summed over all groups of layers.
+        blocks_over_window_groups: Number of blocks that `block_size` tokens take, summed over the groups with a sliding
+            window.
         has_windows: Whether any group has a sliding window.
         n_available: Number of blocks that are free or can be evicted.
         free_blocks: Indices of the free blocks.
@@ -275,10 +282,12 @@ class BlockManager:
         return -(-n_tokens // self.block_size)
 
     def physical_blocks(self, first: int) -> tuple[int, ...]:
-        """Return the blocks of a group block that is in use, one for each block table of its group of layers.
+        """Return the indices of the KV blocks in a group block, one for each block table of its group of layers.
+
+        A group block is the KV blocks for `block_size` tokens in one group of layers.
 
         Args:
-            first: First block of the group block.
+            first: First block of the group block, which must be in use.
         """
         return self._physical_blocks[first]
 
@@ -286,7 +295,7 @@ class BlockManager:
         """Return the longest prefix of a prompt that is cached in every group of layers.
 
         In a group with a sliding window, only the blocks that the first token after the prefix attends to must be
-        cached. The result is a PrefixMatch with 0 group blocks if nothing is cached.
+        cached. If nothing is cached, the result is a PrefixMatch of length 0.
 
         Args:
             tokens: Token ids of the prompt.
@@ -315,9 +324,9 @@ class BlockManager:
     def _longest(self, of_groups: list[list[int]]) -> int:
         """Return the length of the longest usable prefix, in units of `block_size` tokens.
 
-        A prefix is usable if, in every group of layers, all blocks that the next token attends to are cached.
-        `of_groups` has a list for each group: the cached group block at each index, or the scratch block where none
-        is cached.
+        A prefix is usable if, in every group of layers, the cache has all blocks that the first token after the
+        prefix attends to. `of_groups` has a list for each group of layers. Entry i of the list is the cached group
+        block for the i-th `block_size` tokens, or the scratch block if none is cached.
         """
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
         for n, group_blocks in enumerate(zip(*of_groups, strict=True), start=1):
@@ -331,13 +340,15 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether cached group blocks can be reused and `n_new` blocks allocated, with `reserve` blocks left.
+        """Return whether enough blocks are available to reuse group blocks and to allocate `n_new` blocks.
+
+        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block.
 
         Args:
-            shared: The group blocks to reuse, each given by its first block. Group blocks that no sequence uses yet are
-                subtracted from the available blocks.
+            shared: The group blocks to reuse. A group block that no sequence uses yet is available now, but not after
+                it is reused.
             n_new: Number of blocks to allocate.
-            reserve: Number of blocks that must stay available.
+            reserve: Number of blocks that must stay available afterwards.
         """
         revived = sum(
             len(self._physical_blocks[group_block]) for group_block in shared if group_block in self.cached_group_blocks
@@ -347,8 +358,10 @@ class BlockManager:
     def acquire(self, group_blocks: Iterable[int]) -> None:
         """Increment the reference count of group blocks, so that they are not evicted.
 
+        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block.
+
         Args:
-            group_blocks: The group blocks, each given by its first block. They must be in use or cached.
+            group_blocks: The group blocks. They must be in use or cached.
         """
         for group_block in group_blocks:
             if self._ref_counts[group_block] == 0:
@@ -383,11 +396,11 @@ class BlockManager:
     def release(self, group_blocks: list[int]) -> None:
         """Decrement the reference count of group blocks.
 
-        A group block without references becomes cached if it is registered in the prefix cache, otherwise free.
+        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block.
+        Without references, it becomes cached if it is registered in the prefix cache, otherwise free.
 
         Args:
-            group_blocks: The group blocks, each given by its first block, in the order of their positions in the
-                sequence.
+            group_blocks: The group blocks, in the order of their positions in the sequence.
         """
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
         for group_block in reversed(group_blocks):
@@ -402,12 +415,13 @@ class BlockManager:
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
         """Add a full group block of the first group of layers to the prefix cache.
 
-        If the cache already has a group block with the same content, nothing is added.
+        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block. If
+        the cache already has a group block with the same content, nothing is added.
 
         Args:
-            group_block: First block of the group block, which holds `block_size` tokens.
+            group_block: The group block, all of whose positions have tokens.
             before: Id of the prefix that ends before the group block.
-            tokens: Token ids in the group block.
+            tokens: The `block_size` token ids in the group block.
 
         Returns:
             The id of the prefix that ends with these tokens.
@@ -424,11 +438,12 @@ class BlockManager:
     def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
         """Add a full group block to the prefix cache, for a group of layers other than the first.
 
-        The group block is later found by `prefix_id`. Nothing is added if this prefix already has a group block in the
-        group.
+        A group block is the KV blocks for `block_size` tokens in one group of layers, identified by its first block. It
+        is later found by `prefix_id`. Nothing is added if the cache already has a group block for `prefix_id` in this
+        group of layers.
 
         Args:
-            group_block: First block of the group block, which holds `block_size` tokens.
+            group_block: The group block, all of whose positions have tokens.
             group: Index of the group of layers, at least 1. For group 0, call `register`.
             prefix_id: Id of the prefix that ends with the group block, from `register`.
         """
@@ -454,9 +469,9 @@ class BlockTables:
         group_blocks: For each group of layers, one group block for every `block_size` positions.
         n_skipped: For each group of layers, how many of the first group blocks have been freed because they lie before
             the sliding window.
-        capacity: Number of positions that have group blocks in all groups.
-        n_uploaded: Number of group blocks per group whose blocks have been copied to the block tables on the device.
-        n_registered: Number of group blocks per group that have been added to the prefix cache.
+        capacity: Number of positions that have group blocks in all groups of layers.
+        n_uploaded: Number of group blocks in each group of layers that are already in the block tables on the device.
+        n_registered: Number of group blocks in each group of layers that have been added to the prefix cache.
         prefix_id: Id of the cached prefix that ends with the last registered group block.
     """
 
@@ -473,14 +488,14 @@ class BlockTables:
         self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered group block
 
     def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Acquire the cached blocks of a prompt's prefix, and allocate blocks for the rest of the prompt.
+        """Acquire the cached KV blocks of a prompt's prefix, and allocate blocks for the rest of the prompt.
 
-        Only layers without a sliding window get blocks for the rest here. Layers with a window get them chunk by chunk,
-        by `extend`.
+        Only layers without a sliding window get blocks for the rest here. `extend` later allocates the blocks of layers
+        with a window, before each prefill chunk.
 
         Args:
             match: The cached prefix. May be empty.
-            n_tokens: Number of tokens of the sequence.
+            n_tokens: Number of tokens to prefill: the prompt and, after a preemption, the completion so far.
 
         Returns:
             The number of newly allocated blocks.
@@ -498,20 +513,20 @@ class BlockTables:
         return n_taken
 
     def allocate_last_block(self) -> None:
-        """Allocate the KV blocks for the partly filled last block of a prompt, in all layers.
+        """Allocate the KV blocks for the end of a prompt that fills only a part of a block, in all layers.
 
-        For a sequence whose prompt another sequence computes. `share_prefix` later inserts the shared full blocks
-        before this block.
+        This is for a sequence whose prompt is computed by another sequence. `share_prefix` later inserts the full
+        blocks of the prompt before this block.
         """
         for group, group_blocks in enumerate(self.group_blocks):
             group_blocks.append(self._blocks.allocate(group))
 
     def share_prefix(self, leader: BlockTables, n_shared: int) -> None:
-        """Use the full KV blocks of a prompt that another sequence has computed, and increment their reference counts.
+        """Add the full KV blocks of a prompt that another sequence has computed, and increment their reference counts.
 
         Args:
             leader: Blocks of the other sequence.
-            n_shared: Number of full blocks in the prompt.
+            n_shared: Number of full blocks in the prompt, per block table.
         """
         for group, first in enumerate(leader.n_skipped):
             shared = leader.group_blocks[group][:n_shared]
@@ -551,7 +566,7 @@ class BlockTables:
 
         Args:
             tokens: Token ids of the sequence.
-            n_tokens: Number of leading tokens whose keys and values have been computed.
+            n_tokens: Number of leading tokens whose keys and values are in the cache after the planned step.
         """
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):

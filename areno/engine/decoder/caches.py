@@ -39,7 +39,7 @@ def kv_cache_blocks(
     """Choose the number of blocks in the KV cache of a rollout.
 
     The cache has room for `max_running` samples of the maximum length, unless `rollout.max_kv_tokens` is smaller. If
-    that setting is null, the cache takes at most the share `rollout.mem_fraction` of the free memory.
+    `rollout.max_kv_tokens` is null, the cache takes at most the share `rollout.mem_fraction` of the free memory.
 
     Args:
         model: The actor.
@@ -47,16 +47,19 @@ def kv_cache_blocks(
         rollout: Settings of the rollout phase.
         max_running: Largest number of samples that decode at the same time on this data-parallel rank.
         block_size: Number of tokens in a block.
-        free_bytes: Returns the free memory of the device in bytes.
-        route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without it.
+        free_bytes: Function that returns the free memory of the device in bytes.
+        route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without
+            routing replay.
 
     Returns:
-        The number of blocks. All ranks of a tensor-parallel group get the same number, because they must schedule the
-        same samples.
+        The number of blocks that hold `block_size` tokens of all layers. All ranks of a tensor-parallel group get the
+        same number, because they must schedule the same samples.
 
     Raises:
-        EngineError: One sample of the maximum length does not fit. Or `engine.deterministic` is true and not all
-            samples fit, so that the free memory would decide which samples decode at the same time.
+        EngineError: `rollout.max_kv_tokens` is null, and the memory does not suffice for one sample of the maximum
+            length. The error is also raised if the memory does not suffice for all samples while
+            `engine.deterministic` is true and `engine.exact` is false, because the free memory would then decide
+            which samples decode at the same time.
     """
     config, itemsize, max_len = model.config, model.output.weight.dtype.itemsize, rollout.max_len
     layout = KVLayout.of(config, block_size, max_len, by_window=not engine.routing_replay)
@@ -135,9 +138,9 @@ class KVCache:
     Attributes:
         kv_blocks: (Y, 2 for keys and values, n_blocks + 1, block_size, K key heads, C head dimension). The last block
             is scratch: padding rows write to it.
-        tables: (T, n_slots, W) int32. For each block table and slot, the block indices of the sequence, in order.
-            Entries for tokens before the sliding window are outdated or point to the scratch block. The memory never
-            moves, so a CUDA graph may read it.
+        tables: (T, n_slots, W) int32. For each block table and slot, the block indices of the sequence, in order. W
+            is the number of blocks of the longest possible sequence. Entries for tokens before the sliding window
+            are outdated or point to the scratch block. The memory never moves, so a CUDA graph may read it.
     """
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):
@@ -198,16 +201,18 @@ class StateCache:
         self._all = (inputs, matrices)
 
     def step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
-        """Compute one decoding step of a recurrent layer, and update the states of its rows in place.
+        """Compute one decoding step of a recurrent layer, and update the states of the batch rows in place.
 
         Args:
             layer: Index among the recurrent layers.
-            proj_BP: (B, P), input projections of the new token of each row, in the dtype of the model.
+            proj_BP: (B rows, P channels), the layer's input projections of the new token of each row, in the dtype of
+                the model.
             weights: Weights of the layer.
             slots_B: int64, slot of each row.
 
         Returns:
-            (B, I), the layer's output for each row before the output projection, in the dtype of the projections.
+            (B rows, I channels), the layer's output for each row before the output projection, in the dtype of the
+            input projections.
         """
         return delta_step(proj_BP, weights, self.layers[layer], slots_B)
 
@@ -224,7 +229,8 @@ class StateCache:
 
         Args:
             layer: Index among the recurrent layers.
-            proj_NP: (N, P), input projections of the N packed tokens of all R rows, in the dtype of the model.
+            proj_NP: (N tokens, P channels), the layer's input projections of the packed tokens of all R rows, in the
+                dtype of the model.
             weights: Weights of the layer.
             chunks: Division of the packed rows into chunks of tokens.
             slots_R: int64, slot of each row.
@@ -232,7 +238,8 @@ class StateCache:
                 with a zero state. None if no row continues.
 
         Returns:
-            (N, I), the layer's output for each token before the output projection, in the dtype of the projections.
+            (N tokens, I channels), the layer's output for each token before the output projection, in the dtype of
+            the input projections.
         """
         states, before = self.layers[layer], None
         if continues_R is not None:
@@ -248,15 +255,15 @@ class StateCache:
         """Copy recurrent states between slots in all layers, for samples that share a prompt.
 
         Args:
-            sources: int64 slots to copy from.
-            targets: int64 slots to copy to.
+            sources: int64, slots to copy from.
+            targets: int64, slots to copy to.
         """
         for each in self._all:
             each.index_copy_(1, targets, each.index_select(1, sources))
 
 
 def _where(chosen_R: Tensor, x: Tensor) -> Tensor:
-    """Return x with zeros in the rows that are not chosen, even if these rows contain NaN."""
+    """Return x with zeros in the rows where `chosen_R` is False, even if these rows contain NaN."""
     return torch.where(chosen_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
@@ -265,7 +272,8 @@ class PendingRoutes:
     """The experts that a sample's tokens were routed to, while they are copied to the host.
 
     Attributes:
-        routes: Tensor on the host that receives the copy, (n tokens, L layers, k experts).
+        routes: Tensor on the host that receives the copy of the expert ids, (n tokens, layers with experts, experts per
+            token).
         ready: CUDA event that marks the end of the copy. None if the copy is complete.
     """
 
@@ -273,7 +281,7 @@ class PendingRoutes:
     ready: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """Wait for the copy, and return the experts, (n tokens, L layers, k experts)."""
+        """Wait for the copy, and return the expert ids, (n tokens, layers with experts, experts per token)."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.routes.numpy()
@@ -283,14 +291,14 @@ class RouteCache:
     """The experts that all cached tokens were routed to, stored in the same blocks as keys and values.
 
     Args:
-        routing: Routing of the model.
+        routing: Routing of the model, which records the experts of each forward pass.
         n_blocks: Number of KV blocks without the scratch block.
         block_size: Number of tokens in a block.
         device: Device of the model.
 
     Attributes:
-        routes: (n_blocks + 1, block_size, L layers, k experts), expert ids in the dtype of `routing`. The last block
-            is scratch.
+        routes: (n_blocks + 1, block_size, L layers with experts, k experts per token), expert ids in the dtype
+            `routing.dtype`. The last block is scratch.
     """
 
     def __init__(self, routing: Routing, n_blocks: int, block_size: int, device: torch.device):
@@ -302,16 +310,17 @@ class RouteCache:
         """Store the experts that the last forward pass has chosen for its tokens.
 
         Args:
-            places_N: int64, index of each token in the cache, which is block * block_size + offset.
+            places_N: int64, index of each of the N tokens in this cache, which is block * block_size + offset in the
+                block.
         """
         recorded_NLk = self._routing.recorded()[: len(places_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, places_N, recorded_NLk)
 
     def places(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return the index of each token in the cache, which is block * block_size + offset, (B,) int64.
+        """Return the index of each of B tokens in this cache, (B,) int64: block * block_size + offset in the block.
 
         Args:
-            table_TW: Block table with a row for each slot, (slots, W) int32.
+            table_TW: Block table, (T slots, W) int32: for each slot, the block indices of its sequence.
             slots_B: int64, slot of each token's sequence.
             positions_B: int64, position of each token in its sequence.
         """

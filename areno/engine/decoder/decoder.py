@@ -235,7 +235,7 @@ class Decoder:
             self.runner.graphs.n_replays = 0
 
     def _collect(self) -> None:
-        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs."""
+        """Wait for the tokens of the previous step, append them to their sequences, and queue outputs for `step`."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -268,7 +268,7 @@ class Decoder:
             self._finish(finished, routes)
 
     def _fail(self, sequence: Sequence) -> None:
-        """Finish a sample whose log-probability is NaN or infinite, with finish_reason "error".
+        """Finish a sample whose newest token has a NaN or infinite log-probability, with finish_reason "error".
 
         Raises EngineError if the weights of the model are not finite.
         """
@@ -280,10 +280,10 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
-        """Queue the outputs of finished sequences.
+        """Queue the outputs of finished sequences, which a later `step` returns.
 
-        `routes` has, for each sequence, the pending copy of the experts of its tokens. It is None if experts are not
-        kept.
+        `routes` has, for each sequence, the pending copy of the experts that its tokens were routed to. None if the
+        decoder does not keep experts.
         """
         for index, sequence in enumerate(sequences):
             if routes is None:

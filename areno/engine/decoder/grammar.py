@@ -59,7 +59,8 @@ class GrammarState:
     def accept(self, token: int) -> None:
         """Advance the state by one sampled token.
 
-        Sets `finished` after an end-of-sequence token, and `error` if the grammar does not allow the token or fails.
+        Sets `finished` after an end-of-sequence token. Sets `error` if the grammar does not allow the token, or if
+        the parser fails.
         """
         if not self.matcher.consume_token(token) or self.matcher.is_error():
             self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
@@ -70,7 +71,7 @@ class Grammar:
     """A compiled grammar, which any number of completions can use.
 
     Attributes:
-        text: The source of the grammar.
+        text: The grammar as text, before compilation.
     """
 
     def __init__(self, text: str, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):

@@ -21,18 +21,19 @@ _POWERS_UP_TO = 32
 
 
 def bucket_sizes(max_running: int) -> list[int]:
-    """Return the batch sizes of the graphs: 1, 2, 4, ..., 32, then multiples of 32, and at the end `max_running`."""
+    """Return the batch sizes of the CUDA graphs: 1, 2, 4, ..., 32, then multiples of 32, and last `max_running`."""
     sizes = [1 << i for i in range(_POWERS_UP_TO.bit_length()) if 1 << i < max_running]
     sizes += range(2 * _POWERS_UP_TO, max_running, _POWERS_UP_TO)
     return [*sizes, max_running]
 
 
 class DecodeGraphs:
-    """Captures the decode step as a CUDA graph for each batch size, and replays it.
+    """Captures the decode step as CUDA graphs, one for each kind of batch, and replays them.
 
-    A graph is captured when its batch size first occurs. The step may read only its arguments, and tensors whose memory
-    never moves. The weights are such tensors, because training updates them in place. So a graph stays valid for the
-    whole run.
+    Batches are of the same kind if they agree in padded batch size, shape of the shared-prefix groups, numbers of
+    splits and sampling flags. A graph is captured when its kind of batch first occurs. The decode step may read only
+    its arguments, and tensors whose memory never moves. The weights are such tensors, because training updates them in
+    place. So a graph stays valid for the whole run.
 
     Args:
         body: Function that computes the decode step.
@@ -57,7 +58,7 @@ class DecodeGraphs:
         return next(size for size in self._sizes if size >= n_rows)
 
     def run(self, rows: np.ndarray, split: AttentionSplit, flags: SamplingFlags) -> Tensor:
-        """Run the step for a batch, padded to the batch size of a graph.
+        """Run the decode step for a batch, which is padded to the next batch size of the CUDA graphs.
 
         Args:
             rows: (4, B) int64. For each batch row: its slot, the position of its input token, the index of the sampled
@@ -92,7 +93,13 @@ class DecodeGraphs:
     def _capture(
         self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """Capture the step for a batch size, a shape of prefix groups, numbers of splits, and sampling flags.
+        """Capture the decode step as a CUDA graph.
+
+        Args:
+            size: Batch size.
+            group_shape: Shape of `AttentionSplit.prefix_groups_GR`. None without shared-prefix groups.
+            splits: As in AttentionSplit: largest numbers of splits of a row, and of a shared-prefix group.
+            flags: Sampling operations that at least one row needs.
 
         Returns:
             The graph, the int64 buffer that holds its inputs, and its output (2, size) float64.

@@ -58,10 +58,10 @@ def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first:
     """Return the indices in the KV cache that a prefill writes and reads, for each group of layers.
 
     Args:
-        chunks: The parts of prompts that the prefill computes.
-        blocks: The KV blocks.
-        from_the_first: Whether to include all earlier tokens even in layers with a sliding window. Tokens before the
-            window no longer have a block, so their indices point to the scratch block.
+        chunks: The chunks of prompts that the prefill computes.
+        blocks: The allocator of KV blocks, with the groups of layers.
+        from_the_first: If True, layers with a sliding window also read all earlier tokens of a prompt. Tokens before
+            the window no longer have a block, so their indices point to the scratch block.
     """
     return [_of_group(chunks, blocks, index, group, from_the_first) for index, group in enumerate(blocks.groups)]
 
@@ -69,7 +69,11 @@ def prefill_places(chunks: list[Chunk], blocks: BlockManager, *, from_the_first:
 def _of_group(
     chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
 ) -> PrefillPlaces:
-    """Return the cache indices that a prefill writes and reads for the group of layers `blocks.groups[index]`."""
+    """Return the cache indices that a prefill writes and reads, for one group of layers.
+
+    `group` is the group, and `index` its index in `blocks.groups`. The other arguments are those of
+    `prefill_places`.
+    """
     size = blocks.block_size
     stored, keys = [], []
     for chunk in chunks:
@@ -110,8 +114,9 @@ class PendingTokens:
     Attributes:
         sequences: The sequences that get a token.
         sampled: (2 + 2K, len(sequences)) float64 on the host: token, log-probability, then the ids and the
-            log-probabilities of the K most likely tokens. Valid after `ready`.
-        ready: Event after the copy. None on a CPU.
+            log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
+            after `ready`.
+        ready: CUDA event that marks the end of the copy. None on a CPU.
     """
 
     sequences: list[Sequence]
@@ -119,7 +124,12 @@ class PendingTokens:
     ready: torch.cuda.Event | None
 
     def wait(self) -> tuple[list[int], list[float], list[TokenScores]]:
-        """Wait for the copy. Return tokens, log-probabilities and most likely tokens, in the order of `sequences`."""
+        """Wait for the copy, and return three lists with an entry for each of `sequences`.
+
+        Returns:
+            The sampled tokens, their log-probabilities, and lists of the most likely tokens as (token id,
+            log-probability) pairs. The last lists are empty if no sequence requests most likely tokens.
+        """
         if self.ready is not None:
             self.ready.synchronize()
         tokens, logprobs, *top = self.sampled.numpy()
@@ -127,19 +137,19 @@ class PendingTokens:
 
 
 class Runner:
-    """The device side of the decoder.
+    """The device side of the decoder: runs the model, and holds the KV cache and the sampling settings.
 
     A sequence has a slot while it is in the batch. For each slot the device holds block tables, sampling settings and
     the last sampled token. The last slot belongs to padding rows.
 
     Args:
         model: The model.
-        blocks: The KV blocks.
-        layout: Distribution of layers over block tables.
-        max_running: Most sequences in the batch.
+        blocks: The allocator of KV blocks.
+        layout: Assignment of layers to blocks and block tables.
+        max_running: Largest number of sequences in the batch.
         use_graphs: Whether to run decode steps as CUDA graphs. They need triton.
         attn_backend: Attention kernel of the prefill, as `choose_backend` returns it.
-        exact: Whether log-probabilities have the same bits as in training.
+        exact: Whether log-probabilities must have the same bits as in training (setting `engine.exact`).
         keeps_routes: Whether to store the experts that tokens are routed to.
     """
 
@@ -182,11 +192,18 @@ class Runner:
     def _sample(
         self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None
     ) -> Tensor:
-        """Sample a token for each row from the logits of the whole vocabulary, (B, V).
+        """Sample a token for each of the B batch rows, from logits of the whole vocabulary.
+
+        Args:
+            logits_BV: Logits of each row for the V tokens of the vocabulary. Their values may be overwritten.
+            slots_B: int64, slot of each row.
+            index_B: int64, index of the sampled token in its completion.
+            flags: Sampling operations that at least one row needs.
+            edits: Edits of the logits of some rows. None if no row needs edits.
 
         Returns:
             (2, B) float64, tokens and log-probabilities. If `edits` is given, (2 + 2K, B): the ids and the
-            log-probabilities of the K most likely tokens follow.
+            log-probabilities of the K = `edits.n_top` most likely tokens follow.
         """
         head, first = self.model.output, self.model.output.first
         local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
@@ -197,11 +214,16 @@ class Runner:
         return self._scored(out_2B, local_BV, slots_B)
 
     def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
-        """Sample a token for each row when each tensor-parallel rank has only its columns of the logits.
+        """Sample a token for each batch row when each tensor-parallel rank has only some columns of the logits.
 
-        The columns are (B, V / ranks). If `can_sample_columns` accepts `flags`, each rank draws from its own columns.
-        Otherwise, as with top-k or top-p, the ranks exchange logits, and each rank draws the tokens of some of the rows
-        from the whole vocabulary.
+        If `can_sample_columns` accepts `flags`, each rank draws from its own columns. Otherwise, as with top-k or
+        top-p, the ranks exchange logits, and each rank draws the tokens of some of the rows from the whole vocabulary.
+
+        Args:
+            local_BV: This rank's columns of the logits, (B rows, vocabulary / ranks).
+            slots_B: int64, slot of each row.
+            index_B: int64, index of the sampled token in its completion.
+            flags: Sampling operations that at least one row needs.
 
         Returns:
             (2, B) float64, tokens and log-probabilities of all rows, the same on every rank.
@@ -222,15 +244,25 @@ class Runner:
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
 
     def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """Return logits that stay unchanged during sampling, for `_scored`.
+        """Return the logits for `_scored`: `local_BV`, or a copy if sampling would change `local_BV`.
 
-        The result is a copy if sampling may overwrite the logits and `exact` needs them afterwards. Otherwise it is
-        `local_BV` itself.
+        Sampling overwrites logits if `flags` has penalties or banned tokens. The copy is only made if
+        `self.is_exact` is set, because `_scored` does not read the logits otherwise.
         """
         return local_BV.clone() if self.is_exact and flags.edits else local_BV
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
-        """Return `out_2B`, after replacing its log-probabilities by those of the training kernel if `exact` is set."""
+        """Replace log-probabilities by those that the training kernel computes, if `self.is_exact` is set.
+
+        Args:
+            out_2B: float64, a row of sampled tokens and a row of their log-probabilities, changed in place. More rows
+                may follow.
+            local_BV: This rank's columns of the logits before sampling.
+            slots_B: int64, slot of each batch row.
+
+        Returns:
+            `out_2B`.
+        """
         if self.is_exact:
             model = self.model
             out_2B[1] = self.sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
@@ -244,8 +276,8 @@ class Runner:
             scheduled: The plan of the step: prompt chunks to prefill, and sequences to decode.
 
         Returns:
-            The pending tokens of the prefill, if it completes any prompt, and of the decode pass, if any sequence
-            decodes.
+            At most two PendingTokens: one for the sequences whose prompts the prefill completes, and one for the
+            sequences that decode. Each is left out if there are no such sequences.
         """
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
@@ -268,7 +300,11 @@ class Runner:
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """Copy a list of equally long int tuples to the device. Return an int64 tensor for each tuple index."""
+        """Start copying a list of int tuples of equal length to the device.
+
+        Return one int64 tensor for each tuple index: the first elements of all tuples, the second elements, and so
+        on.
+        """
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
     def _download(self, sequences: list[Sequence], out: Tensor) -> PendingTokens:
@@ -302,8 +338,9 @@ class Runner:
         `prefilled` contains the sequences whose prompts this pass completes.
 
         Returns:
-            (2, len(prefilled)) float64, tokens and log-probabilities, with more rows if a sequence needs LogitEdits.
-            If `prefilled` is empty, hidden states that the caller ignores.
+            (2, len(prefilled)) float64, tokens and log-probabilities. If a sequence needs LogitEdits, the ids and
+            the log-probabilities of the most likely tokens follow in further rows. If `prefilled` is empty, the
+            result is the hidden states, which the caller ignores.
         """
         tokens: list[int] = []
         for chunk in chunks:
@@ -358,7 +395,15 @@ class Runner:
         return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
-        """Return `attend`, extended by the recurrent states of the chunks if the model has recurrent layers."""
+        """Return `attend`, or for a model with recurrent layers a CachedAttend that computes these layers too.
+
+        The CachedAttend prefills the chunks in the recurrent layers, and updates their states in `self.states`.
+
+        Args:
+            chunks: The chunks of prompts that the prefill computes.
+            cu_q: (chunks + 1,), cumulative number of tokens in the chunks.
+            attend: Function that computes the attention of a layer.
+        """
         states = self.states
         if states is None:
             return attend
@@ -379,11 +424,11 @@ class Runner:
             tokens_N: int64, input tokens.
             positions_N: int64, position of each token in its sequence.
             attend: Function that computes the attention of a layer.
-            places_N: int64, index of each token in the cache, at which the experts of the token are stored. None stores
-                no experts.
+            places_N: int64, index of each token in the RouteCache, where the experts of the token are stored. None
+                stores no experts.
 
         Returns:
-            Hidden states after the final norm, (N, D).
+            Hidden states after the final norm, (N tokens, D).
         """
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
@@ -394,7 +439,10 @@ class Runner:
         return hidden_ND
 
     def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:
-        """Store the log-probabilities of this pass's prompt tokens, for requests with `prompt_logprobs`."""
+        """Store the log-probabilities of the prompt tokens in these chunks, for requests with `prompt_logprobs`.
+
+        `hidden_ND` are the final hidden states of all tokens in the chunks.
+        """
         start = 0
         for chunk in chunks:
             leader, n_tokens = chunk.prefill.leader, chunk.end - chunk.start

@@ -102,7 +102,7 @@ class SlotSampler:
         return packed
 
     def assign(self, packed: Tensor) -> None:
-        """Write the settings of new sequences into `tensors`.
+        """Write the settings of new sequences into `self.tensors`.
 
         Args:
             packed: Result of `pack`, on the device.
@@ -145,7 +145,7 @@ class SlotSampler:
 
         Args:
             slots: Slots from `pack_counts`, on the device. Their previous counts are dropped.
-            pairs_2N: (slot, token) pairs from `pack_counts`, on the device.
+            pairs_2N: The (slot, token) pairs of N completion tokens from `pack_counts`, on the device.
         """
         if self.tensors.counts is None:
             self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
@@ -163,7 +163,8 @@ class SlotSampler:
             sequences: Sequences that sample in this step.
 
         Returns:
-            Slots, (n,) int64, and their masks, (n, W) int32. None if no mask changes.
+            The slots, (n,) int64, and the mask of each slot, (n, W) int32 with one bit for each token of the
+            vocabulary. None if no mask must be written.
         """
         with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
         freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
@@ -179,11 +180,11 @@ class SlotSampler:
         return slots, masks_KW
 
     def assign_masks(self, slots: Tensor, masks_KW: Tensor) -> None:
-        """Write grammar masks into `masks_SW`.
+        """Write grammar masks into `self.masks_SW`.
 
         Args:
             slots: Slots from `pack_masks`, on the device.
-            masks_KW: Masks from `pack_masks`, on the device.
+            masks_KW: Mask of each of the K slots from `pack_masks`, on the device.
         """
         if self.masks_SW is None:
             shape = (self._counts_shape[0], masks_KW.shape[1])
@@ -197,7 +198,7 @@ class SlotSampler:
 
         Args:
             logits_BV: Logits of the whole vocabulary. Their values may be overwritten.
-            slots_B: int64, slot of each row, its index in the settings.
+            slots_B: int64, slot of each row (index of the row's sampling settings).
             index_B: int64, index of the sampled token in its completion.
             flags: Sampling operations that at least one row needs.
 
@@ -226,7 +227,7 @@ class SlotSampler:
         Args:
             tp: The ranks that share the columns.
             columns_BV: This rank's columns of the logits.
-            slots_B: int64, slot of each row, its index in the settings.
+            slots_B: int64, slot of each row (index of the row's sampling settings).
             index_B: int64, index of the sampled token in its completion.
             flags: Sampling operations that at least one row needs. `can_sample_columns` must have accepted these flags.
 
@@ -246,7 +247,7 @@ class SlotSampler:
         Args:
             local_BV: float32, this rank's columns of the logits.
             tokens_B: int64, sampled tokens.
-            slots_B: int64, slot of each row, its index in the settings.
+            slots_B: int64, slot of each row (index of the row's sampling settings).
             tp: The ranks that share the columns.
             first: Token id of this rank's first column.
         """
@@ -260,7 +261,7 @@ class SlotSampler:
 
         Args:
             tokens_B: int64, sampled token of each row.
-            slots_B: int64, slot of each row, its index in the settings.
+            slots_B: int64, slot of each row (index of the row's sampling settings).
             drawn_on_this_rank: The rows that this rank has drawn. Their tokens are already counted for penalties.
             flags: Sampling operations that at least one row needs.
         """
@@ -321,13 +322,13 @@ class LogitEdits:
     ) -> Tensor:
         """Return a copy of the logits with bias, presence penalty and min-p applied.
 
-        Min-p removes tokens whose probability is too small relative to the most likely token. To find the most likely
-        token, frequency penalties, banned tokens and masks are considered too. They are not part of the result, since
-        the sampler applies them later.
+        Min-p sets a token's logit to -inf if the token's probability is too small relative to the most likely token. To
+        find the most likely token, the method also considers frequency penalties, banned tokens and grammar masks. It
+        does not apply them to the result, because the sampler applies them later.
 
         Args:
-            logits_RV: Logits of the rows with edits.
-            slots_R: int64, slot of each row, its index in the settings.
+            logits_RV: Logits of the R rows with edits, for the V tokens of the vocabulary.
+            slots_R: int64, slot of each row (index of the row's sampling settings).
             positions_R: int64, index of the sampled token in its completion.
             sampler: Settings of the slots.
             flags: Sampling operations that at least one row needs.
@@ -363,7 +364,7 @@ def sample_edited(
 
     Args:
         logits_BV: Logits of the whole vocabulary, before edits.
-        slots_B: int64, slot of each row, its index in the settings.
+        slots_B: int64, slot of each row (index of the row's sampling settings).
         positions_B: int64, index of the sampled token in its completion.
         sampler: Settings of the slots.
         flags: Sampling operations that at least one row needs.

@@ -107,9 +107,9 @@ class Scheduler:
     """Holds every unfinished sequence and plans each step.
 
     Args:
-        blocks: The KV blocks.
-        max_running: Most sequences in the batch.
-        max_prefill_tokens: Most prompt tokens in a step.
+        blocks: The allocator of KV blocks.
+        max_running: Largest number of sequences in the batch.
+        max_prefill_tokens: Largest number of prompt tokens in a step.
         reuses_prefixes: Whether to use the prefix cache. False for models with recurrent states, which KV blocks do not
             contain.
 
@@ -153,7 +153,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
 
-        The caller must launch the plan, because `n_kv` and `n_sampled` of the sequences already count its tokens.
+        The caller must launch the plan, because `n_kv` and `n_sampled` of the sequences already count the tokens of
+        the planned step.
         """
         self._release_skipped_of_prefilled()
         decode = self._grow_running()
@@ -168,7 +169,8 @@ class Scheduler:
 
         Args:
             sequence: The sequence.
-            n_tokens: Number of leading tokens whose ids are on the host and whose keys and values are in the cache.
+            n_tokens: Number of leading tokens whose ids are on the host, and whose keys and values are in the cache
+                after the planned step.
         """
         if self.reuses_prefixes and n_tokens >= (sequence.block_tables.n_registered + 1) * self.blocks.block_size:
             sequence.block_tables.register(sequence.tokens, n_tokens)
@@ -287,8 +289,8 @@ class Scheduler:
         """Append the next chunk of a prompt, with at most `budget` tokens, to `chunks`.
 
         Returns:
-            The number of tokens left in the budget. 0 if the prompt is still incomplete, so that no other prompt
-            starts.
+            The number of tokens that are left of `budget` for other prompts. If the prompt is still incomplete, the
+            result is 0, so that no other prompt starts.
         """
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
@@ -304,7 +306,11 @@ class Scheduler:
         return budget if end == len(leader.tokens) else 0
 
     def _reach(self, leader: Sequence) -> int:
-        """Return up to which position of a prompt the available blocks suffice, for a model with sliding windows."""
+        """Return how many leading positions of a prompt can have KV blocks now, for a model with sliding windows.
+
+        These are the positions that have blocks already, and as many more as the available blocks suffice for. Some
+        blocks are reserved for the running sequences. `leader` is the sequence that prefills the prompt.
+        """
         spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
         return (
             leader.block_tables.capacity
@@ -351,7 +357,10 @@ class Scheduler:
         return prefill
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Return the largest number of blocks that a prompt holds at once, not counting its cached prefix."""
+        """Return the largest number of KV blocks that a prefill holds at once, without those of its cached prefix.
+
+        `match` is the cached prefix, and `n_tokens` the number of tokens to prefill, including the prefix.
+        """
         size, n_blocks = self.blocks.block_size, 0
         for group, n_skipped in zip(self.blocks.groups, match.n_skipped, strict=True):
             n_matched = match.n_group_blocks - n_skipped

@@ -60,7 +60,7 @@ class StopStrings:
     def _fits(self, text: str) -> bool:
         """Return whether the text of a token contains a stop string, or begins with the end of a stop string.
 
-        Also True if the text contains an incomplete UTF-8 character.
+        The result is also True if `text` contains an incomplete UTF-8 character.
         """
         if _PART_OF_A_CHARACTER in text:
             return True
@@ -129,7 +129,10 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """First block for each `block_size` positions, in the group of layers with the longest sliding window."""
+        """For every `block_size` positions, the first KV block in the first group of layers.
+
+        The first group has full attention, or else the longest sliding window.
+        """
         return self.block_tables.group_blocks[0]
 
     @property
@@ -234,10 +237,10 @@ class Sequence:
         del self.block_tables
 
     def output(self) -> GenerationOutput:
-        """Return the output of the sample.
+        """Return the output of the sample, and note how many completion tokens have been returned.
 
         Returns:
-            The whole completion if the sample is finished. Otherwise the tokens since the previous partial output.
+            The whole completion if the sample is finished. Otherwise the completion tokens since the previous call.
         """
         start = self.n_streamed if self.finish_reason is None else 0
         self.n_streamed = len(self.logprobs)

@@ -79,8 +79,8 @@ class _Pickler(pickle.Pickler):
         """Use dill for functions and classes that a child process cannot import.
 
         Returns:
-            What to unpickle: `_loads` with its arguments. NotImplemented for other objects, which are pickled as
-            usual.
+            For such a function or class, the function `_loads` and its arguments, which pickle stores.
+            NotImplemented for other objects, which are pickled as usual.
         """
         if not isinstance(obj, (FunctionType, type)):
             return NotImplemented

@@ -1,4 +1,4 @@
-"""Worker processes on this machine: their start, their pipes, their shared progress counters and their end."""
+"""Worker processes on this machine: their start and end, and their pipes and progress counters."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class Processes(Protocol):
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
+        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
 
-        The description is empty for a process that runs or sleeps normally.
+        The process state is an empty text for a process that runs or sleeps normally.
         """
         ...
 
@@ -141,10 +141,14 @@ class LocalProcesses:
         self._pipes[rank].send_bytes(command)
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return (rank, pickled message) pairs that have arrived, and the ranks whose connection has newly ended.
+        """Return the messages that have arrived, and the ranks whose connection has ended since the last call.
 
         Args:
             timeout: Longest wait for the first message, in seconds. None waits without limit.
+
+        Returns:
+            `(messages, ended)`: a list of (rank, pickled message) pairs, and a list of ranks. Both are empty after a
+            timeout.
         """
         open_ones = [rank for rank in self._pipes if rank not in self._gone]
         sentinels = {rank: self.processes[rank].sentinel for rank in open_ones}
@@ -176,9 +180,9 @@ class LocalProcesses:
         """Do nothing, since the end of a process on this machine is always noticed at once."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
+        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
 
-        The description is empty for a process that runs or sleeps normally.
+        The process state is an empty text for a process that runs or sleeps normally.
         """
         pids = {rank: process.pid for rank, process in self.processes.items()}
         return stack_traces.request(pids, self._stack_trace_pipes, self.spec.world_size > 1)

@@ -53,7 +53,7 @@ class Reply:
     """The result of a command, sent by a worker.
 
     Attributes:
-        id: Number of the command. None for an error in a command without a number, or while decoding.
+        id: Number of the command. None for an error in a command without a number, and for an error while decoding.
         value: Return value of the method. None from ranks that are not the leader (rank 0) of their tensor-parallel
             group.
         error: The error that the method raised. None if the command succeeded.
@@ -99,7 +99,7 @@ def _outputs_of(
     rest: Sequence[tuple[Any, ...]],
     stats: RolloutStats,
 ) -> Outputs:
-    """Rebuild Outputs when it is unpickled, by splitting arrays that concatenate all samples.
+    """Rebuild an Outputs object when it is unpickled, from arrays that hold the tokens of all samples in a row.
 
     Args:
         tokens: Token ids of all samples, int32, shape [sum(lengths)].

@@ -90,9 +90,9 @@ def check_installed() -> None:
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
     """Connect this process to a Ray cluster. Do nothing if it is already connected.
 
-    The environment variable RAY_ADDRESS names the cluster. Without this variable, a cluster on this machine is used. A
-    run on one node starts its own cluster on this machine if there is none, or if RAY_ADDRESS=local. The started
-    cluster ends with the process.
+    The environment variable RAY_ADDRESS names the cluster. Without this variable, a cluster that runs on this machine
+    is used. A run on one node starts a cluster on this machine if none runs here and RAY_ADDRESS is not set, or if
+    RAY_ADDRESS=local. The started cluster ends with the process.
 
     Args:
         n_nodes: Number of nodes of the run.
@@ -275,9 +275,9 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the current SIGTERM handler at the end of this `with` block.
+    """Restore the current handler of SIGTERM at the end of this `with` block.
 
-    Ray installs a handler that would end the process without closing anything.
+    Inside the block, Ray installs a handler that would end the process without closing anything.
     """
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
@@ -318,7 +318,7 @@ def free_devices(kind: str) -> dict[str, int]:
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
-    """Wait until the nodes of the cluster suffice or the timeout passes, and return the nodes that are alive then.
+    """Wait until the cluster has enough nodes or the timeout passes, and return the nodes that are alive then.
 
     Args:
         enough: Function that returns whether a list of nodes suffices.
@@ -341,13 +341,13 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
 
 
 def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> bool:
-    """Return whether at least `n_nodes` of the nodes have `n_each` or more devices, free or in use.
+    """Return whether at least `n_nodes` of the nodes have `n_each` or more devices each, free or in use.
 
     Args:
         found: Nodes of the cluster.
         kind: Kind of device, "cuda" or "cpu".
         n_nodes: Number of nodes needed.
-        n_each: Number of devices needed on each.
+        n_each: Number of devices needed on each node.
     """
     return sum(node.devices(kind) >= n_each for node in found) >= n_nodes
 
@@ -365,14 +365,17 @@ def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> 
 
 
 def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
-    """Build the Problem that says that the cluster is too small for the run, for a ConfigError.
+    """Build the text of a ConfigError that says that the cluster is too small for the run.
 
     Args:
         kind: Kind of device, "cuda" or "cpu".
         n_nodes: Number of nodes that the run needs.
-        n_each: Number of devices that it needs on each node.
+        n_each: Number of devices that the run needs on each node.
         found: Nodes of the cluster.
         waited: Seconds for which areno has waited for more nodes.
+
+    Returns:
+        A Problem: the setting to change, and the text.
     """
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
     size = n_nodes if n_nodes > 1 else n_each
@@ -381,12 +384,12 @@ def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited:
 
 
 def wanted(kind: str, n_nodes: int, n_each: int) -> str:
-    """Return a text such as `2 nodes with 8 GPUs each`."""
+    """Return the nodes that a run needs in words, such as `2 nodes with 8 GPUs each`."""
     return f"{_count(n_nodes, 'node')} with {_count(n_each, resource(kind))}{' each' if n_nodes > 1 else ''}"
 
 
 def described(found: Sequence[Node]) -> str:
-    """Return a text such as `2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
+    """Return a list of nodes in words, such as `2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
     if not found:
         return "no node"
     each = (f"{node.host} ({_count(node.gpus, _GPU)}, {_count(node.cpus, _CPU)})" for node in found)

@@ -48,7 +48,8 @@ class NodeReport:
 class NodeHost:
     """Ray actor that holds the worker processes on one node.
 
-    GROUPS maps Ray concurrency groups to numbers of threads. Calls in different groups run at the same time.
+    `GROUPS` maps the names of Ray concurrency groups to numbers of threads. Calls in different groups run at the same
+    time.
 
     Args:
         environment: Environment variables for the workers. A variable that is already set on the node keeps its value.
@@ -133,19 +134,23 @@ class NodeHost:
         return arrived, list(processes.counters)
 
     def exit_codes(self, rank: int | None, timeout: float) -> dict[int, int | None]:
-        """Return the exit code of each worker on this node by rank, None for a worker that is still running.
+        """Return the exit code of each worker on this node by rank.
 
         Args:
             rank: Rank on this node whose end to wait for before the codes are read. None does not wait.
             timeout: Longest wait for the end of `rank`, in seconds.
+
+        Returns:
+            Exit code by rank. The code is None while the worker runs, and -N if signal N ended it. Empty before
+            `start`.
         """
         return {} if self._processes is None else self._processes.exit_codes(rank, timeout)
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a description of the process state, and the Python stacks as text, for each worker here by rank.
+        """Return a pair of texts for each worker on this node by rank: its process state, and its Python stacks.
 
-        The description is empty for a process that runs or sleeps normally. The workers on other nodes are not
-        included.
+        The process state is in words. It is an empty text for a process that runs or sleeps normally. The result is
+        empty before `start`.
         """
         return {} if self._processes is None else self._processes.stack_traces()
 
@@ -162,10 +167,10 @@ class NodeHost:
 
 
 def versions() -> dict[str, str]:
-    """Return, by name, the versions that must be equal on all nodes: areno, Python, torch and transformers.
+    """Return the versions of areno, Python, torch and transformers on this node, by name.
 
-    The patch version of Python and suffixes such as `+cu126` are left out, so builds of torch for different
-    accelerators count as equal.
+    They must be equal on all nodes. So the patch version of Python and suffixes such as `+cu126` are left out:
+    builds of torch for different accelerators count as equal.
     """
     major, minor, _ = platform.python_version_tuple()
     found = {name: _version(name).partition("+")[0] for name in VERSIONS_OF}
@@ -201,7 +206,7 @@ def interface_of(host: str) -> str | None:
 
 
 def leave_sign(folder: str) -> Path:
-    """Create an empty file in a folder. Another node that sees the file shares the folder's file system.
+    """Create an empty file in a folder, by which other nodes can check that they share the folder.
 
     Args:
         folder: Folder, which is created if it does not exist.

@@ -2,7 +2,7 @@
 
 One actor on each node holds the worker processes there (NodeHost). For each node, a thread of the driver fetches
 messages and progress counters, about once a second if there is no message. So the driver notices a node that stops
-answering, whatever its main thread is doing.
+answering, even while the driver's main thread is busy.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RayProcesses:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _place(self, again: bool) -> None:
-        """Choose the number of nodes, wait for them, and reserve their devices.
+        """Choose the number of nodes, wait until the cluster has them, and reserve their devices.
 
         Args:
             again: Whether to start fewer copies of the model if the cluster has become too small.
@@ -136,12 +136,13 @@ class RayProcesses:
         self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
 
     def _reserve(self, kind: str, n_each: int, strategy: str, found: Sequence[ray_cluster.Node]) -> None:
-        """Reserve the devices with a Ray placement group, and start an actor on each node.
+        """Reserve the devices of the run with a Ray placement group, and start the NodeHost actors.
 
         Args:
             kind: Kind of device, "cuda" or "cpu".
-            n_each: Number of devices per node.
-            strategy: Ray's placement strategy, "STRICT_SPREAD" for separate nodes or "SPREAD".
+            n_each: Number of devices for each actor.
+            strategy: Ray's placement strategy: "STRICT_SPREAD" places each actor on a node of its own, "SPREAD" may
+                place several actors on one node.
             found: Nodes of the cluster, for messages.
         """
         from ray.util.placement_group import placement_group, placement_group_table
@@ -182,7 +183,10 @@ class RayProcesses:
             self._nodes.append(_Node(ids[index], hosts.get(ids[index], "?"), actor, ranks))
 
     def _start(self) -> None:
-        """Check versions, devices and folders on the nodes, then start the workers and a thread for each node."""
+        """Check versions, devices and folders on the nodes, and start the worker processes.
+
+        Then start a thread of the driver for each node, which fetches the messages of the node (`_follow`).
+        """
         signs = {key: leave_sign(folder) for key, folder in self.spec.shared}
         try:
             paths = [*read_folders(self.spec).values(), *map(str, signs.values())]
@@ -210,8 +214,8 @@ class RayProcesses:
     def _report(self, node: _Node, asked: Any) -> NodeReport:
         """Wait for the report of a node, and return it.
 
-        `asked` is Ray's reference to the pending result of NodeHost.report. Raises EngineError if areno cannot start
-        on the node.
+        `asked` is Ray's reference to the pending result of NodeHost.report. Raises EngineError if areno cannot be
+        started on the node. If the node was lost or its memory ran out, Ray's own exception is raised instead.
         """
         try:
             deadline = time.monotonic() + _START_S
@@ -230,7 +234,10 @@ class RayProcesses:
     # -- work ------------------------------------------------------------------------------------------------------
 
     def _follow(self, node: _Node) -> None:
-        """Fetch messages and counters from a node until the group is closed or the node is lost. Runs in a thread."""
+        """Fetch messages and progress counters from a node until this object is closed or the node is lost.
+
+        Runs in a thread.
+        """
         first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
         while not self._closed.is_set():
             try:
@@ -273,10 +280,14 @@ class RayProcesses:
         _ask(node.actor.send, rank, packed, group="commands")
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return (rank, pickled message) pairs that have arrived, and the ranks whose connection has newly ended.
+        """Return the messages that have arrived, and the ranks whose connection has ended since the last call.
 
         Args:
             timeout: Longest wait for the first message, in seconds. None waits without limit.
+
+        Returns:
+            `(messages, ended)`: a list of (rank, pickled message) pairs, and a list of ranks. Both are empty after a
+            timeout.
 
         Raises:
             WorkerLost: A node was lost.
@@ -321,14 +332,14 @@ class RayProcesses:
         return codes
 
     def suspect_loss(self) -> None:
-        """Count a node as lost after a shorter silence from now on."""
+        """From now on, count a node as lost after a shorter time without an answer."""
         self._suspects_loss = True
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
+        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
 
-        The description is empty for a process that runs or sleeps normally. A remark replaces the stacks of workers
-        whose node does not answer.
+        The process state is an empty text for a process that runs or sleeps normally. If a node does not answer, a
+        remark replaces the stacks of its workers.
         """
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
         for one in self._answered([_ask(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
@@ -384,7 +395,9 @@ def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
 
 
 def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
-    """Return whether placing workers is safe, because Ray does not offer the devices of a lost node any more.
+    """Return whether Ray has noticed all node losses that areno knows of, so that workers can be placed safely.
+
+    Otherwise Ray might offer the devices of a lost node.
 
     Args:
         kind: Kind of device, "cuda" or "cpu".
@@ -393,7 +406,8 @@ def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bo
 
     Returns:
         False if `found` contains a node that areno has recorded as lost, unless the node answers and has `n_each`
-        free devices. A hung node may still accept connections, but its devices stay in use.
+        free devices. Answering is not enough, because a hung node may still accept connections, but its devices stay
+        in use.
     """
     lost = [node for node in found if node.id in lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
@@ -447,7 +461,7 @@ def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[s
     Args:
         spec: Description of the workers.
         reports: Report from each node, with the missing paths.
-        signs: Setting -> path of a file that this process has created in a shared folder.
+        signs: For each setting with a shared folder, the path of a file that this process has created in the folder.
 
     Raises:
         CheckpointError: A node does not have a folder with a model or adapters.

@@ -103,8 +103,8 @@ def _leave(code: int) -> NoReturn:
 def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
     """Move commands from the pipe to a queue as they arrive, and put None when the pipe ends. Runs in a thread.
 
-    The thread keeps the pipe empty. Otherwise the driver and a worker that send at the same time could wait for each
-    other.
+    The thread keeps the pipe empty. Otherwise the driver and a worker that send to each other at the same time could
+    both block.
     """
     try:
         while True:
@@ -145,8 +145,8 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
 def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
     """Return the commands that have arrived. Waits for a command if there is nothing to decode.
 
-    A None in the list says that the driver has closed the pipe. The leader broadcasts the commands to its
-    tensor-parallel group, so that all ranks execute them at the same step.
+    An entry None means that the driver has closed the pipe. The leader of a tensor-parallel group broadcasts the
+    commands to the other ranks, so that all ranks execute them at the same step.
     """
     commands: list[Command | None] = []
     if context.is_leader:
@@ -161,10 +161,10 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
 
 
 def _failure(error: Exception, context: Any) -> ArenoError:
-    """Return the error to send to the driver.
+    """Return the error to send to the driver for an exception in this worker.
 
-    After an error that areno did not raise itself, the CUDA device is synchronized. If this fails, the device no
-    longer works, and a WorkerLost is returned.
+    If areno did not raise the exception itself, the CUDA device is synchronized. If this fails, the device no longer
+    works, and the result is a WorkerLost.
     """
     told = portable(error, context.rank)
     if context.device.type == "cuda" and not isinstance(error, ArenoError):

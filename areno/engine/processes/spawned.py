@@ -36,7 +36,7 @@ class SpawnedGroup:
             ranks.
         command: Always an empty string, since no worker lives in the driver's process.
         heartbeats: Progress counters of the workers.
-        watchdog: Thread that ends workers without progress.
+        watchdog: Thread that kills the workers if they make no progress.
     """
 
     def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = on_this_machine):
@@ -122,13 +122,13 @@ class SpawnedGroup:
         self._send(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Return the samples, finished or partial, that have arrived since the last call.
+        """Return the outputs of finished samples, and partial outputs, that have arrived since the last call.
 
         Args:
-            timeout: Longest wait for the first sample, in seconds.
+            timeout: Longest wait for the first output, in seconds.
 
         Returns:
-            The samples. The list may be empty, such as after the timeout.
+            The outputs. The list may be empty, such as after the timeout.
 
         Raises:
             WorkerLost: A worker has ended.
@@ -145,10 +145,10 @@ class SpawnedGroup:
         return self._stats
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a description of the process state, and the Python stacks as text, for each worker by rank.
+        """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
 
-        The description is empty for a process that runs or sleeps normally. The result is empty once the group is
-        closed.
+        The process state is an empty text for a process that runs or sleeps normally. The result is empty once the
+        group is closed.
         """
         return {} if self.processes is None else self.processes.stack_traces()
 
@@ -179,7 +179,7 @@ class SpawnedGroup:
             self._raise_death(rank)
 
     def _collect(self) -> list[Any]:
-        """Wait until every rank has replied to the last command. Return the values from the leaders.
+        """Wait until every rank has replied to the last command, and return the values in the leaders' replies.
 
         If a rank fails, other ranks may wait for it forever in a collective. So the whole group is closed if replies
         are still missing some seconds after the first error.
@@ -223,10 +223,13 @@ class SpawnedGroup:
             self._replies[rank] = message
 
     def _of_its_node(self, rank: int, error: ArenoError) -> ArenoError:
-        """Add the host of `rank` to a CheckpointError from this rank, in a run on several nodes.
+        """Return a CheckpointError with the host of `rank` added, in a run on several nodes.
 
-        Returns:
-            The new error. Other errors, and errors in a run on one node, are returned unchanged.
+        Other errors, and errors in a run on one node, are returned unchanged.
+
+        Args:
+            rank: Global rank that has sent the error.
+            error: The error.
         """
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error
@@ -241,8 +244,8 @@ class SpawnedGroup:
     def _raise_error(self) -> None:
         """Raise the first error sent by a worker, if any.
 
-        An error that areno did not raise itself may be a consequence of another worker's death. If a signal has
-        killed a worker, WorkerLost is raised instead.
+        An error that areno did not raise itself, such as one of NCCL, may be a consequence of another worker's
+        death. If a signal has killed a worker, WorkerLost is raised instead.
         """
         self._raise_if_lost()
         error, self._error = self._error, None
@@ -259,7 +262,11 @@ class SpawnedGroup:
             raise error
 
     def _raise_death(self, rank: int) -> NoReturn:
-        """Raise the most specific error that explains why the worker `rank` has ended."""
+        """Raise the most specific error that explains why the worker process of `rank` has ended.
+
+        This is WorkerLost if a signal has killed any worker. Otherwise it is an error that a worker has sent, or
+        else a WorkerLost with the exit code.
+        """
         self._raise_if_lost()
         code = self._open_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
         self._raise_if_killed()  # other workers may end because one was killed
@@ -275,5 +282,5 @@ class SpawnedGroup:
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
-        """Raise WorkerLost with the name of the rank and `how` it ended."""
+        """Raise a WorkerLost that says which worker has ended, and how (a phrase such as "was killed by SIGKILL")."""
         raise WorkerLost(f"{self.name(rank)} {how}")

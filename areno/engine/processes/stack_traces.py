@@ -34,10 +34,10 @@ _CANNOT_ANSWER = {"T", "t"}
 
 
 class StackTraceServer:
-    """Sends a worker's stack traces to the driver on request, even while its main thread hangs in C code.
+    """Sends a worker's stack traces to the driver on request, even while the worker's main thread hangs in C code.
 
-    Create it in the worker. The driver requests stack traces by a signal, upon which faulthandler writes the stacks to
-    the pipe.
+    Create it in the worker. The driver requests stack traces by a signal (SIGUSR2), upon which faulthandler writes the
+    stacks to the pipe.
 
     Args:
         pipe: Two-way pipe for raw bytes, whose other end the driver holds.
@@ -60,9 +60,10 @@ class StackTraceServer:
 
 
 def _recorded_collectives() -> str:
-    """Return the unfinished collectives in torch's flight recorder as text, or the last completed collective.
+    """Return the unfinished collectives in torch's flight recorder as text.
 
-    The text is empty if torch is not loaded or has no flight recorder.
+    If there are none, the text describes the last completed collective. It is empty if torch is not loaded, or has
+    no flight recorder.
     """
     torch = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
@@ -73,13 +74,15 @@ def _recorded_collectives() -> str:
 
 
 def collectives(trace: Mapping[str, Any]) -> str:
-    """Format the unfinished collectives in a dump of torch's flight recorder, or else the last completed collective.
+    """Format the unfinished collectives in a dump of torch's flight recorder.
+
+    If there are none, the last completed collective is formatted instead.
 
     Args:
         trace: Unpickled dump, whose key "entries" lists the collectives.
 
     Returns:
-        One line for each of at most three collectives. Empty if none was recorded.
+        One line for each of the last three collectives at most. Empty if no collective was recorded.
     """
     entries = trace.get("entries", [])
     in_progress = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
@@ -115,8 +118,8 @@ def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives:
         with_collectives: Whether to also ask for the collectives recorded by torch.
 
     Returns:
-        For each rank, a description of the process state and the stacks as text. The description is empty for a process
-        that is running or sleeping normally.
+        For each rank, a pair of texts: the process state in words, and the Python stacks. The process state is an
+        empty text for a process that runs or sleeps normally.
     """
     states = {rank: process_state(pid) for rank, pid in pids.items()}
     awake = [rank for rank, state in states.items() if state not in _CANNOT_ANSWER]
@@ -136,7 +139,7 @@ def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives:
 
 
 def _read(pipe: Any, deadline: float) -> str:
-    """Read text from a pipe until the deadline, or until nothing more arrives for a moment after the first bytes.
+    """Read text from a pipe until the deadline, or until 0.3 seconds pass without new bytes after the first bytes.
 
     Args:
         pipe: Pipe to a StackTraceServer.
@@ -153,7 +156,7 @@ def _read(pipe: Any, deadline: float) -> str:
 
 
 def _readable(dump: str) -> str:
-    """Format a dump by faulthandler without addresses, and without threads that only wait for the driver."""
+    """Format a stack dump of faulthandler without the threads that only wait for the driver."""
     sections = []
     for section in dump.split("\n\n"):
         title, _, frames = section.partition("\n")

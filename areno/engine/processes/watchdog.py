@@ -114,7 +114,7 @@ class Heartbeat:
         self._counters[self._at + _DONE] += 1
 
     def decodes(self, decodes: bool) -> None:
-        """Tell the watchdog whether this worker is decoding, so that it must make progress.
+        """Tell the watchdog whether this worker is decoding, and so must make progress.
 
         Args:
             decodes: True while there are requests to decode. False if there are none, or while the worker only waits
@@ -138,9 +138,9 @@ class Watched(Protocol):
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
-        """Return a description of the process state, and the Python stacks as text, for each worker process by rank.
+        """Return a pair of texts for each worker process by rank: its state in words, and its Python stacks.
 
-        The description is empty for a process that runs or sleeps normally.
+        The state is an empty text for a process that runs or sleeps normally.
         """
         ...
 
@@ -209,7 +209,7 @@ class Watchdog:
             self._end_driver(work)
 
     def _due(self, elapsed: float) -> list[int]:
-        """Return the ranks that should make progress now, and update how long each rank has made no progress.
+        """Return the ranks that should make progress now, and update for how long each rank has made none.
 
         Args:
             elapsed: Seconds since the last check.
@@ -231,7 +231,8 @@ class Watchdog:
     def _kill_workers(self, due: list[int]) -> None:
         """Log the stacks of all processes, kill the workers, and raise WorkerLost in the driver's calls.
 
-        The error names the ranks to blame: stopped processes, or else ranks that do not wait for other ranks.
+        The error names the ranks to blame: those whose processes are stopped or wait for a disk, or else those that do
+        not wait for other ranks.
 
         Args:
             due: Ranks that have work.
@@ -257,7 +258,8 @@ class Watchdog:
     def _end_driver(self, work: list[tuple[str, int]]) -> None:
         """Raise an exception in the main thread of the driver, which has hung.
 
-        If the main thread does not react, the process ends.
+        If the main thread does not react, the process ends. Does nothing if the driver makes progress while its stacks
+        are logged.
 
         Args:
             work: (name, thread identifier) of each phase that the driver is in. Phases are nested, the outermost
@@ -303,7 +305,8 @@ class Watchdog:
 def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
     """Call `check` of the watchdog every second, or more often for a short time limit. Runs in a thread.
 
-    Ends when the watchdog is stopped or garbage-collected. The period is at most a tenth of the time limit.
+    Ends when the watchdog is stopped or garbage-collected. The time between two calls is at most a tenth of
+    `limit_s`.
     """
     before = time.monotonic()
     while (watchdog := ref()) is not None and watchdog.limit_s is not None:
@@ -320,7 +323,11 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
 
 
 def _phase(work: list[tuple[str, int]]) -> str:
-    """Return the driver's nested phases as text, such as " in the run > evaluation". Empty if there are none."""
+    """Return the nested phases that the driver is in as text, such as " in the run > evaluation".
+
+    `work` has a (name, thread identifier) pair for each phase, the outermost first. The text is empty if there are
+    none.
+    """
     names = dict.fromkeys(name for name, _ in work)
     return f" in {' > '.join(names)}" if names else ""
 
@@ -348,13 +355,19 @@ _taken = threading.Event()
 
 
 def _listen() -> None:
-    """Install the signal handler that raises in the main thread, unless the signal is in use."""
+    """Install `_on_signal` as the handler of SIGUSR2, unless the process already has another handler.
+
+    Does nothing outside of the main thread, because only the main thread can install handlers.
+    """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(_INTERRUPT) is signal.SIG_DFL:
         signal.signal(_INTERRUPT, _on_signal)
 
 
 def _on_signal(number: int, frame: object) -> None:
-    """Raise the exception of `_raise_in_main`. Runs in the main thread, as a signal handler."""
+    """Raise the exception that was passed to `_raise_in_main`. Runs in the main thread, as the handler of SIGUSR2.
+
+    If `_raise_in_main` was not called, the signal comes from another program, and gets its default action.
+    """
     global _exception
     error, _exception = _exception, None
     if error is None:  # the signal comes from another program: apply its default action
@@ -366,7 +379,11 @@ def _on_signal(number: int, frame: object) -> None:
 
 
 def _raise_in_main(error: Exception) -> bool:
-    """Raise an exception in the main thread. Return whether the main thread raised it within a few seconds."""
+    """Raise an exception in the main thread by a signal.
+
+    Returns:
+        Whether the main thread has raised the exception within a few seconds. False if SIGUSR2 has another handler.
+    """
     global _exception
     ident = threading.main_thread().ident
     if signal.getsignal(_INTERRUPT) is not _on_signal or ident is None:

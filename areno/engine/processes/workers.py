@@ -1,4 +1,4 @@
-"""The two forms of a group of workers: one worker inside the driver's process, or a process for each device.
+"""The two kinds of worker groups: one worker inside the driver's process, or one process for each device.
 
 InlineGroup and SpawnedGroup have the same methods. An inline worker starts fast and is easy to debug.
 """
@@ -71,14 +71,14 @@ class InlineGroup:
         return self._worker
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on the worker.
+        """Execute queued commands, then call a method on the worker.
 
         Args:
             method: Name of the method.
             *args: Positional arguments.
 
         Returns:
-            A list with the result.
+            A list with one element, the result of the method.
 
         Raises:
             EngineError: The engine is closed.
@@ -101,17 +101,17 @@ class InlineGroup:
 
         Args:
             method: Name of the method.
-            args: A tuple of positional arguments for each data-parallel rank. There is only one rank.
+            args: A list with one tuple of positional arguments, since there is only one data-parallel rank.
 
         Returns:
-            A list with the result.
+            A list with one element, the result of the method.
         """
         return self.call(method, *args[0])
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         """Queue a command, which the next `poll` or `call` executes. Any thread may call this.
 
-        That `poll` or `call` raises the error if the command fails.
+        If the command fails, the `poll` or `call` that executes it raises the error.
 
         Args:
             dp_rank: Ignored, since there is only one rank.
@@ -127,13 +127,13 @@ class InlineGroup:
             self._execute(method, args)
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Decode until there are new samples, finished or partial, and return them.
+        """Decode until there are new outputs of finished samples, or partial outputs, and return them.
 
         Args:
-            timeout: Longest time to decode without a new sample, in seconds.
+            timeout: Longest time to decode without a new output, in seconds.
 
         Returns:
-            The samples. The list is empty after the timeout, or if there are no requests.
+            The outputs. The list is empty after the timeout, or if there are no requests.
         """
         deadline = time.monotonic() + timeout
         while True:
