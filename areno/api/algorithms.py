@@ -226,7 +226,10 @@ def own_algorithms() -> list[str]:
 
 @cache
 def installed() -> dict[str, EntryPoint]:
-    """Return {name: entry point} of the algorithms of all packages. Cached, since the search takes 25 ms."""
+    """Return {name: entry point} of the algorithms of all installed packages, areno included.
+
+    The result is cached, since the search takes 25 ms.
+    """
     from importlib.metadata import entry_points  # this import takes as long as all settings of a run
 
     found = [*entry_points(group=_GROUP)]
@@ -236,7 +239,7 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def _of_checkout() -> list[EntryPoint]:
-    """Return the entry points declared in the pyproject.toml of a checkout. Empty outside of a checkout."""
+    """Return the entry points that pyproject.toml declares, if areno is used from a source checkout. Otherwise []."""
     from importlib.metadata import EntryPoint
 
     text = (read_if_exists(root() / "pyproject.toml") or b"").decode()

@@ -24,7 +24,7 @@ from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
 
 
 class Stopwatch:
-    """Measures the phases of a step in seconds, for the time/* metrics.
+    """Measures the phases of a training step, such as "rollout" and "train", in seconds, for the time/* metrics.
 
     A phase inside another phase is not measured separately. Its time counts for the outer phase.
 
@@ -106,11 +106,12 @@ def rollout_metrics(
     A metric without a value, such as the mean reward if no sample has a reward, is left out.
 
     Args:
-        samples: All samples of the step.
+        samples: All B samples of the step.
         advantages: (B,) advantage of each sample. Samples without a reward are left out of the statistics of rewards
             and of advantages.
         skipped_long: Number of dataset rows skipped in this step because they were too long.
-        total_skipped_long: The same number since the start of the run. None leaves out the metric.
+        total_skipped_long: Number of dataset rows skipped for this reason since the start of the run. None leaves out
+            the metric.
 
     Returns:
         The metrics by name, with the prefix rollout/.
@@ -237,14 +238,14 @@ def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
 def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Compute rollout/* metrics from training rows, for scripts that have no scored samples.
 
-    The prompt of a row ends before its first trained token. The response is all trained tokens, and the advantage of a
-    row is the mean over its trained tokens.
+    The prompt of a row is the tokens before its first trained token. The response is all trained tokens, and the
+    advantage of a row is the mean over its trained tokens.
 
     Args:
         rows: The rows passed to a training call.
 
     Returns:
-        The metrics by name. Empty if a row has no `logprobs`.
+        The metrics by name, with the prefix rollout/. Empty if a row has no `logprobs`.
     """
     if any(row.logprobs is None for row in rows):
         return {}
@@ -296,7 +297,13 @@ def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
 
 
 def step_times(clock: Stopwatch) -> dict[str, float]:
-    """Return the seconds of rollout, training and the whole step, as entries of the train/* statistics."""
+    """Return step_rollout_time_s, step_train_time_s and step_e2e_time_s (the whole step), in seconds.
+
+    They are entries of the train/* statistics.
+
+    Args:
+        clock: The stopwatch of the step.
+    """
     return {
         "step_rollout_time_s": clock.seconds.get("rollout", 0.0),
         "step_train_time_s": clock.seconds.get("train", 0.0),
@@ -405,7 +412,8 @@ class StepLog:
             stats: Statistics that the training call returned.
 
         Returns:
-            A copy of `stats`. For the actor, it also has the rollout, training and total seconds of the step.
+            A copy of `stats`. For the actor, the copy also has the seconds that rollout, training and the whole step
+            took.
         """
         if role in self._trained:
             self._trained.clear()

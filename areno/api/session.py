@@ -87,14 +87,17 @@ class Sessions:
         self.lengths = ExpectedLengths()
 
     def need(self, what: str) -> RolloutSession:
-        """Return the open session. Raises EngineError, which names the call `what`, if no session is open."""
+        """Return the open session. Raises EngineError, which quotes the method name `what`, if no session is open."""
         if self.open is None:
             hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
     def refuse(self, what: str) -> None:
-        """Raise EngineError if a session is open. `what` is the name of the refused call."""
+        """Raise EngineError if a session is open. `what` is the name of the call that is refused.
+
+        If no session is open, end a rollout that Ctrl-C interrupted, as `settle` does.
+        """
         if self.open is not None:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
@@ -130,7 +133,7 @@ class RolloutSession:
     Args:
         sessions: The sessions of the Trainer.
         max_running: Largest number of samples decoded at once, over all ranks. None uses the number of samples in a
-            rollout, up to a limit.
+            rollout, but at most 1024 for each data-parallel copy of the model.
         proxy: Settings of the HTTP server for agents. None starts no server.
     """
 
@@ -169,8 +172,8 @@ class RolloutSession:
 
         Raises:
             ConfigError: n_tokens is not a whole number above 0.
-            EngineError: The call is outside the `with` block. Or the cache must grow while streaming requests are
-                open, which would end these requests.
+            EngineError: The call is outside the `with` block. Or the cache must grow while streaming requests are open,
+                and growing would end these requests.
         """
         check_count("n_tokens", n_tokens)
         if self._sessions.open is not self:
@@ -178,7 +181,7 @@ class RolloutSession:
         self._make_room(n_tokens)
 
     def _make_room(self, n_tokens: int, n_samples: int = 1) -> None:
-        """Make the KV cache large enough for sequences of `n_tokens` tokens and `n_samples` samples at once."""
+        """Make the KV cache large enough for `n_samples` samples at once, each of at most `n_tokens` tokens."""
         sessions, plan, running = self._sessions, self._sessions.plan, self._running_spec
         longest, most = sessions.longest, sessions.most
         if n_tokens > longest:
@@ -226,7 +229,7 @@ class RolloutSession:
             at_once: Largest number of prompts in progress at the same time. None samples all at once.
 
         Returns:
-            The results in the order of the prompts.
+            One result with `n_samples` sequences for each prompt, in the order of the prompts.
 
         Raises:
             CancelledError: The asyncio task was cancelled during the rollout.

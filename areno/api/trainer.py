@@ -170,7 +170,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return self.engine.info
 
     def _outside_rollout(self, what: str) -> Engine:
-        """Return the engine for the call `what`. Raises EngineError if a rollout session is open."""
+        """Return the engine. Raises EngineError if a rollout session is open.
+
+        `what` is the name of the public method that must be called outside of a session, for the message.
+        """
         engine = self.engine
         self._sessions.refuse(what)
         return engine
@@ -471,15 +474,18 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def _micro_batches(self, mini_bs: int, mb_spec: MicroBatchSpec | None) -> MicroBatchSpec:
         """Return the micro-batch size of a training call.
 
-        This is `mb_spec` if it is given. Otherwise it is `mini_bs` rows, or max_tokens_per_mb tokens if the engine's
-        settings have this limit.
+        This is `mb_spec` if it is not None. If it is None, this is `mini_bs` rows, or max_tokens_per_mb tokens if the
+        engine's settings have this limit.
         """
         if mb_spec is not None:
             return mb_spec
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self.engine.spec.mb_spec.max_tokens_per_mb)
 
     def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
-        """Check the arguments of a training call, train, and record its statistics."""
+        """Check the arguments of a training call, train, and record and return its statistics by name.
+
+        `role` is the name of the trained model, "actor" or that of a critic.
+        """
         check_update(update, loss_fn)
         engine = self._outside_rollout("train" if role == "actor" else "train_values")
         check_rows(rows)
@@ -493,10 +499,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def ensure_roles(self, roles: Mapping[str, ModelRole | RoleSpec]) -> None:
         """Load further models, such as a reference model or a critic, unless they are loaded already.
 
-        A loaded model keeps its trained weights.
+        A model that is loaded already keeps its trained weights.
 
         Args:
-            roles: Name of each role -> its model and settings. docs/sdk.md lists the names.
+            roles: Role, such as "ref" or "critic" -> its model and settings. docs/sdk.md lists the roles.
 
         Raises:
             EngineError: A role is loaded with other settings (release it first), or a session is open.
@@ -587,7 +593,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             settings: Further arguments of `score`.
 
         Returns:
-            The result of `score`, one entry per row. Empty without a call if there are no rows.
+            The result of `score`, one entry per row. If there are no rows, an empty list, and `score` is not called.
         """
         self._sessions.refuse(what)
         check_token_rows(rows, "token_rows", may_be_empty=True)
@@ -645,7 +651,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             engine.save(str(folder), role, background, merge_adapters)
 
     def checkpoint_written(self) -> bool:
-        """Return whether all checkpoints that write_checkpoint writes in the background are complete on disk.
+        """Return whether the files of all calls of write_checkpoint with background=True are complete on disk.
 
         Raises:
             CheckpointError: A checkpoint cannot be written.

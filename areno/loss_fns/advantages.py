@@ -186,7 +186,8 @@ def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np
         groups_B: (B,) group ids.
 
     Returns:
-        Integer arrays of shape (n_sets, size), one array for all sets of the same size. Each array row is a set.
+        A list of integer arrays of shape (n_sets, size). Sets of the same size are in the same array, and each row of
+        an array is a set.
     """
     known = np.flatnonzero(known_B)
     if level is None or not known.size:

@@ -1,4 +1,4 @@
-"""Weights and masks for rows that the policy of this update did not sample, in numpy float64.
+"""Weights and masks for rows that were not sampled by the policy in training, in numpy float64.
 
 The behaviour policy is the policy that sampled the rows: a stale policy, or the current weights run by the kernels of
 the rollout. The proximal policy is the policy before this update, whose log-probabilities come from a forward pass of
@@ -34,11 +34,13 @@ def behave_weights(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Compute the importance weight of each token, and choose the tokens to train on.
 
-    The weight of a token is its ratio r. At level "sequence" with metric "ratio", the weight of every token of a row is
-    the geometric mean of r over the row. With the default settings no weight is bounded and every token is kept.
+    The weight of a token is the ratio r of its probabilities, prox / behave. At level "sequence" with metric "ratio",
+    the weight of every token of a row is the geometric mean of r over the row. With the default settings no weight is
+    bounded and every token is kept.
 
     Args:
-        prox: Log-probabilities under the proximal policy, a (T_i,) array for the trained tokens of each row.
+        prox: Log-probabilities under the proximal policy (the policy before the update), a (T_i,) array for the trained
+            tokens of each row.
         behave: Log-probabilities under the policy that sampled the rows, in the same form as `prox`.
         level: Whether `metric` is compared with the bounds for each "token" or for each row ("sequence").
         action: Treatment of tokens or rows whose metric is outside of [lower, upper]. "mask" gives them weight 0 and
@@ -89,14 +91,15 @@ def behave_weights(
 def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> list[np.ndarray]:
     """Choose the tokens that M2PO trains on (arXiv 2510.01161, Algorithm 1).
 
-    A token is a candidate for masking if its update would move the ratio further away from 1: its advantage A > 0 with
-    r > 1, or A < 0 with r < 1. The candidates with the largest (log r)^2 are masked until the mean of (log r)^2 over
-    the remaining candidates is at most `threshold`. All other tokens are kept. The mean is over the whole batch, so
-    give all rows of an optimizer step at once. The paper's loss still divides by all tokens: give masked tokens weight
-    0, and leave them in the training mask.
+    r is the ratio of a token's probabilities, prox / behave. A token is a candidate for masking if its update would
+    move r further away from 1, because its advantage A > 0 with r > 1, or A < 0 with r < 1. The candidates with the
+    largest (log r)^2 are masked until the mean of (log r)^2 over the remaining candidates is at most `threshold`. All
+    other tokens are kept. The mean is over the whole batch, so give all rows of an optimizer step at once. The paper's
+    loss still divides by all tokens, so give masked tokens weight 0, and leave them in the training mask.
 
     Args:
-        prox: Log-probabilities under the proximal policy, a (T_i,) array for the trained tokens of each row.
+        prox: Log-probabilities under the proximal policy (the policy before the update), a (T_i,) array for the trained
+            tokens of each row.
         behave: Log-probabilities under the policy that sampled the rows, in the same form as `prox`.
         advantages: Advantages of the trained tokens, a (T_i,) array for each row.
         threshold: Largest mean of (log r)^2. The paper uses 0.04.
@@ -125,7 +128,10 @@ def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> lis
 
 
 def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
-    """Return log r of each row, float64. Raises DataError if shapes differ or a log-probability is not finite."""
+    """Return the differences prox - behave of each row's log-probabilities, as float64 arrays (log ratios).
+
+    Raises DataError if shapes differ or a log-probability is not finite.
+    """
     if len(prox) != len(behave):
         raise DataError(f"there are {len(prox)} rows of proximal and {len(behave)} of behaviour log-probabilities")
     out = []
@@ -143,13 +149,16 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
 
 
 def _weights(log_r_T: np.ndarray, by_row: bool) -> np.ndarray:
-    """Return the ratio r of each token, or with `by_row` the geometric mean of r over the row."""
+    """Return exp(log_r_T), the ratio of each token. If `by_row`, each token gets the geometric mean of its row."""
     log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if by_row and log_r_T.size else log_r_T
     return np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.ndarray:
-    """Return the chosen metric of each token, (T,) float64."""
+    """Return the values of `metric` for each token, (T,) float64.
+
+    `log_r_T` are the log ratios to the policy that sampled the tokens, and `behave_T` its log-probabilities.
+    """
     if metric == "kl_k1":
         return log_r_T
     if metric == "kl_k2":
@@ -162,7 +171,10 @@ def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.nda
 
 
 def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
-    """Return KL(p, q) of each token, for the two outcomes "this token" and "any other token"."""
+    """Return KL(p, q) at each token, for the two outcomes "this token" and "any other token".
+
+    `log_p_T` and `log_q_T` are the token's log-probabilities under p and q.
+    """
     nearly_one = -1e-8  # with a probability of 1, the other event would have log-probability -inf
     log_p_T, log_q_T = np.minimum(log_p_T, nearly_one), np.minimum(log_q_T, nearly_one)
     p_T, other_p_T, other_q_T = np.exp(log_p_T), -np.expm1(log_p_T), -np.expm1(log_q_T)
@@ -170,6 +182,10 @@ def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
 
 
 def _of_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
-    """Combine the tokens of a row by `agg`. `values_T` are log ratios for metric "ratio", otherwise metric values."""
+    """Combine the tokens of a row to one metric by `agg`: "sum", "mean" or "max".
+
+    `values_T` are log ratios if `metric` is "ratio", and the result is then a ratio. For another metric, `values_T` are
+    its values.
+    """
     value = float({"sum": np.sum, "mean": np.mean, "max": np.max}[agg](values_T))
     return math.exp(min(value, MAX_LOG_RATIO)) if metric == "ratio" else value

@@ -123,5 +123,5 @@ def preference_loss(margins_P: Tensor, beta: float, label_smoothing: float, loss
 
 
 def _pair_mean(pack: DataPack, values_P: Tensor) -> Tensor:
-    """Return the micro-batch's share of the step's mean over pairs, 0-dim."""
+    """Return the micro-batch's share of the step's mean over pairs, 0-dim. `values_P` has a value for each pair."""
     return pack.row_mean(values_P) * 2

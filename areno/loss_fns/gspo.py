@@ -26,7 +26,7 @@ def gspo_loss_fn(
     The ratio of a row is exp(mean_t(logprobs - old_logprobs)) (arXiv 2507.18071 eq. 5-7). A row's advantage is the mean
     of its tokens' advantages, which are all equal if they come from the row's reward. A row's policy loss is multiplied
     by the mean of `pack.weights` over its tokens, so a token with weight 0 reduces the factor of its whole row. The KL
-    is the mean over the row's tokens, then over rows. For advantages that differ within a row use GSPO-token,
+    is averaged over the tokens of each row, and then over rows. For advantages that differ within a row use GSPO-token,
     `grpo_loss_fn` with importance_sampling_level "sequence".
 
     Args:

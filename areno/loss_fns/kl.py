@@ -36,11 +36,11 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
     Args:
         logprobs: Log-probabilities under the policy, of any shape, differentiable.
         ref_logprobs: Log-probabilities under the reference, of the same shape.
-        estimator: "k1", "k2" or "k3".
+        estimator: "k1", "k2" or "k3", whose formulas are in the docstring of this module.
 
     Returns:
-        Estimates of the same shape, differentiable with respect to `logprobs`. log r is clamped to [-20, 20], and the
-        gradient is 0 outside of that range.
+        Estimates of the same shape, differentiable with respect to `logprobs`. The log ratio ref_logprobs - logprobs is
+        clamped to [-20, 20], and the gradient is 0 outside of that range.
 
     Raises:
         ValueError: The estimator is unknown.
@@ -53,8 +53,8 @@ def kl_array(
 ) -> np.ndarray:
     """Estimate KL(policy || reference) at each token in numpy float64, for a KL penalty in the rewards.
 
-    With k1, the sum over the tokens of a row is log(policy / reference) of the whole row. Its mean over rows estimates
-    the KL between the distributions of sequences (arXiv 1909.08593 eq. 2).
+    With k1, the sum over the tokens of a row is log(policy / reference) of the whole row. The mean of these sums over
+    rows estimates the KL between the distributions of sequences (arXiv 1909.08593 eq. 2).
 
     Args:
         logprobs: (T,) log-probabilities under the policy.
@@ -62,7 +62,7 @@ def kl_array(
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        (T,) float64 estimates, with log r clamped to [-20, 20].
+        (T,) float64 estimates. The log ratio ref_logprobs - logprobs is clamped to [-20, 20].
 
     Raises:
         ValueError: The estimator is unknown.
@@ -72,7 +72,10 @@ def kl_array(
 
 
 def _estimate(log_r: Any, exp: Callable[[Any], Any], estimator: str) -> Any:
-    """Apply an estimator to clamped log ratios. `exp` is the exponential for the type of `log_r`, tensor or array."""
+    """Compute the KL estimator "k1", "k2" or "k3" from clamped log ratios, log(reference / policy).
+
+    `exp` is the exponential function for the type of `log_r`, a tensor or an array.
+    """
     if estimator == "k1":
         return -log_r
     if estimator == "k2":

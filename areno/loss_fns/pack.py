@@ -71,7 +71,7 @@ class DataPack:
             self.trained_T = self.loss_mask.nonzero().squeeze(-1)
 
     def need(self, name: str) -> Tensor:
-        """Return an optional tensor of the pack, or raise if it is None.
+        """Return a tensor of the pack, or raise DataError if it is None.
 
         Args:
             name: Name of the attribute, such as "advantages".

@@ -59,7 +59,7 @@ def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[
     Args:
         pack: The micro-batch.
         advantages: (T,) advantages of the trained tokens.
-        log_ratio: (T,) logarithms of the importance ratios.
+        log_ratio: (T,) logarithms of the importance ratios r.
 
     Returns:
         0-dim tensors by name. advantage_mean is the mean advantage. approx_kl estimates KL(old policy || trained

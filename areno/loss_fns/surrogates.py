@@ -124,7 +124,7 @@ class Surrogate(Section):
         raise NotImplementedError
 
     def clip_range(self) -> float | None:
-        """Return the distance below 1 at which the ratio is clipped, or None for a surrogate without a clip."""
+        """Return the eps for which ratios below 1 - eps are clipped, or None for a surrogate without a clip."""
         return None
 
 
@@ -247,9 +247,9 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     Attributes:
         surrogate: The name of the chosen surrogate.
-        use_cispo_loss: True is the same as surrogate="cispo". False turns cispo off, which gives "clip". Once applied,
-            it is None; read `surrogate` instead.
-        use_sapo_loss: The same for sapo.
+        use_cispo_loss: True changes `surrogate` from "clip" to "cispo", and False from "cispo" to "clip". After such a
+            change this attribute is None, so read `surrogate` instead.
+        use_sapo_loss: The same switch between "clip" and "sapo".
     """
 
     surrogate: SurrogateName = setting(
@@ -263,10 +263,17 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply the switches use_cispo_loss and use_sapo_loss to `surrogate`, unless they contradict each other.
+        """Apply the switches use_cispo_loss and use_sapo_loss to the setting `surrogate`.
 
-        A switch that was applied becomes None, so that a copy with another `surrogate` has no contradiction. In a
-        subclass that gives the switch a default, the switch keeps its value.
+        A switch that is True is not applied if `surrogate` already names the other of "cispo" and "sapo", which is a
+        contradiction. A switch that was applied becomes None, so that a copy with another `surrogate` has no
+        contradiction. In a subclass that gives the switch a default other than None, the switch keeps its value.
+
+        Args:
+            values: The settings by name.
+
+        Returns:
+            A copy of `values` with the switches applied.
         """
         found = dict(values)
         for name in ("cispo", "sapo"):
@@ -282,7 +289,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Setting a switch such as `use_sapo_loss` changes `surrogate`."""
+        """Set an attribute. If it is a switch, use_cispo_loss or use_sapo_loss, apply it to `surrogate`."""
         super().__setattr__(name, value)
         is_constructed = vars(self).keys() >= {"surrogate", "use_cispo_loss", "use_sapo_loss"}
         if is_constructed and name in ("use_cispo_loss", "use_sapo_loss"):
@@ -303,7 +310,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
-        """Yield a problem for each switch that is true although another surrogate is chosen."""
+        """Yield a problem for each switch, such as use_cispo_loss, that is True while another surrogate is chosen."""
         for name in ("cispo", "sapo"):
             if vars(self)[f"use_{name}_loss"] is True and self.surrogate != name:
                 yield Problem(f"use_{name}_loss", f"is true, but surrogate is {self.surrogate}; leave one of them out")

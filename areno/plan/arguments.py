@@ -81,7 +81,9 @@ def check_folder(name: str, path: Any) -> None:
 
 
 def check_prompts(prompts: Any) -> None:
-    """Raise DataError unless prompts are a non-empty list in which each element is a text or a list of chat messages.
+    """Raise DataError unless prompts are a non-empty list of valid prompts.
+
+    A valid prompt is a non-empty text or a list of chat messages.
 
     Args:
         prompts: Value of the argument `prompts`.
@@ -94,7 +96,7 @@ def check_prompts(prompts: Any) -> None:
 
 
 def prompt_problem(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt, or None if it is a text or a list of chat messages.
+    """Return what is wrong with a prompt, or None if it is a non-empty text or a list of chat messages.
 
     Args:
         prompt: Any object.
@@ -109,13 +111,15 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may_be_empty: bool = False) -> None:
-    """Raise DataError unless rows are a list, and with a vocab_size, a list of non-empty lists of token ids.
+    """Raise DataError unless rows are a list and, if `vocab_size` is given, each row is a valid list of token ids.
+
+    A valid row is not empty, and its ids are from 0 to vocab_size - 1.
 
     Args:
         rows: Value of the argument.
         name: Name of the argument, for messages.
         vocab_size: Vocabulary size of the model. None leaves the check of each row to the engine.
-        may_be_empty: Whether an empty list is allowed.
+        may_be_empty: Whether an empty list of rows is allowed.
     """
     if_empty = None if may_be_empty else "at least one row is expected"
     _check_list(name, rows, "a list of lists of token ids is expected", if_empty)
@@ -125,7 +129,9 @@ def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may
 
 
 def check_rows(rows: Any) -> None:
-    """Raise DataError unless rows are a non-empty list of TrainSequences. The engine checks their fields later.
+    """Raise DataError unless rows are a non-empty list of TrainSequences.
+
+    The engine checks the fields of each TrainSequence later.
 
     Args:
         rows: Value of the argument `batch_data`.
@@ -162,7 +168,11 @@ def check_update(update: UpdateSpec, loss_fn: Any) -> None:
 
 
 def _check_list(name: str, value: Any, expected: str, if_empty: str | None) -> None:
-    """Raise DataError unless a value is a list or tuple. An empty list is allowed only if `if_empty` is None."""
+    """Raise DataError unless a value is a list or tuple.
+
+    `name` is the name of the argument, and `expected` the end of the message. If the list is empty, the message ends
+    with `if_empty`. If `if_empty` is None, an empty list is allowed.
+    """
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{name} is a {type(value).__name__}; {expected}")
     if not value and if_empty is not None:

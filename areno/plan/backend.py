@@ -33,11 +33,12 @@ class ArenoConfig:
         tp_size: Number of ranks that share one copy of the model (tensor parallel).
         dp_size: Number of copies of the model. None is world_size // tp_size, the only valid value.
         devices: CUDA device ids, one for each rank. None takes the first devices.
-        dummy_load: Whether the policy and all roles get random weights, so that no folder needs weight files.
+        dummy_load: Whether the policy and all other models get random weights, so that no folder needs weight files.
         optimizer: An areno.config.models.OptimizerConfig, or a dictionary of its fields. None takes the defaults.
-        runtime: A dictionary of the fields of RuntimeConfig. None takes the defaults.
-        max_running_prompts: Number of samples decoded at the same time, over all ranks. None decodes all samples of a
-            rollout at the same time.
+        runtime: A dictionary of further settings of models, memory and decoding, whose keys are the fields of
+            areno.plan.backend.RuntimeConfig. None takes the defaults.
+        max_running_prompts: Number of samples (not prompts) decoded at the same time, over all ranks. None decodes all
+            samples of a rollout at the same time.
         decode_progress_interval_s: Seconds between log lines of a rollout.
     """
 
@@ -83,7 +84,7 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
 
 @dataclass(kw_only=True)
 class BackendSettings(Section):
-    """The checked settings of an ArenoConfig, with the same names."""
+    """The checked settings of an ArenoConfig. The attributes have the same names as in ArenoConfig."""
 
     model_path: str | None = setting(
         None, help="folder or hub id of weights to load in place of the Trainer's model_path"
@@ -108,7 +109,7 @@ class BackendSettings(Section):
 
 @dataclass(kw_only=True)
 class TrainerSettings(Section):
-    """The checked arguments of a Trainer, with the same names."""
+    """The checked arguments of a Trainer. The attributes have the same names as the arguments."""
 
     world_size: int = setting(help="number of ranks, each with one device", gt=0)
     model_path: str = setting(help="model folder or hub id")
@@ -122,14 +123,14 @@ class TrainerSettings(Section):
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
-        """Report tp_size or cp_size if they do not divide the ranks."""
+        """Yield a problem if tp_size or cp_size (context parallel) does not divide the number of ranks."""
         layout = Layout(self.world_size, self.custom_config.tp_size, self.custom_config.runtime.cp_size)
         for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
     @check
     def the_number_of_copies_follows(self) -> Iterator[Problem]:
-        """Report a dp_size that is not world_size // tp_size."""
+        """Yield a problem if dp_size is set to another number than world_size // tp_size."""
         given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
         if given is not None and given != copies:
             found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
@@ -137,7 +138,7 @@ class TrainerSettings(Section):
 
     @check
     def each_rank_has_a_device(self) -> Iterator[Problem]:
-        """Report a number of device ids that is not the number of ranks."""
+        """Yield a problem if the number of device ids differs from the number of ranks."""
         devices, size = self.custom_config.devices, self.world_size
         if devices is not None and len(devices) != size:
             found = f"is {devices}, but world_size is {size}; give one id for each rank"
@@ -145,7 +146,7 @@ class TrainerSettings(Section):
 
     @check
     def inline_is_one_rank(self) -> Iterator[Problem]:
-        """Report workers=inline if there are several ranks."""
+        """Yield a problem if the setting `workers` is "inline" (no worker process) but there are several ranks."""
         if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
             found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"
             yield Problem("custom_config.runtime.workers", found)

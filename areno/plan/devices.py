@@ -59,7 +59,9 @@ def find_devices(
 
 
 def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
-    """Return the devices of a run, one for each worker, node by node. Each node counts its devices from 0.
+    """Return the devices of a run, one for each worker, node by node.
+
+    The numbers of the devices start from 0 on each node, as in ["cuda:0", "cuda:1", "cuda:0", "cuda:1"] for two nodes.
 
     Args:
         engine: Settings of devices and processes.
@@ -132,7 +134,10 @@ def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: Schedule
 
 
 def _take_cpu(found: str) -> None:
-    """Warn that engine.device=auto uses CPUs. Raises ConfigError if this machine has GPUs that Ray does not see."""
+    """Warn that engine.device=auto uses CPUs. Raises ConfigError if this machine has GPUs that Ray does not see.
+
+    `found` describes the devices of the Ray cluster, for the messages.
+    """
     import torch
 
     if n_here := torch.cuda.device_count():

@@ -103,7 +103,7 @@ def _origin(lora: LoraSpec) -> str:
 
 
 def _log_memory(engine: Engine) -> None:
-    """Log the computed memory of the models on each device: a line, and a table for logs/run.log only."""
+    """Log the computed memory of the models on each device: one line, and a table that only logs/run.log shows."""
     short, table = engine.memory_table()
     logger.info("%s", short)
     for line in table.splitlines():
@@ -112,7 +112,7 @@ def _log_memory(engine: Engine) -> None:
 
 @contextmanager
 def log_memory_after(engine: Engine) -> Iterator[None]:
-    """Log the memory of the models after a `with` block if the block has changed it.
+    """Log the computed memory of an engine's models after a `with` block, if the block has changed it.
 
     Args:
         engine: A started engine.

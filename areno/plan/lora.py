@@ -26,7 +26,7 @@ Actor = TypeVar("Actor", bound=ModelConfig)
 
 
 def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
-    """Return the specification of the adapters that the settings ask for.
+    """Return the specification of the LoRA adapters that the settings ask for.
 
     Args:
         actor: Settings of the actor.
@@ -36,8 +36,9 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
         The specification. None if actor.use_lora is false.
 
     Raises:
-        ConfigError: The model has no such target module, or a setting differs from the folder init_lora_from.
-        CheckpointError: The folder init_lora_from cannot be read.
+        ConfigError: The base model lacks one of actor.target_modules, or a setting differs from the adapters in the
+            folder actor.init_lora_from.
+        CheckpointError: The folder actor.init_lora_from cannot be read.
     """
     if not actor.use_lora:
         return None
@@ -62,7 +63,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
 
 
 def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Return name -> (out, in) of the linear layers that get adapters (actor.target_modules)."""
+    """Return name -> (output features, input features) of the linear layers that actor.target_modules selects."""
     chosen = actor.target_modules
     return {name: shape for name, shape in linear_shapes(model).items() if name in chosen or chosen == [ALL_LINEAR]}
 
@@ -83,7 +84,10 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
 
 
 def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    """Yield a problem if lora_rank exceeds the width of every adapted layer. Single narrower layers are accepted."""
+    """Yield a problem if lora_rank exceeds the smaller dimension of every layer that gets adapters.
+
+    There is no problem if only some of these layers are narrower than lora_rank.
+    """
     widths = [min(shape) for shape in _adapted_shapes(actor, model).values()]
     if widths and actor.lora_rank > (most := max(widths)):
         text = "is {}, but none of the layers with adapters is wider than {}, so a higher rank adds nothing"
@@ -93,7 +97,11 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
 def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
     """Yield a problem for each adapter setting that contradicts the adapters in the folder init_lora_from.
 
-    Settings that are left at their defaults contradict nothing.
+    A setting that is left at its default contradicts nothing.
+
+    Args:
+        adapters: The adapters in the folder: their rank, alpha, target modules and use_rslora.
+        actor: Settings of the actor.
     """
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
@@ -128,11 +136,12 @@ def adapter_folder(path: str) -> Path | None:
 
 
 def with_model(actor: Actor, path: str) -> Actor:
-    """Return a copy of the settings with another model.
+    """Return a copy of the actor's settings with another model.
 
     Args:
         actor: Settings of the actor.
-        path: A model folder or hub id. If it holds adapters, the settings load their base model with these adapters.
+        path: A model folder or hub id. If the folder holds adapters, the copy has their base model as its path, and
+            starts LoRA from these adapters.
 
     Raises:
         CheckpointError: The base model of the adapters is missing, or a hub id cannot be downloaded.
@@ -152,10 +161,13 @@ def with_model(actor: Actor, path: str) -> Actor:
 
 
 def own_tokenizer(path: str) -> str | None:
-    """Return the folder of adapters if it has tokenizer files. None if it has none, or holds no adapters.
+    """Return the local folder of adapters if the folder also has tokenizer files.
 
     Args:
         path: A local path or hub id.
+
+    Returns:
+        The folder. None if `path` holds no adapters, or if the folder of the adapters has no tokenizer files.
     """
     folder = adapter_folder(path)
     return str(folder) if folder is not None and any((folder / name).is_file() for name in TOKENIZER) else None

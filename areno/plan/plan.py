@@ -44,8 +44,8 @@ class TrainerPlan:
         spec: Specification of the engine: models, devices and precision.
         tokenizer: The tokenizer of the actor.
         workers: Kind of worker processes: a value of engine.workers, or "ray".
-        rollout: Settings of the decoder. If max_concurrent_rollouts is null, all samples of a rollout are decoded at
-            the same time, within the memory of the engine.
+        rollout: Settings of the decoder. If rollout.max_concurrent_rollouts is null, all samples of a rollout are
+            decoded at the same time, as far as the memory of the engine allows.
         max_len: Longest prompt plus completion that the KV cache holds, in tokens. None enlarges the cache whenever a
             rollout needs longer sequences.
         progress_interval_s: Seconds between log lines of a rollout.
@@ -93,11 +93,11 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
 
 
 def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
-    """Return a copy of the plan for the nodes of a Ray cluster.
+    """Return a copy of a plan that runs its workers on the nodes of a Ray cluster.
 
     Args:
         plan: The plan for the devices of the cluster.
-        config: Settings of the run, whose output folders all nodes must see.
+        config: Settings of the run. The copy lists its output folders, which all nodes must see.
     """
     folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
     shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
@@ -121,12 +121,12 @@ def open_actor(
     routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
 ) -> TrainerPlan:
-    """Make the plan of a Trainer with one trained model.
+    """Make the plan of a Trainer that trains one model.
 
     Args:
         actor: Settings of the model.
         engine: Settings of devices and processes.
-        devices_of: Returns the devices of the run, one for each worker.
+        devices_of: Function without arguments that returns the devices of the run, one for each worker.
         tokenizer_path: Folder or hub id of the tokenizer. None takes the tokenizer of the model.
         control_tokens: Whether text in messages that spells a control token is encoded as this token, instead of as
             ordinary text.
@@ -200,7 +200,7 @@ def _raise(problems: list[Problem]) -> None:
 
 
 def _open_config(path: str) -> tuple[str, TransformerConfig]:
-    """Return the local folder of the actor and its parsed config.json.
+    """Return the local folder of the actor's model and its parsed config.json. `path` is a folder or hub id.
 
     Raises ConfigError if the folder holds only adapters.
     """
@@ -216,7 +216,7 @@ def _open_config(path: str) -> tuple[str, TransformerConfig]:
 
 
 def model_folder(path: str, key: str) -> str:
-    """Return the local folder of a model folder or hub id. A hub id is downloaded.
+    """Return the local folder of a model. If `path` is a hub id, the model is downloaded.
 
     Args:
         path: The folder or hub id.
@@ -256,11 +256,11 @@ def load_tokenizer(folder: str) -> Any:
         folder: Folder with tokenizer files.
 
     Returns:
-        A tokenizer of transformers, without a limit of its own on the length of texts.
+        A tokenizer of the transformers library, which accepts texts of any length without a warning.
 
     Raises:
         ConfigError: The folder has no usable tokenizer.
-        CheckpointError: transformers cannot read config.json in the folder.
+        CheckpointError: The transformers library cannot read config.json in the folder.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -346,11 +346,11 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     """Raise ConfigError if an optimizer step has fewer rows than there are copies of the model to train on them.
 
     The check is skipped for agents, which return any number of rows, and for an actor with gradient_accumulation_steps,
-    which counts micro-batches. In these cases training itself raises an error.
+    which counts micro-batches instead of rows. In these two cases, training itself raises an error.
 
     Args:
         config: Settings of the run.
-        spec: Specification of the engine, with the layout of the copies.
+        spec: Specification of the engine, with the number of copies.
     """
     rows, updates = config.train_dataset.batch_size, {"actor": 1}
     if isinstance(config, PolicyExperimentConfig):
@@ -408,7 +408,7 @@ def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
         config: Settings of the run.
 
     Returns:
-        The specifications. A path of "" stands for the folder of the actor.
+        The specifications. In a specification, the path "" stands for the folder of the actor.
 
     Raises:
         CheckpointError: A folder holds no model.
@@ -460,7 +460,7 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
 
 
 def _problems(name: Any, role: Any) -> Iterator[Problem]:
-    """Yield the problems with one role of a script."""
+    """Yield the problems with one role that a script requests. `role` should be a ModelRole."""
     key = f"roles[{name!r}]"
     if not isinstance(name, str):
         yield Problem(key, "is named by no string; role names are strings, such as 'critic'")
@@ -514,7 +514,10 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
 
 
 def _has_value_head(folder: str) -> bool:
-    """Return whether config.json names a ...ForSequenceClassification model. False if it cannot be read."""
+    """Return whether the config.json of a model folder names a ...ForSequenceClassification model.
+
+    False if config.json cannot be read.
+    """
     try:
         names = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):

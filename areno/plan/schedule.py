@@ -21,7 +21,9 @@ _EARLY, _LATE = 0.9, 2.0  # lr_decay_steps outside of this range, relative to th
 def with_schedules(
     config: ExperimentConfig, plan: TrainerPlan, roles: dict[str, RoleSpec], n_steps: int
 ) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
-    """Set lr_decay_steps of each trained model to its number of updates in the run, unless it is set.
+    """Return copies of plan and roles in which each trained model's lr_decay_steps is its number of updates.
+
+    A value of lr_decay_steps that the configuration sets is kept.
 
     Args:
         config: Settings of the run.
@@ -30,7 +32,7 @@ def with_schedules(
         n_steps: Number of steps in the run.
 
     Returns:
-        (plan, roles), changed copies.
+        (plan, roles), the copies.
     """
     updates = n_updates(config, n_steps)
 
@@ -52,7 +54,8 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
 
     Args:
         config: Settings of the run.
-        n_steps: Number of steps in the run.
+        n_steps: Number of steps in the run. A step is one batch of the training dataset and may have several
+            updates.
     """
     actor = config.actor
     each, first = 1, 0
@@ -74,14 +77,14 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
-    """Yield warnings about steps and learning-rate schedules that were made for a run of another length.
+    """Yield warnings about a run that ends early, and about learning-rate schedules that do not fit its length.
 
     Args:
         config: Settings of the run.
         n_steps: Number of steps in the run.
 
     Yields:
-        A text that names the setting to change.
+        The text of a warning, which names the setting to change. A learning rate of 0 also gives a warning.
     """
     if config.total_train_steps is not None and n_steps < config.total_train_steps:
         limit = f"total_train_epochs={config.total_train_epochs}"

@@ -50,7 +50,7 @@ class DPOActorConfig(ModelConfig):
 
     @forbid("label_smoothing", "is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0")
     def unused_smoothing(self) -> bool:
-        """Return whether label smoothing is set for a loss that does not use it."""
+        """Return whether label_smoothing is set although the chosen loss_type does not use it."""
         return self.label_smoothing > 0 and self.loss_type != "sigmoid"
 
 

@@ -95,7 +95,7 @@ class PPOConfig(CriticExperimentConfig):
             groups: Index of the group of each row. The samples of one prompt are a group.
 
         Returns:
-            (advantages, returns): for each row, an array with one value per trained token.
+            (advantages, returns): two lists, which have for each row an array with one entry per trained token.
         """
         from areno.trainers.rows import critic_advantages
 

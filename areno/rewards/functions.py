@@ -89,7 +89,11 @@ def _of_settings(config: RewardConfig) -> list[RewardFunction]:
 
 
 def _resolved(config: RewardConfig, spec: str) -> str | Reward:
-    """Return an entry of reward.fn as a built-in reward with its settings, or as `absolute path:function`."""
+    """Convert an entry of the setting reward.fn to a form that a reward process can load.
+
+    `spec` is the entry: the name of a built-in reward, `file.py` or `file.py:function`. Returns the built-in reward
+    with its settings, or `absolute path:function`.
+    """
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
         return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()
@@ -134,7 +138,7 @@ def _each_once(names: list[str]) -> list[str]:
 def _weighted(
     config: RewardConfig, codes: Sequence[str | bytes | Reward], names: Sequence[str]
 ) -> list[RewardFunction]:
-    """Combine each function with its name and its weight.
+    """Make the RewardFunctions from their code, names and weights. The weights are the setting reward.weights.
 
     Raises ConfigError if the number of weights differs from the number of functions.
     """
@@ -146,7 +150,7 @@ def _weighted(
 
 
 def _pickled(function: Callable[..., Any], name: str) -> bytes:
-    """Pickle a function of a script. Raises ConfigError, which has its `name`, if it cannot be pickled."""
+    """Pickle a function of a script. Raises ConfigError, whose text has `name`, if the function cannot be pickled."""
     try:
         return dumps(function)
     except Exception as error:  # an object may raise anything when it is pickled

@@ -100,7 +100,9 @@ class RewardPool(WorkerPool[RewardConfig]):
             return [scoring.outcomes()[position] for position in range(len(records))]
 
     def scoring(self) -> Scoring:
-        """Return a context manager that scores samples while they are generated. Only one may be open at a time.
+        """Return a context manager that scores samples in a thread, while the rollout generates more samples.
+
+        Only one such context manager may be open at a time.
 
         Raises:
             EngineError: The processes are not running.
@@ -153,7 +155,7 @@ class RewardPool(WorkerPool[RewardConfig]):
 class Scoring(AbstractContextManager["Scoring"]):
     """Scores samples in a thread as they arrive. `RewardPool.scoring` makes it; use it as a context manager.
 
-    Leaving the context before `outcomes` has returned drops the samples that are not scored yet.
+    If the context ends before `outcomes` has returned, the samples that are not scored yet are dropped.
 
     Args:
         pool: The reward processes.
@@ -173,7 +175,8 @@ class Scoring(AbstractContextManager["Scoring"]):
         """Add samples to score, and return without waiting.
 
         Args:
-            records: The samples by number. Each number may be used once.
+            records: A number that the caller chooses for each sample -> the record of the sample. Each number may be
+                used once.
 
         Raises:
             ArenoError: Scoring has failed, for example because a function cannot be loaded.
@@ -186,7 +189,7 @@ class Scoring(AbstractContextManager["Scoring"]):
         """Wait until all samples are scored. After this call, no sample may be added.
 
         Returns:
-            The outcome for each sample by its number, as given to `add`.
+            Number of each sample, as given to `add` -> its outcome.
 
         Raises:
             ArenoError: Scoring has failed, for example because a function cannot be loaded.
@@ -241,17 +244,17 @@ class Scoring(AbstractContextManager["Scoring"]):
 
 
 class _Calls:
-    """The samples of one `Scoring`, each under its number, with their outcomes.
+    """The samples of one `Scoring`, with their outcomes. Each sample has the number that was given to `Scoring.add`.
 
     Attributes:
-        outcomes: The outcome for each scored sample.
-        n_open: The number of samples without an outcome.
+        outcomes: Number of each scored sample -> its outcome.
+        n_open: How many samples have no outcome yet.
         alone: The numbers of samples that are sent one at a time, because one of them may crash its process.
         waiting: The numbers of all other samples that are still to be sent.
-        n_timeouts: The number of timeouts.
-        n_answers: The number of outcomes other than timeouts.
-        n_unanswered: The number of timeouts since the last other outcome.
-        answered_at: The time (time.monotonic) of the last outcome other than a timeout.
+        n_timeouts: How many outcomes are timeouts.
+        n_answers: How many outcomes are not timeouts.
+        n_unanswered: How many timeouts came since the last outcome that was no timeout.
+        answered_at: The time (time.monotonic) of the last outcome that was no timeout.
     """
 
     def __init__(self) -> None:
@@ -265,7 +268,7 @@ class _Calls:
         self.waiting: deque[int] = deque()
 
     def add(self, position: int, record: Record) -> None:
-        """Add a sample. If it cannot be pickled, its outcome is an error."""
+        """Add a sample with the number `position`. If the record cannot be pickled, the outcome is an error."""
         if not self.n_open:
             self.answered_at = time.monotonic()
         self.n_open += 1
@@ -278,15 +281,23 @@ class _Calls:
             self.waiting.append(position)
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
-        """Record the outcome that a process sent for a sample."""
+        """Record the outcome that a process sent for the sample with the number `position`.
+
+        `answer` is (status, reward or None, message, parts of the reward).
+        """
         status, value, text, parts = answer
         self.settle(position, RewardOutcome(value, status, text, parts))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Record the failure of the sample that crashed or blocked a process, and requeue the rest of its chunk.
+        """Record the failure of the sample that crashed or blocked a process, and send its other samples again.
 
-        If a process with an async function dies, it is unknown which sample crashed it. All its samples are then sent
-        again, one at a time.
+        If a process with an async function dies, it is unknown which of its samples crashed it. All of them are then
+        sent again, one at a time.
+
+        Args:
+            worker: The process that ended.
+            status: "error" or "timeout", for the outcome of the sample.
+            text: The message of this outcome.
         """
         if worker.is_async and worker.sent > 1:
             self.alone.extend(worker.chunk)  # sent one at a time, the sample that crashed the process is found
@@ -296,9 +307,13 @@ class _Calls:
             self.waiting.extendleft(reversed(others))
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return (number, pickled record) for the samples to send to an idle process.
+        """Choose the samples to send to an idle process, and return (number, pickled record) for each of them.
 
         The chunks get smaller towards the end, so that all processes finish at about the same time.
+
+        Args:
+            n_workers: How many processes there are.
+            is_async: Whether the process scores its samples concurrently, and so gets more of them at once.
         """
         if self.alone:
             position = self.alone.popleft()
@@ -316,7 +331,7 @@ class _Calls:
             self.settle(position, outcome)
 
     def settle(self, position: int, outcome: RewardOutcome) -> None:
-        """Record the outcome for a sample."""
+        """Record the outcome for the sample with the number `position`."""
         self._payloads.pop(position, None)
         self.outcomes[position] = outcome
         self.n_open -= 1

@@ -88,7 +88,7 @@ class _Function:
         weight: The factor of its value in the reward.
         path: The file that error messages refer to, or None for a function of a script.
         is_async: Whether `call` returns a coroutine.
-        warm_up: Makes the first call as fast as later calls. None for functions of the user.
+        warm_up: Function that does the slow work of a first call in advance. None for functions of the user.
     """
 
     call: Callable[[Any], Any]
@@ -140,8 +140,8 @@ class _Scorer:
     Attributes:
         connection: The connection to the driver.
         functions: The loaded functions of the run.
-        timeout_s: The time limit for a record if a function is async, in seconds. The driver enforces the limit
-            otherwise.
+        timeout_s: The time limit for a record, in seconds. This class enforces the limit only if a function is async.
+            If no function is async, the driver enforces it.
         copies: Ends the copies of this process that a function makes with os.fork, if they return from the function.
         tracebacks: Whether the message of an error is the traceback instead of one line.
         is_async: Whether at least one function is async.
@@ -162,7 +162,10 @@ class _Scorer:
         return event_loop(self.copies.end_copy)
 
     def score(self, chunk: Chunk) -> None:
-        """Score the records of a chunk one after the other, or concurrently if a function is async."""
+        """Score the records of a chunk, and send an answer for each record as soon as it is scored.
+
+        The records are scored one after the other, or concurrently if a function is async.
+        """
         if self.is_async:
             self.loop.run_until_complete(self._score_together(chunk))
             return
@@ -181,7 +184,7 @@ class _Scorer:
         return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     async def _score_together(self, chunk: Chunk) -> None:
-        """Score the records of a chunk concurrently."""
+        """Score the records of a chunk concurrently, and send an answer for each record."""
         import asyncio
 
         async def call(payload: bytes) -> list[Any]:
@@ -213,7 +216,7 @@ class _Scorer:
         await asyncio.gather(*(one(position, payload) for position, payload in chunk))
 
     def _answer(self, results: list[Any]) -> Answer:
-        """Return the answer that combines the results of all functions for a record."""
+        """Combine the results of all functions for a record, in the order of `self.functions`, to one answer."""
         return verdict([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
 
     def _failure(self, error: BaseException) -> Answer:

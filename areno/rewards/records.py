@@ -32,7 +32,7 @@ class RecordedPrompt:
 
     @cached_property
     def pickled(self) -> bytes:
-        """Return the pickled item. An object in the dataset may raise any exception when it is pickled."""
+        """Return the pickled prompt. Any exception is possible, because the row of the dataset may hold any object."""
         return pickle.dumps(self.item, pickle.HIGHEST_PROTOCOL)
 
 

@@ -47,7 +47,7 @@ def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
 
     Args:
         trainer: The Trainer whose rollout session the agents used.
-        trajectories: Trajectories that agents have returned.
+        trajectories: An AgentTrajectory or AgentTrajectoryTurn that an agent has returned, or a list of them.
 
     Returns:
         The records, in the order of the trajectories.
@@ -69,13 +69,13 @@ def trajectory_rows(
 ) -> list[TrainSequence]:
     """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
 
-    A trajectory has several rows if a turn does not continue the tokens of the previous turn. A forward pass computes
-    the log-probabilities of each row with trained tokens that the policy did not sample, or that it sampled at a
-    temperature other than that of training.
+    A trajectory has several rows if a turn does not continue the tokens of the previous turn. The actor computes the
+    log-probabilities of a row by a forward pass if the rollout gives no usable ones: the row has trained tokens that
+    the policy did not sample, or the temperature of the rollout differs from that of training.
 
     Args:
         trainer: The Trainer whose rollout session the agents used.
-        trajectories: Trajectories that agents have returned.
+        trajectories: An AgentTrajectory or AgentTrajectoryTurn that an agent has returned, or a list of them.
         advantages: Advantage of each trajectory.
         rewards: Reward of each trajectory. None uses 0 for all.
         loss_mask_policy: Setting that selects which tokens are trained. None uses the setting of the last session.
@@ -157,7 +157,7 @@ def sample_with_agents(
     take: Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object],
     at_once: int | None = None,
 ) -> None:
-    """Run the agents of all prompts, and pass on each sample when its agent ends.
+    """Run the agents of all prompts, and pass each sample to `take` when its agent ends.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -167,7 +167,8 @@ def sample_with_agents(
         seed: Seed of the agents' requests.
         on_progress: Called with (finished outputs, rollout statistics) while agents run. The list of outputs is always
             empty.
-        first_group: Group number of the first prompt. The following prompts get consecutive numbers.
+        first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
+            numbers.
         take: Called when an agent ends, with {index of the sample in the rollout: (sample, record for reward
             functions)}. The record is None if the agent failed.
         at_once: Number of prompts whose agents run at the same time. None runs all.
@@ -221,7 +222,10 @@ def _sample(
     rows: RowBuilder,
     group: int,
 ) -> tuple[ScoredSample, RewardRecord | None]:
-    """Return (sample, record for reward functions) of an agent. The record is None if the agent failed."""
+    """Convert the outcome of an agent to (sample, record for reward functions).
+
+    The record is None if the agent failed. `group` is the number that identifies the samples of the prompt.
+    """
 
     def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
@@ -255,7 +259,10 @@ def _sample(
 
 
 def _report(samples: Sequence[ScoredSample]) -> None:
-    """Log the numbers of samples and failures. Raises ArenoError if all samples failed."""
+    """Log how many samples, tokens and tool calls a rollout has, and the first failures.
+
+    Raises ArenoError if all samples failed.
+    """
     done = [sample.trajectory for sample in samples if sample.trajectory is not None]
     logger.info(
         "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",

@@ -70,7 +70,7 @@ def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 @contextmanager
 def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> Iterator[None]:
-    """Log the samples when the block ends, even if the update inside it fails.
+    """Log the samples of a step at the end of a `with` block, even if the update inside the block fails.
 
     The log also has the log-probabilities from before the update, which the update stores in the rows.
 
@@ -110,7 +110,7 @@ class Rollout:
         samples: All B samples of the step.
         keep: (B,) bool, True for samples to train on. A sample without a reward is never kept.
         skipped_long: Number of dataset rows that this step skipped because they were too long.
-        total_skipped_long: The same number since the start of the run.
+        total_skipped_long: Number of dataset rows skipped for this reason since the start of the run.
         scalars: rollout/* metrics of dynamic sampling. Empty without dynamic sampling.
     """
 
@@ -139,8 +139,10 @@ class Rollout:
 def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """Sample and score the prompts of a step.
 
-    With rollout.dynamic_sampling, groups whose rewards are all equal are dropped, and further prompts of the dataset
-    replace them. If all groups have equal rewards, they are kept.
+    With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped. The
+    dropped groups are replaced by sampling further prompts, until enough groups remain or rollout.max_sampling_rounds
+    rounds are done. With dynamic_bs, dropped groups are not replaced. If no group would remain, the first groups of the
+    step are kept in spite of their equal rewards.
 
     Args:
         setup: Models, data, settings and outputs of the run.
@@ -172,7 +174,10 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
 
 
 def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
-    """Return the number of groups, or only of groups that have a sample in the (B,) bool mask `among`."""
+    """Return the number of groups, where a group is the samples of one prompt.
+
+    If `among`, a (B,) bool mask, is given, count only groups that have a sample in the mask.
+    """
     groups = np.array([sample.group for sample in samples])
     return len(np.unique(groups if among is None else groups[among]))
 
@@ -184,7 +189,10 @@ def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
 
 
 def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
-    """Return the (B,) bool mask `among`, restricted to the samples of its first `n` groups."""
+    """Return a copy of the (B,) bool mask `among` in which only the first `n` groups are still True.
+
+    A group is the samples of one prompt. Only groups with a sample in `among` count.
+    """
     groups = np.array([sample.group for sample in samples])
     return among & np.isin(groups, np.unique(groups[among])[:n])
 
@@ -206,7 +214,8 @@ def sample_and_score(
         gconfig: Sampling settings.
         seed: Seed of the sampling.
         title: Name for the progress bar and the log, "rollout" or "eval".
-        first_group: Group number of the first prompt. The following prompts get consecutive numbers.
+        first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
+            numbers.
         at_once: Number of prompts that are sampled at the same time. None samples all.
 
     Returns:

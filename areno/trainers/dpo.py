@@ -79,7 +79,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
         """Yield the pairs that this run trains on, each once, in batches.
 
-        The position of the data loader is then the same as before.
+        The data loader is read for this, and set back to its earlier position.
         """
         config, loader = self.setup.config, self.setup.loader
         limits = [config.total_train_steps]
@@ -152,6 +152,9 @@ def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:
-    """Return the two training rows of a pair, chosen and rejected, with their ref_logprobs set."""
+    """Return the two training rows of a pair, chosen and rejected, as copies with ref_logprobs set.
+
+    `scores` are the reference log-probabilities of all tokens of the (chosen, rejected) row.
+    """
     pair = zip((item.chosen, item.rejected), scores, strict=True)
     return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

@@ -128,9 +128,9 @@ def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) 
         sequence: The completion.
 
     Returns:
-        Token ids (int64) and log-probabilities (float64), (T,) each for prompt and completion, with 0 for the
-        log-probabilities of the prompt. `oldest_version` is the version of the weights at the first completion
-        token, None for a completion without versions.
+        TokenArrays of the T tokens of prompt plus completion: (T,) int64 token ids, and (T,) float64 log-probabilities,
+        which are 0 for the prompt. The attribute `oldest_version` is the version of the weights at the first completion
+        token, or None for a completion without versions.
     """
     n_prompt, n_tokens = len(prompt), len(prompt) + sequence.n_tokens
     tokens, logprobs = np.empty(n_tokens, np.int64), np.zeros(n_tokens)
@@ -174,8 +174,8 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
         arrays: For each row, a (T_i,) array of the values at its trained tokens.
 
     Raises:
-        DataError: The number of arrays or the length of an array does not fit the rows. The message is for the
-            author of an advantage function.
+        DataError: The number of arrays or the length of an array does not fit the rows. The text of the error is
+            written for a user whose advantage function returned `arrays`.
     """
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
@@ -291,7 +291,7 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
 
 
 def _on_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
-    """Give each trained token the value of its row."""
+    """Return a (T_i,) array for each row, with the row's value in `values_B` at each of its T_i trained tokens."""
     return [np.full(n_trained(row), value) for row, value in zip(rows, values_B, strict=True)]
 
 
@@ -388,7 +388,7 @@ def set_advantages(
 def without_truncated(
     rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
 ) -> list[TrainSequence]:
-    """Return the rows, with no trained tokens for samples that were cut off at the length limit.
+    """Return the rows, where those of samples that were cut off at the length limit have no trained tokens.
 
     Args:
         rows: The rows of the step.
@@ -397,7 +397,7 @@ def without_truncated(
 
     Returns:
         As many rows as before. The rows of a cut-off sample are copies whose prompt_mask is all True. All other rows
-        are the same objects.
+        are the same objects as in `rows`.
     """
     truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
     return [

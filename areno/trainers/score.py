@@ -31,7 +31,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         setup: Models, data, settings and outputs of the run.
         items: The prompts of the rollout.
         gconfig: Sampling settings of the rollout.
-        first_group: Group number of the first prompt. The following prompts get consecutive numbers.
+        first_group: Number that identifies the samples of the first prompt. The following prompts get consecutive
+            numbers.
     """
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
@@ -73,7 +74,10 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.add(found)
 
     def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
-        """Return (record, (T,) token ids) of a prompt, cached so that all samples of the prompt share them."""
+        """Return (record for reward functions, (T,) int64 token ids) of the prompt with index `number`.
+
+        The result is cached, so that all samples of the prompt share it.
+        """
         if number not in self._prompts:
             item = self._items[number]
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
@@ -97,7 +101,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Wait for the rewards, and return the samples in the order of the rollout.
 
         The reward of a sample is the sum of the rewards of the reward function, of the agent itself and of the reward
-        model, where these are configured. A failed sample keeps the outcome that it was added with.
+        model, where these are configured. A failed sample keeps the outcome, without a reward, that it had in `add`.
 
         Returns:
             All samples, with `outcome` set.

@@ -121,14 +121,14 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
 
 
 def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
-    """Make the rows to train on, with shaped rewards and, if there is a reference model, its log-probabilities.
+    """Make the rows to train on, with shaped rewards and, if there is a reference model, `ref_logprobs`.
 
     Args:
         setup: Models, data, settings and outputs of the run.
         rollout: The samples of the step.
 
     Returns:
-        The rows of the samples that are kept.
+        The rows of the samples in `rollout.kept`.
     """
     config = setup.config
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)

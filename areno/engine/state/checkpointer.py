@@ -29,12 +29,12 @@ COPY_BYTES = 2**26  # copied at once: copies from the decoder to the host may ha
 
 @dataclass(frozen=True)
 class _Share:
-    """The elements of one buffer that this rank writes.
+    """The range of elements of one buffer, such as a role's master weights, that this rank writes.
 
     Attributes:
         role: Name of the role.
-        buffer: Name of the buffer.
-        shards: The shards to write, in the order of the buffer.
+        buffer: Name of the buffer, such as "actor.master".
+        shards: The shards to write, in the order in which they lie in the buffer.
     """
 
     role: str
@@ -43,12 +43,12 @@ class _Share:
 
     @property
     def start(self) -> int:
-        """The first element of the share in the buffer."""
+        """Index, in the buffer, of the first element that this rank writes."""
         return self.shards[0].start
 
     @property
     def stop(self) -> int:
-        """The element after the last element of the share in the buffer."""
+        """Index, in the buffer, after the last element that this rank writes (exclusive end)."""
         return self.shards[-1].stop
 
 
@@ -71,10 +71,11 @@ class StateCheckpointer:
         self._closed = threading.Event()
 
     def save(self, folder: Path, with_moments: bool = True) -> None:
-        """Start writing the state to a folder, in a background thread. Later updates do not change the written state.
+        """Start writing the training state to a folder, in a background thread.
 
-        On CUDA, the state is copied to pinned host memory while the following work runs. Only the next optimizer update
-        waits for this copy. `written` reports when the files are complete.
+        Later optimizer updates do not change the state that is written. On CUDA, the state is copied to pinned host
+        memory while the following work runs. Only the next optimizer update waits for this copy. `written` reports when
+        the files are complete.
 
         Args:
             folder: The new folder of the state.
@@ -106,10 +107,11 @@ class StateCheckpointer:
         self._thread.start()
 
     def written(self) -> bool:
-        """Return whether the state of the last `save` is complete on disk, with the files of all ranks.
+        """Return whether the last `save` is complete on disk, with the files of all ranks. True before any `save`.
 
         Raises:
-            CheckpointError: Writing failed. Only the first call after the failure raises the error.
+            CheckpointError: Writing failed. Only the first call after the failure raises this error. Later calls return
+                True.
         """
         if self._thread is not None and self._thread.is_alive():
             return False
@@ -119,9 +121,10 @@ class StateCheckpointer:
         return True
 
     def load(self, folder: Path, with_moments: bool = True) -> None:
-        """Load a state, which may have been written by ranks with another layout.
+        """Load the training state from a folder. The ranks that wrote it may have had another layout.
 
-        The state is loaded only if the checks of all ranks succeed.
+        Each rank first checks the folder and its share of the files. If a check fails on any rank, no rank loads
+        anything. The rank whose check failed raises the error, and all other ranks return.
 
         Args:
             folder: The folder of the state.
@@ -158,19 +161,25 @@ class StateCheckpointer:
             spread()  # a collective call
 
     def forget(self) -> None:
-        """Free the save plans and the host memory for copies. Call this before roles are added or removed."""
+        """Free the stored save plans and the host memory that `save` copies into.
+
+        Call this before roles are added or removed.
+        """
         self._wait_for_copies()
         self._plans.clear()
         self._memory.clear()
 
     def close(self) -> None:
-        """Stop writing a state that is not complete, and wait for the thread to end."""
+        """Stop the background thread of `save`, even in the middle of a state, and wait for it to end."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def _planned(self, with_moments: bool) -> tuple[list[_Share], ShardSavePlanner]:
-        """Return the elements of each buffer that this rank writes, and the planner that writes them."""
+        """Return the range of each buffer that this rank writes, and the planner that writes these ranges.
+
+        `with_moments` says whether the moments of the optimizers are written, too.
+        """
         from areno.engine.state.transfer import ShardSavePlanner
 
         shares: list[_Share] = []
@@ -187,7 +196,7 @@ class StateCheckpointer:
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
-        """Start copying the elements that this rank writes to host memory, and return files made of these copies."""
+        """Start to copy this rank's `shares` into host memory, and return one HostFile of copied data per share."""
         from areno.engine.state.storage import HostFile
 
         roles = self._roles.trained()
@@ -267,10 +276,13 @@ class StateCheckpointer:
             self._failure = error
 
     def _together(self, step: Callable[[], None]) -> bool:
-        """Run a function on all ranks, and agree on whether it succeeded.
+        """Run the function `step` on all ranks, and agree on whether it succeeded.
 
         Returns:
-            Whether the function succeeded on every rank. A rank on which it failed raises its own error instead.
+            True if `step` succeeded on every rank. False if it failed on another rank.
+
+        Raises:
+            Exception: Any exception that `step` raises on this rank.
         """
         failure = None
         try:

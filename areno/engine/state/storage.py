@@ -55,7 +55,7 @@ class HostFile:
 
     Attributes:
         name: File name.
-        start: The first element of the buffer in the file.
+        start: Index, in the buffer, of the first element in the file.
         parts: Consecutive 1-D tensors in host memory, which together are the file's contents.
         shards: The shards that the file contains.
     """
@@ -68,7 +68,8 @@ class HostFile:
     def blocks(self) -> Iterable[memoryview]:
         """Yield the contents of the file in blocks of BLOCK_BYTES. The last block may be shorter.
 
-        All parts except the last must be a multiple of BLOCK_BYTES long, so that blocks are aligned in the file.
+        Each tensor in `self.parts` except the last must be a multiple of BLOCK_BYTES long. Then no other block is
+        shorter.
         """
         for part in self.parts:
             data = part.view(torch.uint8).numpy().data
@@ -91,8 +92,8 @@ class Writer(StorageWriter):
     Args:
         folder: The folder of the state.
         files: The files of this rank.
-        check: A function called at the start and before each block. An exception that it raises stops the writing on
-            all ranks.
+        check: A function called at the start and before each block of a file is written. An exception that it raises
+            stops the writing on all ranks.
     """
 
     def __init__(self, folder: Path, files: Sequence[HostFile], check: Callable[[], None]):
@@ -116,7 +117,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Accept any id: the folder is an argument of the constructor."""
+        """Return True for any id. The id is not used, since the constructor was given the folder."""
         return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -142,7 +143,7 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, file: HostFile) -> WriteResult:
-        """Write one file and sync it to disk. Returns its size and checksums."""
+        """Write one file and sync it to disk. Returns a WriteResult with its size and the checksums of its blocks."""
         n_bytes, sums = 0, _Sums()
         with open(self._folder / file.name, "wb", buffering=0) as out:
             for block in file.blocks():
@@ -212,11 +213,11 @@ class Reader(StorageReader):
         self.metadata = Metadata({name: _tensor_metadata(tensor) for name, tensor in body["tensors"].items()})
 
     def verify(self, rank: int, size: int) -> None:
-        """Compare this rank's share of the files with their checksums.
+        """Compare this rank's share of the files with the checksums in the index.
 
         Args:
             rank: The rank of this process among the ranks that verify.
-            size: The number of ranks that verify. Each verifies every `size`-th file.
+            size: The number of ranks that verify. Each of these ranks verifies every `size`-th file.
 
         Raises:
             CheckpointError: A file is missing, unreadable, of another size or damaged.
@@ -266,7 +267,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Accept any id: the folder is an argument of the constructor."""
+        """Return True for any id. The id is not used, since the constructor was given the folder."""
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -319,7 +320,11 @@ def _read_into(view: memoryview, file: Any) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Return the second line of the index, after its checksum and format are verified. Raises CheckpointError."""
+    """Return the contents of the index file, after its checksum and format are verified.
+
+    Raises:
+        CheckpointError: The index cannot be read, is damaged, or has the format of another version of areno.
+    """
     path = folder / INDEX
     try:
         head_line, _, body = path.read_bytes().partition(b"\n")
@@ -342,7 +347,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_metadata(tensor: dict[str, Any]) -> TensorStorageMetadata:
-    """Return the metadata of one stored tensor for torch.distributed.checkpoint."""
+    """Convert the index entry of one stored tensor to the metadata class of torch.distributed.checkpoint."""
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in tensor["chunks"]]
     properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
     return TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)

@@ -40,9 +40,8 @@ class TensorShard:
         offsets: First index of the box in each dimension of the tensor.
         sizes: Size of the box in each dimension.
         buffer: Name of the buffer that contains the box, such as "actor.master".
-        start: Index of the box's first element in the buffer. In shards from `shards_of`, the buffer holds the elements
-            that this data-parallel rank owns. In shards from `_boxes`, which `shards_of` converts, it is the buffer of
-            all ranks.
+        start: Index of the box's first element in the buffer. `shards_of` returns indices that count only the elements
+            that this data-parallel rank owns. `_boxes` yields indices that count all elements of the undivided buffer.
         repeated: Whether a lower rank holds the same box and writes it, so that this rank does not write the box.
     """
 
@@ -56,11 +55,11 @@ class TensorShard:
 
     @property
     def stop(self) -> int:
-        """The element after the last element of the box in the buffer."""
+        """Index, in the buffer, after the last element of the box (exclusive end)."""
         return self.start + math.prod(self.sizes)
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return the box as a view of `buffer`, of shape `sizes`."""
+        """Return the box as a view into `buffer`, reshaped to `self.sizes`."""
         return buffer[self.start : self.stop].view(self.sizes)
 
 
@@ -80,9 +79,9 @@ def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]
 
     Returns:
         A dict with four entries. "optimizer": the type of the optimizer. "tp_size": the number of tensor-parallel
-        ranks. "moments": `with_moments`. "moments_from": the number of updates before the moments were last set to
-        zero. States that older versions wrote lack the last two entries. They hold moments, which began with the
-        first update.
+        ranks. "moments": `with_moments`. "moments_from": the number of applied updates at the time when the moments
+        were last set to zero. A state that an older version of areno wrote lacks the last two entries. Such a state
+        holds moments that began with the first update.
     """
     _, optimizer = trained(backend)
     found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
@@ -99,7 +98,7 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
 
     Returns:
         The master weights, the moments, and the update counters. The counters are a new tensor of two int64 values:
-        the number of all updates, and of the skipped updates.
+        the number of applied updates and the number of skipped updates.
     """
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps])
@@ -120,7 +119,9 @@ def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
 
 
 def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[TensorShard]:
-    """Return the shards of a role that this rank holds, ordered by buffer and position. The counters come last.
+    """Return the shards of a role that this rank holds, ordered by buffer and by index in the buffer.
+
+    The shard of the update counters comes last.
 
     Args:
         role: Name of the role.
@@ -164,15 +165,15 @@ def vector(
 ) -> Iterator[TensorShard]:
     """Yield the shards that hold the 8-bit moment of one parameter, or the scales of this moment.
 
-    Each tensor-parallel rank stores a one-dimensional tensor of its own, so the name of the tensor contains rank and
-    group size.
+    Each tensor-parallel rank stores a one-dimensional tensor of its own. The name of this tensor contains the rank and
+    the group size.
 
     Args:
         role: Name of the role.
         kind: Kind of the buffer: "exp_avg" or "exp_avg_sq" (8-bit codes), with the ending "_scale" for their scales.
         name: Name of the parameter in the model.
-        holder: The tensor-parallel rank that holds the moment, and the group size.
-        stretch: The range of the parameter in the buffer: elements for codes, blocks of elements for scales.
+        holder: The rank and the group size in the stored name. The rank is 0 if all ranks hold equal copies.
+        stretch: The range of the moment in the buffer: elements for codes, blocks of elements for scales.
         repeated: Whether a lower rank holds and writes the same elements, so that this rank does not write them.
     """
     size = (stretch.stop - stretch.start,)
@@ -183,12 +184,15 @@ def vector(
 
 
 def written_by(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
-    """Return the shards that this rank writes, by buffer.
+    """Select the shards that this rank writes, grouped by buffer.
 
     Args:
-        shards: All shards of this rank, ordered by buffer and position.
-        dp: The ranks that hold the same shards. Each of them writes a part of every buffer. The parts are of about
-            equal size and consist of neighbouring shards.
+        shards: All shards of this rank, ordered by buffer and by index in the buffer.
+        dp: The ranks that hold the same shards. Each of these ranks writes a part of every buffer. The parts are of
+            about equal size and consist of neighbouring shards.
+
+    Returns:
+        Name of the buffer -> shards to write. A buffer of which this rank writes nothing is absent.
     """
     by_buffer: dict[str, list[TensorShard]] = {}
     for shard in shards:
@@ -217,9 +221,10 @@ def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
 
 
 def _stored_shape(part: Part) -> tuple[int, ...]:
-    """Return the stored shape of a checkpoint tensor, which has at most two dimensions.
+    """Return the shape in which a checkpoint tensor is stored, which has at most two dimensions.
 
-    Dimensions after the first are joined: the weight of a convolution has three.
+    All dimensions after the first are joined into one, as for the weight of a convolution, which has three
+    dimensions.
     """
     first, *rest = part.full_shape
     return (first, math.prod(rest)) if len(rest) > 1 else part.full_shape
@@ -228,7 +233,7 @@ def _stored_shape(part: Part) -> tuple[int, ...]:
 def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
     """Yield the shards of master weights or fp32 moments, before data parallelism divides them.
 
-    They are stored under the names of the checkpoint tensors.
+    The stored tensors have the names of the checkpoint tensors.
 
     Args:
         role: Name of the role.
@@ -257,7 +262,11 @@ def _boxes(
     start: int,
     repeated: bool,
 ) -> Iterator[TensorShard]:
-    """Yield one box of a tensor, cut by rows into shards of at most MAX_SHARD_ELEMENTS elements (at least a row)."""
+    """Cut a box of a stored tensor by rows into shards, and yield these shards.
+
+    A shard has at most MAX_SHARD_ELEMENTS elements, unless a single row has more. The arguments describe the whole box,
+    with the meaning of the attributes of TensorShard.
+    """
     (first, *offsets), (n_rows, *sizes) = offsets, sizes
     row = math.prod(sizes)
     step = max(1, MAX_SHARD_ELEMENTS // max(1, row))
@@ -269,8 +278,16 @@ def _boxes(
 def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[TensorShard]:
     """Yield the parts of a shard that this data-parallel rank owns, as boxes.
 
-    `shard.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a
-    row, so it becomes up to three boxes: the rest of a row, whole rows, and the beginning of a row.
+    A part may begin or end inside a row. It then becomes up to three boxes: the rest of a row, whole rows, and the
+    beginning of a row.
+
+    Args:
+        shard: The shard, whose `start` is an index in the undivided buffer.
+        flat: The flat buffers, which say what this rank owns.
+        unit: Number of parameters per element of the buffer: 1, or BLOCK for a buffer of scales.
+
+    Yields:
+        Shards whose `start` is an index in the buffer of owned elements.
     """
     row = math.prod(shard.sizes[1:])
     for place, local in flat.owned(slice(shard.start * unit, shard.stop * unit)):
@@ -287,7 +304,7 @@ def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[
 
 
 def by_name(shards: Iterable[TensorShard]) -> Mapping[str, list[TensorShard]]:
-    """Group shards by the name of the stored tensor."""
+    """Return a mapping from the name of each stored tensor to its shards."""
     found: dict[str, list[TensorShard]] = {}
     for shard in shards:
         found.setdefault(shard.name, []).append(shard)

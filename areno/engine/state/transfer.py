@@ -71,15 +71,15 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._global: Metadata | None = None  # on the coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan of this rank's shards, or an empty plan once an earlier state has made the final plan."""
+        """Return the plan for this rank's shards, or an empty plan if an earlier save has made the final plan."""
         return SavePlan([] if self._final else [self._item(shard) for shard in self._shards])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the plans of all ranks in the first call, and keep the metadata of the result.
+        """Join the plans of all ranks into global plans, which only the first call does.
 
         Returns:
-            The plans, and the metadata. Later calls return the given plans unchanged, and the metadata of the first
-            call.
+            (plans, metadata): the joined plans and their metadata. Later calls return `all_plans` unchanged, with the
+            metadata of the first call.
 
         Raises:
             ValueError: The shards of all ranks do not cover each tensor exactly once.
@@ -90,7 +90,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return all_plans, self._global
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Store the final plan of this rank at the first call, and return it."""
+        """Return the final plan of this rank, which is `new_plan` of the first call. Later calls ignore `new_plan`."""
         self._final = self._final or new_plan
         return self._final
 
@@ -139,7 +139,7 @@ class ShardLoadPlanner(LoadPlanner):
         raise AssertionError("a run state holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of a destination buffer that an item must be read into."""
+        """Return the view of a destination buffer into which the data of `read_item` must be read."""
         index = read_item.dest_index
         assert index.offset is not None
         shard = self._shard_at[index.fqn, tuple(index.offset)]
@@ -165,13 +165,14 @@ warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialize
 def save(
     folder: Path, files: Sequence[HostFile], planner: ShardSavePlanner, check: Callable[[], None], group: Any
 ) -> None:
-    """Write the files of this rank. A collective call, which returns when all ranks have written their files.
+    """Write the files of this rank, and return when all ranks have written theirs. All ranks must call this.
 
     Args:
         folder: The folder of the state.
         files: The files of this rank, in host memory.
         planner: The plan of this rank's shards.
-        check: A function called before each block. An exception that it raises stops the writing on all ranks.
+        check: A function called at the start and before each block of a file is written. An exception that it raises
+            stops the writing on all ranks.
         group: The process group of the ranks that write. None for a single rank.
 
     Raises:
@@ -331,7 +332,7 @@ def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list
 
 
 def _failure(error: BaseException, what: str) -> CheckpointError:
-    """Return a CheckpointError with `what` and the error of the lowest rank that failed."""
+    """Return a CheckpointError with the text `what`, followed by the error of the lowest rank that failed."""
     ranks = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
     first: BaseException = ranks[min(ranks)][0]
     if isinstance(first, OSError) and first.strerror:

@@ -36,11 +36,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 class KeptLayers:
-    """Chooses the number of layers that keep their large matrix products for the backward pass of a micro-batch.
+    """Chooses how many layers keep the outputs of their large matrix products for the backward pass.
+
+    All other layers recompute these outputs in the backward pass. The number is chosen for each micro-batch.
 
     Args:
         model: The model.
-        free: Function that returns the bytes that can be allocated now. If None, all layers recompute.
+        free: Function that returns the number of bytes that can be allocated now. If None, all layers recompute.
         alone: Whether this rank computes the layers without collectives with other ranks. Only then can it repeat a
             step by itself.
         split: Whether sequence parallelism divides the tokens, see Transformer.forward.
@@ -52,14 +54,20 @@ class KeptLayers:
         self._last = 0  # result of `count` for the current micro-batch
 
     def count(self, n_tokens: int) -> int:
-        """Return the number of layers that keep their products in a micro-batch of `n_tokens` tokens."""
+        """Return the number of layers that keep their matrix products in a micro-batch of `n_tokens` tokens.
+
+        The number is 0 if there is no backward pass.
+        """
         if self._free is None or not torch.is_grad_enabled():
             return 0
         self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()), self._split)
         return self._last
 
     def fitting(self) -> str:
-        """Return the end of an error message, about the largest micro-batch that fits the free memory. "" on a CPU."""
+        """Return the end of an error message that says how many tokens the largest possible micro-batch has.
+
+        The text is "" on a CPU.
+        """
         if self._free is None:
             return ""
         n_tokens = fitting_tokens(self._model, self._free(), self._split) // 256 * 256
@@ -71,8 +79,8 @@ class KeptLayers:
         """Free unused memory after an out-of-memory error, and keep the products of fewer layers from now on.
 
         Returns:
-            Whether the step can be repeated. False if no layer has kept its products, or if other ranks wait in the
-            collectives of a layer.
+            True if the step can be repeated. False if no layer has kept its products, so that nothing more can be
+            freed, or if this rank cannot repeat by itself, because its layers have collectives with other ranks.
         """
         if not self._last or not self._alone:
             return False
@@ -84,7 +92,7 @@ class KeptLayers:
 
 
 def layers_to_keep(model: Transformer, n_tokens: int, free: int, split: bool = False) -> int:
-    """Return the number of layers whose matrix products fit into the free memory.
+    """Return the number of layers whose matrix products can be kept in the free memory until the backward pass.
 
     Args:
         model: The model.
@@ -116,8 +124,8 @@ class _Need:
     Attributes:
         of_token: Bytes per token if all layers recompute.
         of_kept_layer: Additional bytes per token for each layer that keeps its matrix products.
-        logits: Bytes for one chunk of logits and for gradients of logits that are kept. 0 for a model with a value
-            head.
+        logits: Bytes for the logits of one chunk of tokens, and for the gradients of logits that are stored until the
+            backward pass. 0 for a model with a value head.
     """
 
     of_token: int

@@ -54,10 +54,11 @@ class TrainBackend:
         context: The ranks of `dp` that share the tokens of each micro-batch (context parallel).
         data: The ranks of `dp` that have the same rank in their context-parallel groups as this rank, and so train on
             other rows. None is all of `dp`.
-        zero_stage: See engine.zero_stage.
-        exact: See engine.exact.
-        sequence_parallel: See engine.sequence_parallel.
-        section: Configuration section that messages name.
+        zero_stage: What the ranks of `dp` shard among them. 0: nothing. 1: master weights and moments. 2: also the
+            gradients of the layers.
+        exact: Whether log-probabilities must be bit-identical in rollout and training (setting engine.exact).
+        sequence_parallel: Whether tensor-parallel ranks shard the activations between matrix products over the tokens.
+        section: Section of the configuration, such as "actor", that messages name.
         router_aux_loss_coef: Coefficient of the loss that balances the load of experts, see StepRouting.
         fill: Function that sets the weights. It is called after the parameters have moved to the memory in which they
             stay, see FlatParameters.
@@ -135,13 +136,13 @@ class TrainBackend:
             update: Settings of the update.
 
         Returns:
-            The statistics, averaged over the steps as `over_steps` says, and the old log-probabilities. Among the
-            statistics, `skipped_steps` is the number of updates that were not applied, because loss or gradient was not
-            finite or no token was trained, and `grad_norm` is the gradient norm before clipping.
+            The statistics of the steps, joined by `over_steps`, and the old log-probabilities of each step. The
+            statistic `skipped_steps` is the number of updates that were not applied, because the loss or the gradient
+            was not finite or no token was trained. `grad_norm` is the norm of the gradient before clipping.
 
         Raises:
-            EngineError: Memory ran out, or the loss function returned something invalid. With `exact`, also if the
-                model disagrees with a rollout log-probability of a row with staleness 0.
+            EngineError: Memory ran out, or the loss function returned something invalid. If the backend was made with
+                exact=True, also if the model disagrees with a rollout log-probability of a row with staleness 0.
         """
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
@@ -210,10 +211,10 @@ class TrainBackend:
         return self._score(token_rows, mb_spec, lambda packed: self._values(packed, _later(packed)))
 
     def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[float]:
-        """Return the score of each row: the output of the value head at its last token.
+        """Return the score of each row: the output of the value head at the row's last token.
 
         Padding tokens at the end of a row are ignored, even if the padding token is also the end-of-sequence token,
-        because transformers trains such models in this way.
+        because the transformers library trains reward models in this way.
 
         Args:
             token_rows: Token ids of each row.
@@ -261,7 +262,8 @@ class TrainBackend:
         """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
 
         Returns:
-            Their hidden states (n, D), and the LocalTokens that says which n of the N tokens they are.
+            (hidden states, local tokens). The hidden states are (n, D), for n of the micro-batch's N tokens. The
+            LocalTokens says which tokens these are.
         """
         multiple = self.model.tp.size if self._split else 1
         share = LocalTokens.of(packed, self.context, self.attn_backend, multiple)
@@ -276,6 +278,10 @@ class TrainBackend:
 
         The value of the state before token t comes from the hidden state of token t - 1.
 
+        Args:
+            packed: The micro-batch, with N tokens.
+            trained_T: (T,) int64 indices of tokens in the micro-batch.
+
         Returns:
             (N,) float32, with gradient. 0 at tokens that are not in `trained_T`.
         """
@@ -285,6 +291,11 @@ class TrainBackend:
 
     def _logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
         """Compute the log-probability and the entropy at each token of `trained_T`.
+
+        Args:
+            packed: The micro-batch, with N tokens.
+            trained_T: (T,) int64 indices of tokens in the micro-batch.
+            sampling: Sampling settings, whose temperature divides the logits.
 
         Returns:
             (log-probabilities, entropies), each (N,) float32. 0 at tokens that are not in `trained_T`.
@@ -309,7 +320,16 @@ class TrainBackend:
     def _step(
         self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
-        """Take one optimizer step. `is_first` is whether no update of this call has come before."""
+        """Take one optimizer step, and return its statistics by name.
+
+        Args:
+            step: This rank's share of the step.
+            batches: The micro-batches of `step` on the device.
+            loss_fn: (pack, logprobs) -> (loss, stats).
+            update: Settings of the update.
+            is_first: Whether this is the first step of the call of `train`, so that the weights have not changed
+                yet.
+        """
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         if self._routing is not None:
@@ -350,7 +370,11 @@ class TrainBackend:
     def _accumulate(
         self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> StepStats:
-        """Compute the gradient of a step over all ranks. If memory runs out, repeat and keep fewer activations."""
+        """Compute the gradient of a step over all ranks, and return the statistics of its micro-batches.
+
+        If memory runs out, all micro-batches are repeated with fewer kept activations. `is_first` is whether no earlier
+        step of the same call of `train` has changed the weights.
+        """
         self._gradients.begin(step)
         given = [pack.old_logprobs for _, pack in batches]
         while True:
@@ -369,7 +393,10 @@ class TrainBackend:
             self._gradients.begin(step, again=True)
 
     def _accumulate_once(self, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool) -> StepStats:
-        """Run the forward and backward passes of all micro-batches of a step."""
+        """Run the forward and backward passes of all micro-batches of a step, and return their statistics.
+
+        `is_first` is whether no earlier step of the same call of `train` has changed the weights.
+        """
         stats = StepStats(self.device)
         if self._routing is not None:
             self._routing.restart()
@@ -442,6 +469,9 @@ def _later(packed: PackedTokens) -> Tensor:
 
 
 def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:
-    """Return a row without padding tokens at its end. At least the first token stays. `pad` None removes none."""
+    """Return a row without the padding tokens at its end, but with at least its first token.
+
+    If `pad` is None, the row is returned unchanged.
+    """
     kept = np.flatnonzero(np.asarray(tokens) != pad)
     return tokens[: kept[-1] + 1 if kept.size else 1]

@@ -27,13 +27,13 @@ InParts = Callable[[str], list[tuple[slice, int]]]
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of the buffers whose parameters are treated alike by the optimizer.
+    """A range of the flat buffers whose parameters are treated alike by the optimizer.
 
     Attributes:
-        start: First element.
-        stop: Element after the last one.
+        start: Index of the first element.
+        stop: Index after the last element.
         decayed: Whether weight decay applies: true for matrices, false for norm weights and biases.
-        sharded: Whether tensor-parallel ranks hold different pieces rather than equal copies.
+        sharded: Whether tensor-parallel ranks hold different shards rather than equal copies.
         n_params: Number of elements without the padding for alignment.
     """
 
@@ -46,7 +46,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of the buffers that data-parallel ranks reduce and gather in one collective.
+    """A range of the flat buffers that data-parallel ranks reduce and gather in one collective.
 
     All slices count elements. `params`, `grads` and `masters` are the buffers of FlatParameters.
 
@@ -54,7 +54,8 @@ class Bucket:
         place: Range of the bucket in `params`.
         own: Range in `params` that this rank owns.
         local: Range of the owned elements in `masters` and in the moments.
-        grads: Range of the bucket in `grads`. If gradients are divided (ZeRO-2), only of the owned elements.
+        grads: Range in `grads` that holds the gradients of the bucket. If gradients are divided (ZeRO-2), it holds only
+            those of the owned elements.
         stage: Smallest stage of the bucket's parameters. The stage is the layer index, see Transformer.stage. The
             backward pass completes large stages first.
         segments: The segments in the bucket.
@@ -69,18 +70,20 @@ class Bucket:
 
     @property
     def is_whole(self) -> bool:
-        """Whether `grads` holds the gradients of the whole bucket, not only of the owned elements."""
+        """Whether the range `self.grads` holds the gradients of the whole bucket, not only of the owned elements."""
         return length(self.grads) == length(self.place)
 
     @property
     def own_grads(self) -> slice:
-        """Range of the owned elements in `grads`."""
+        """Range of the owned elements in the buffer `FlatParameters.grads`."""
         return self.grads if not self.is_whole else _shifted(self.own, self.grads.start - self.place.start)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of elements that this rank owns, inside one segment, of a size for one elementwise operation.
+    """A range of elements of one segment that this rank owns, small enough for one elementwise operation.
+
+    `params`, `grads` and `masters` are the buffers of FlatParameters.
 
     Attributes:
         place: Range in `params`.
@@ -120,13 +123,13 @@ class FlatParameters:
         model: The model. Parameters with requires_grad=False keep their memory.
         is_sharded: Returns whether tensor-parallel ranks hold different shards of the parameter with this name.
         align: Every parameter, and every part that a rank owns, starts at a multiple of this number of elements.
-        in_parts: Function from a parameter's name to the ranges of its elements whose gradient must be summed over
-            tensor-parallel ranks, each with the number of these ranks, see Transformer.partial_gradients.
+        in_parts: Function from a parameter's name to a list of (range of elements, n). The gradient of such a range
+            must be summed over n tensor-parallel ranks, see Transformer.partial_gradients.
         stage: Function from a parameter's name to its stage, see Transformer.stage. If given, masters and moments are
             divided over the ranks of `dp` (ZeRO-1).
         dp: The ranks that hold copies of the model.
-        divide_grads: Whether to divide the gradients of layers, too (ZeRO-2). Until they are reduced, they lie in
-            `workspace`, which all divided buckets share (see ReducedGradients).
+        divide_grads: Whether to divide the gradients of layers, too (ZeRO-2). Before they are reduced, these gradients
+            lie in `self.workspace`, which all divided buckets share (see ReducedGradients).
         fill: Function that sets the weights. It is called once the parameters are views of `params`. So a model that
             was built without memory (see WeightSpec.placed) never has its weights in memory twice.
 
@@ -205,10 +208,13 @@ class FlatParameters:
         return self.dp.size > 1
 
     def slot(self, bucket: Bucket) -> torch.Tensor:
-        """Return the buffer in which the gradients of a bucket accumulate: a part of `grads` or of `workspace`.
+        """Return the buffer in which the gradients of all elements of a bucket accumulate.
 
         Args:
-            bucket: The bucket. The buffer has all of its elements.
+            bucket: The bucket.
+
+        Returns:
+            A view of `self.grads`, or of `self.workspace` if the gradients of the bucket are divided over the ranks.
         """
         if bucket.is_whole:
             return self.grads[bucket.grads]
@@ -216,7 +222,7 @@ class FlatParameters:
         return self.workspace[divided.index(bucket) % 2, : length(bucket.place)]
 
     def _gradient(self, place: slice) -> torch.Tensor:
-        """Return the gradient buffer of the parameter at `place`."""
+        """Return the 1-D gradient buffer of the parameter whose range in `self.params` is `place`."""
         bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
         return self.slot(bucket)[_shifted(place, -bucket.place.start)]
 
@@ -248,13 +254,13 @@ class FlatParameters:
                     yield from ((chunk, n) for chunk in _chunks(each, segment, low, high))
 
     def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield the parts of a range of `params` that this rank owns, as pairs of ranges.
+        """Yield the parts of a range of `self.params` that this rank owns, as pairs of ranges.
 
         Args:
-            place: The range in `params`.
+            place: The range in `self.params`.
 
-        Returns:
-            For each part, its range in `params`, and its range in `masters` and in the moments.
+        Yields:
+            (range in `self.params`, range in `self.masters` and in the moments) of each part.
         """
         for bucket in self.buckets:
             part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
@@ -262,13 +268,13 @@ class FlatParameters:
                 yield part, _shifted(part, bucket.local.start - bucket.own.start)
 
     def gather(self, bucket: Bucket) -> Any:
-        """Start an all-gather that fills a bucket, a range of `params`, with the parts that the ranks of `dp` own.
+        """Start an all-gather that fills a bucket of `self.params` with the parts that each rank of `self.dp` owns.
 
         Args:
             bucket: The bucket.
 
         Returns:
-            A handle for `wait_for`, see ParallelGroup.all_gather.
+            A handle to pass to `areno.layers.parallel.wait_for`.
         """
         return self.dp.all_gather(self.params[bucket.place])
 
@@ -283,7 +289,10 @@ class FlatParameters:
 
 
 def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[Chunk]:
-    """Yield the owned elements between `low` and `high`, a range of one segment, in chunks."""
+    """Yield the elements that this rank owns between the indices `low` and `high` of `params`, in chunks.
+
+    `low` and `high` lie in one segment.
+    """
     high = min(high, bucket.own.stop)
     for start in range(max(low, bucket.own.start), high, CHUNK):
         place = slice(start, min(start + CHUNK, high))
@@ -312,7 +321,8 @@ def _arranged(
 ) -> tuple[list[Segment], dict[str, slice], int]:
     """Assign consecutive ranges of a buffer, from element `start`, to parameters that are grouped into segments.
 
-    Returns (segments, range of each parameter by name, end of the last range).
+    `is_sharded` and `align` are those of `flatten`. Returns (segments, range of each parameter by name, end of the last
+    range).
     """
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"

@@ -56,7 +56,10 @@ class Gradients:
         self._join_parts()
 
     def _join_parts(self) -> None:
-        """Sum the gradients of which each tensor-parallel rank has only a part of the sum. Called once in a step."""
+        """Sum those gradients over tensor-parallel ranks that each rank has computed only in part.
+
+        This is called once in a step.
+        """
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
@@ -73,10 +76,10 @@ class Gradients:
 class ReducedGradients(Gradients):
     """The gradient of a step if the optimizer is divided: each rank gets the sum of the elements that it owns.
 
-    A bucket whose gradients are not divided (ZeRO-1) is reduced once, in the backward pass of the last micro-batch. The
-    other buckets (ZeRO-2) are reduced after every micro-batch. They accumulate in two slots of the workspace by turns.
-    While one bucket is reduced, the next bucket fills the other slot. Then the sum is added to the gradients of the
-    owned elements.
+    A bucket whose gradients are not divided (ZeRO-1) is reduced once, in the backward pass of the last micro-batch. A
+    bucket whose gradients are divided (ZeRO-2) is reduced after every micro-batch. Such buckets accumulate by turns in
+    two slots, which are buffers in `flat.workspace`. While one bucket is reduced, the next bucket fills the other slot.
+    Then the sum is added to the gradients of the owned elements.
 
     All ranks must start the same reductions in the same order. So each rank takes part in the reductions of
     `step.rounds` micro-batches, even if it has fewer of its own. A rank that repeats a step after running out of memory
@@ -142,7 +145,7 @@ class ReducedGradients(Gradients):
         self._join_parts()
 
     def _open_round(self) -> None:
-        """Start a micro-batch: list the buckets that are reduced in it, and clear the first slot."""
+        """Start a micro-batch: list the buckets to reduce in it, and clear the workspace slot of the first bucket."""
         self._left = iter(self._order if self._round == self._rounds - 1 else self._divided)
         self._next = next(self._left, None)
         for bucket in self._divided[:1]:
@@ -151,7 +154,7 @@ class ReducedGradients(Gradients):
     def _close_round(self) -> None:
         """Reduce the buckets of this micro-batch that the backward pass has not reported as complete.
 
-        If this rank has no micro-batch in the round, all buckets are reduced here.
+        If this rank has no micro-batch while other ranks still have one, all buckets are reduced here.
         """
         while self._next is not None:
             self._reduce(self._next)
@@ -173,16 +176,16 @@ class ReducedGradients(Gradients):
             self._free(self._divided[at])
 
     def _free(self, bucket: Bucket) -> None:
-        """Clear the slot of a bucket, after waiting for the previous bucket in the slot to be reduced."""
+        """Clear the workspace slot of a bucket, after the reduction of the previous bucket in the slot has ended."""
         slot = self._flat.slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
         self._wait([each for each in users if self._flat.slot(each).data_ptr() == slot.data_ptr()])
         slot.zero_()
 
     def _wait(self, buckets: list[Bucket] | None = None) -> None:
-        """Wait for the reductions of these buckets, and add the sums to `grads`. None waits for all buckets.
+        """Wait for the reductions of `buckets`, and add the sums to the gradients of the owned elements.
 
-        On CUDA the stream waits, not the host.
+        If `buckets` is None, wait for all reductions. On CUDA the stream waits, not the host.
         """
         done, self._works = self._works, []
         if buckets is not None:
@@ -228,7 +231,7 @@ class StepStats:
         """Add values of which only the largest over all micro-batches and ranks is reported.
 
         Args:
-            name: Name of the statistic. It is 0 if all tensors with this name are empty.
+            name: Name of the statistic. The reported value is 0 if all tensors with this name are empty.
             values: 1-dim tensor.
         """
         low = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.device)
@@ -239,6 +242,10 @@ class StepStats:
 
         Args:
             dp: The data-parallel ranks.
+
+        Returns:
+            Values by name: the sum of each 0-dim statistic, the largest value given to `maximum`, and <name>_mean,
+            <name>_std and <name>_max of each 1-dim statistic.
         """
         empty = torch.zeros(0, dtype=torch.float64, device=self.device)
         added = dp.all_reduce(torch.cat([empty, *(value.view(-1) for value in self._sums.values())]))
@@ -264,8 +271,8 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         steps: Statistics of each step. The first step has all names.
 
     Returns:
-        By name, the mean over the steps that have the name. `*_max` is the largest value, `lr` the last,
-        `skipped_steps` the sum.
+        Values by name. Usually a value is the mean over the steps that have the name. For a name ending in _max it is
+        the largest value, for "lr" the value of the last step, and for "skipped_steps" the sum.
     """
     found = {name: [step[name] for step in steps if name in step] for name in steps[0]}
     out = {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}

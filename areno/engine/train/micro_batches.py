@@ -28,7 +28,7 @@ class StepMicroBatches:
         micro_batches: The rows of each forward pass.
         step_tokens: Number of trained tokens in the whole step, over all ranks.
         step_rows: Number of rows with trained tokens in the whole step, over all ranks.
-        rounds: Number of micro-batches of the rank that has most.
+        rounds: Largest number of micro-batches that any rank has in the step.
     """
 
     micro_batches: list[list[Row]]
@@ -54,8 +54,8 @@ class TrainResult:
 
     Attributes:
         stats: Statistics by name, equal on all ranks.
-        old_logprobs: For each optimizer step, the old log-probabilities of this rank's tokens in the order of its
-            micro-batches, (N,) float32. None if the step had none, or did not recompute them.
+        old_logprobs: For each optimizer step, the (N,) float32 old log-probabilities of the N tokens in this rank's
+            micro-batches, in order. None for a step that had no old log-probabilities or did not recompute them.
     """
 
     stats: dict[str, float]
@@ -68,16 +68,16 @@ def keep_old_logprobs(
     shares: Sequence[Sequence[StepMicroBatches]],
     results: Sequence[TrainResult],
 ) -> None:
-    """Set `old_logprobs` of rows to the log-probabilities that importance ratios have divided by.
+    """Store in each row the old log-probabilities that the importance ratios were computed with.
 
-    A later call of `Engine.train` on the same rows then compares with the same policy. Tokens that were not trained get
-    NaN.
+    A later call of `Engine.train` on the same rows then computes its ratios to the same old policy. Tokens that were
+    not trained get NaN.
 
     Args:
-        rows: The caller's rows, changed in place.
+        rows: The caller's rows, whose `old_logprobs` are set.
         read: The same rows as arrays.
         shares: The optimizer steps of each data-parallel rank, made from `read` by `share_steps`.
-        results: The results of each data-parallel rank.
+        results: The result of each data-parallel rank.
     """
     index_of = {id(row): index for index, row in enumerate(read)}  # lacks rows that `share_steps` added
     for steps, result in zip(shares, results, strict=True):
@@ -115,16 +115,17 @@ def share_steps(
         rows: All rows of the update.
         update: Settings of the update.
         dp_size: Number of data-parallel ranks.
-        section: Configuration section that messages name.
-        cost: Arithmetic of a token, by which the ranks are balanced. None balances the number of tokens.
+        section: Section of the configuration, such as "actor", that messages name.
+        cost: Cost model from which the FLOPs of a row are computed, to give all ranks equal work. None gives all ranks
+            about the same number of tokens.
         cp_size: Number of context-parallel ranks that share a micro-batch.
 
     Returns:
         For each data-parallel rank, a list with its share of each step.
 
     Raises:
-        DataError: The number of rows is not a multiple of update.rows_per_unit, or this is greater than 1 and a step
-            has fewer units than there are ranks.
+        DataError: The number of rows is not a multiple of update.rows_per_unit. Or update.rows_per_unit is greater than
+            1 and a step has fewer units of rows than there are ranks.
     """
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
@@ -161,14 +162,14 @@ def _untrained(rows: Iterable[Row]) -> Row:
 
 
 def _row_cost(row: Row, cost: Cost | None) -> float:
-    """Return the arithmetic of training on a row, in FLOPs. Without `cost`, the number of tokens."""
+    """Return the FLOPs of training on a row, or its number of tokens if `cost` is None."""
     return row.n_tokens if cost is None else train_flops(cost, [row.n_tokens], row.n_trained)
 
 
 def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
-    """Group rows into units. Return the units, and `update` with mini_bs counted in units.
+    """Group rows into units of update.rows_per_unit adjacent rows.
 
-    DataError if rows are left over.
+    Returns the units, and a copy of `update` whose mini_bs counts units. Raises DataError if rows are left over.
     """
     rows_per_unit, spec = update.rows_per_unit, update.mb_spec
     if rows_per_unit < 1:
@@ -185,6 +186,10 @@ def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]]
 
 def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1) -> list[list[int]]:
     """Divide units (rows that stay together) into optimizer steps, and return the unit indices of each step.
+
+    If `update.gradient_accumulation_steps` is set, a step has this number of micro-batches. If it is None, the units
+    are shuffled with `update.seed` and split into `update.n_minibatches` steps. A single step keeps the order of the
+    units.
 
     Args:
         lengths: Number of tokens in each unit.
@@ -206,15 +211,16 @@ def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1
 def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1) -> list[list[int]]:
     """Divide units (rows that stay together) into micro-batches, and return the unit indices of each micro-batch.
 
-    With `max_tokens_per_mb`, units are packed first-fit decreasing. Otherwise each micro-batch has `mini_bs` units.
-    Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so training follows the
-    order of the data as far as possible.
+    If `spec.max_tokens_per_mb` is set, units are packed first-fit decreasing. If it is None, each micro-batch has
+    `spec.mini_bs` units. Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so
+    training follows the order of the data as far as possible.
 
     Args:
         lengths: Number of tokens in each unit.
-        spec: Size of a micro-batch. The token budget holds for one device. A unit above the budget gets its own
-            micro-batch.
-        cp_size: Number of context-parallel ranks that share a micro-batch, which multiplies the budget.
+        spec: Size of a micro-batch. Its max_tokens_per_mb is the largest number of tokens on one device. A unit with
+            more tokens gets its own micro-batch.
+        cp_size: Number of context-parallel ranks that share a micro-batch. A micro-batch may have cp_size times
+            max_tokens_per_mb tokens.
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
@@ -259,15 +265,16 @@ def share_rows(
     Args:
         rows: Token ids of each row.
         routes: Experts of each row's tokens. None lets the router choose.
-        n_shares: Number of copies.
-        info: Facts about the model.
+        n_shares: Number of copies of the model. Each copy gets one share.
+        info: Facts about the model, such as the size of its vocabulary.
 
     Returns:
-        The row indices of each share. For each share, a list with its rows and, if `routes` is given, a list with their
-        routes.
+        (indices, columns), two lists with one entry for each share. An entry of `indices` has the indices of the
+        share's rows. An entry of `columns` is a list with the token ids of these rows and, only if `routes` is given, a
+        second list with the routes of these rows.
 
     Raises:
-        DataError: A row is not a list of the model's token ids, or is longer than its context.
+        DataError: A row is not a list of the model's token ids, or is longer than the model's context.
     """
     checked = [
         read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)

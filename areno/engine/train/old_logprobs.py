@@ -76,9 +76,10 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, b
     Args:
         stats: Receives the statistics.
         pack: The micro-batch.
-        logprobs_N: Log-probabilities of this step's forward pass, detached.
-        before_N: Log-probabilities of the training pass before the first update. None if they are unknown, as in the
-            later steps of the sources "rollout" and "loglinear". Then no differences are added.
+        logprobs_N: (N,) log-probabilities of this step's forward pass, detached.
+        before_N: (N,) log-probabilities that training computed before the first update. None if they are unknown, as in
+            later steps if the source of old log-probabilities is "rollout" or "loglinear". Then the statistics of the
+            difference are left out.
     """
     stats.add({"train_logprobs_mean": pack.token_mean(pack.trained(logprobs_N))})
     if pack.rollout_logprobs is None:
@@ -98,13 +99,13 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, b
 
 
 def of_step(batches: Batches) -> np.ndarray | None:
-    """Return the old log-probabilities of a step's tokens, in the order of its micro-batches.
+    """Return the old log-probabilities of all N tokens of a step, in the order of its micro-batches.
 
     Args:
         batches: The micro-batches.
 
     Returns:
-        (N,) float32 on the host. None if a micro-batch has none.
+        (N,) float32 on the host. None if a micro-batch has no old log-probabilities.
     """
     found = [pack.old_logprobs for _, pack in batches if pack.old_logprobs is not None]
     return torch.cat(found).cpu().numpy() if len(found) == len(batches) else None

@@ -20,9 +20,10 @@ DECAY_STEPS = 1000
 def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Return the learning rate of an update.
 
-    The first W = round(warmup_steps_proportion * lr_decay_steps) updates warm up linearly, and the last of these has
-    the full rate. Then the rate falls by the chosen shape to min_lr_ratio * lr at update `lr_decay_steps`, and stays
-    there. "constant" does not fall.
+    The first W = round(warmup_steps_proportion * lr_decay_steps) updates warm up linearly, and the last of these W
+    updates has the full rate `config.lr`. Then the rate falls to min_lr_ratio * lr at update `lr_decay_steps`, and
+    stays there. `config.lr_scheduler_type` is the shape of the fall, "linear" or "cosine". With "constant" the rate
+    stays at `config.lr` after the warm-up.
 
     Args:
         config: Settings of the optimizer.
@@ -55,8 +56,8 @@ class GradientStats:
 class Optimizer:
     """AdamW or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
 
-    If the buffers are divided over data-parallel ranks, each rank updates the elements that it owns, and gathers the
-    others.
+    If the buffers are divided over data-parallel ranks, each rank updates the elements of `flat.params` that it owns,
+    and gathers all other elements from the ranks that own them.
 
     Args:
         flat: Buffers of the model.
@@ -98,7 +99,7 @@ class Optimizer:
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """The buffers, by name, that updates change in addition to masters and parameters. Empty for SGD."""
+        """The buffers of the moments and, if these are 8-bit, of their scales, by name. Empty for SGD."""
         if self.config.type == "sgd":
             return {}
         scales = {"exp_avg_scale": self.scales_1, "exp_avg_sq_scale": self.scales_2} if self.in_8_bits else {}
@@ -141,8 +142,8 @@ class Optimizer:
         """Apply one update. All ranks of the model must call this.
 
         Args:
-            grad_norm: Norm from `gradient_stats`, finite. If it exceeds gradient_clipping, the gradient is scaled
-                down.
+            grad_norm: Norm from `gradient_stats`, finite. If it exceeds `self.config.gradient_clipping`, the gradient
+                is scaled down.
         """
         config, flat = self.config, self.flat
         if self.copied is not None:
@@ -173,10 +174,11 @@ class Optimizer:
             wait_for(work)
 
     def _equal_copies(self, bucket: Bucket) -> None:
-        """Copy sharded parameters that several tensor-parallel ranks hold from the first of these ranks to the others.
+        """Make the copies of a sharded parameter equal on all tensor-parallel ranks that hold the same shard.
 
-        Without this the copies may drift apart, because a block of 8-bit moments also contains other elements, so its
-        scale differs between ranks.
+        The first of these ranks sends its values to the others. Without this the copies may drift apart: a block of
+        8-bit moments also contains elements that other ranks do not hold, so the scale of the block differs between
+        ranks.
         """
         flat = self.flat
         for chunk, n in flat.copies(bucket):
@@ -186,7 +188,7 @@ class Optimizer:
                 flat.params[chunk.place].copy_(masters)
 
     def _update(self, chunk: Chunk, how: Update) -> None:
-        """Update the elements of one chunk, with `how` for the hyperparameters of the update."""
+        """Update the elements of one chunk. `how` holds the learning rate and other numbers of the update."""
         flat, local = self.flat, chunk.local
         moments = self.exp_avg[local], self.exp_avg_sq[local]
         grads, masters, params = values = flat.grads[chunk.grads], flat.masters[local], flat.params[chunk.place]
@@ -202,7 +204,7 @@ class Optimizer:
 
 
 def blocks(place: slice) -> slice:
-    """Return the range of 8-bit blocks that contains a range of elements.
+    """Convert a range of elements to the range of the 8-bit blocks, of BLOCK elements each, that contain them.
 
     Args:
         place: Range of elements. Its start is a multiple of BLOCK.

@@ -32,7 +32,8 @@ class PackedTokens:
         positions_N: int64, position of each token in its row, from 0.
         cu_seqlens: (R + 1,) int32, index of the first token of each row, and N.
         max_len: Number of tokens in the longest row.
-        routes_NLk: Experts that the tokens must use, see areno/engine/train/rows.py. None lets the router choose.
+        routes_NLk: The k experts that each token must use in each of the L layers with experts, see
+            areno/engine/train/rows.py. None lets the router choose.
     """
 
     tokens_N: Tensor
@@ -99,14 +100,14 @@ def pack_rows(
 
 @dataclass(frozen=True, slots=True)
 class LocalTokens:
-    """The tokens of a micro-batch that this rank computes: n of N, starting at index `first`.
+    """The tokens of a micro-batch that this context-parallel rank computes: n consecutive tokens of its N tokens.
 
     Attributes:
         tokens_n: int64 token ids. They may end with padding.
         positions_n: int64, position of each token in its row.
         attend: Attention over the tokens of the whole micro-batch.
-        first: Index of the first token.
-        n_tokens: N, without padding.
+        first: Index, in the micro-batch, of this rank's first token.
+        n_tokens: N, the number of tokens in the micro-batch, without padding.
     """
 
     tokens_n: Tensor
@@ -123,8 +124,8 @@ class LocalTokens:
             packed: The micro-batch.
             context: The context-parallel group.
             attn_backend: Attention kernel.
-            multiple: The number of tokens in a share becomes a multiple of this. A row of padding is added at the
-                end if necessary.
+            multiple: The number of tokens in a share becomes a multiple of this number. If necessary, a row of padding
+                tokens is added at the end of the micro-batch.
         """
         tokens_N, positions_N, cu_seqlens, n_tokens = (
             packed.tokens_N,
@@ -141,13 +142,13 @@ class LocalTokens:
         return cls(tokens_N[mine], positions_N[mine], attend, mine.start, n_tokens)
 
     def predicted_here(self, places_T: Tensor) -> Tensor:
-        """Select the tokens that this rank predicts, because it computes the token before.
+        """Select the tokens that this rank predicts because it computes the hidden state of the previous token.
 
         Args:
             places_T: (T,) int64 indices of tokens in the micro-batch, without the first token of any row.
 
         Returns:
-            The indices of those tokens whose previous token is computed by this rank.
+            The selected entries of `places_T`.
         """
         if self.attend.context.size == 1:
             return places_T

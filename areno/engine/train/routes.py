@@ -1,10 +1,10 @@
 """Routing of tokens to experts during an optimizer step: replayed routes, statistics, and the balancing loss.
 
 The auxiliary loss is that of the Switch Transformer (arXiv 2101.03961, equations 4 to 6) over all layers together,
-as in transformers (load_balancing_loss_func): E sum_e f_e P_e. f_e is the fraction of choices that fall on expert e,
-and P_e the mean router probability of e, both over all tokens and layers. f_e is taken over the whole step and has
-no gradient. So it must be known before the first backward pass, and an extra forward pass over all micro-batches
-counts the choices.
+as in transformers (load_balancing_loss_func): E sum_e f_e P_e, where E is the number of experts in a layer. f_e is
+the fraction of choices that fall on expert e, and P_e the mean router probability of e, both over all tokens and
+layers. f_e is taken over the whole step and has no gradient. So it must be known before the first backward pass, and
+an extra forward pass over all micro-batches counts the choices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepRouting:
     at last `finish`. Scoring needs only `begin`.
 
     Args:
-        routing: Routing of the model's layers.
+        routing: Settings and results of routing in a forward pass, which all layers of the model share.
         coefficient: Coefficient of the auxiliary loss. 0 for no such loss.
         dp: Ranks that hold copies of the model.
     """
@@ -43,7 +43,7 @@ class StepRouting:
 
         Args:
             packed: The micro-batch.
-            share: The tokens that this rank computes.
+            share: The tokens of the micro-batch that this rank computes.
         """
         n = len(share.tokens_n)
         self._n_tokens = max(0, min(n, share.n_tokens - share.first))  # the rest is padding
@@ -52,7 +52,7 @@ class StepRouting:
         self._routing.begin(given, self._balance_E, self._n_tokens, observes=observes)
 
     def end(self) -> None:
-        """Free the tensors of the last forward passes."""
+        """Free the tensors that the last forward passes have stored for routing."""
         self._routing.begin()
 
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:
@@ -98,7 +98,7 @@ class StepRouting:
         self._n_seen = self._n_seen.to(where) + self._n_tokens
 
     def finish(self) -> dict[str, float]:
-        """Return statistics of the step over all copies. All copies must call this. Waits for the device.
+        """Return statistics of the step over all copies of the model, which must all call this. Waits for the device.
 
         The load of an expert is the number of tokens that chose it. The violation of an expert is its load divided by
         the mean load in its layer, minus 1.
@@ -108,8 +108,8 @@ class StepRouting:
             router_mean_violation is the mean of the absolute violation over experts and layers. router_entropy is the
             entropy of the router's probabilities, divided by its largest possible value. router_changed is the fraction
             of choices in which replayed experts differ from the router's own choice. router_aux_loss is the auxiliary
-            loss before its coefficient. If every expert has the same load, it equals the number of experts per
-            token.
+            loss without the coefficient, which equals the number of experts per token if all experts have the same
+            load.
         """
         experts, n_layers = self._routing.experts, self._routing.n_layers
         counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]

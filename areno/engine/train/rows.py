@@ -1,8 +1,8 @@
 """Checks the rows of a caller once, and converts them to arrays. Runs in the driver, so it imports no torch.
 
-Routes are the experts that tokens were routed to: (n, L, k) for the first n tokens of a row, L layers with experts
-and k experts of a token in each. They are uint8 if the model has fewer than 256 experts, else int16. The largest
-value of the dtype marks unknown experts of a token.
+Routes are the experts that tokens were routed to: an array (n, L, k) for the first n tokens of a row, with L layers
+that have experts, and k experts per token in each of these layers. The dtype is uint8 if the model has fewer than 256
+experts, else int16. The largest value of the dtype marks unknown experts of a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Row:
     Attributes:
         tokens: int64 token ids.
         trained: bool, whether the token is trained. False for the first token, which no token predicts.
-        fields: float32 arrays by their names in DataPack, such as "advantages", and the routes.
+        fields: float32 arrays by their names in DataPack, such as "advantages". The entry "routes", which not every row
+            has, is an integer array of experts.
         reward: Reward of the row.
         staleness: Number of optimizer steps since the row was sampled.
     """
@@ -61,7 +62,7 @@ class FlatRows:
         trained: bool, whether the token is trained.
         fields: Arrays by their names in DataPack.
         rewards: Reward of each row.
-        staleness: Staleness of each row.
+        staleness: Number of optimizer steps since each row was sampled.
     """
 
     lengths: np.ndarray
@@ -88,7 +89,7 @@ class FlatRows:
         )
 
     def rows(self) -> list[Row]:
-        """Return the single rows, whose arrays are views of the concatenated arrays."""
+        """Split the concatenated arrays into the original rows, whose arrays are views of the concatenated arrays."""
         ends = np.cumsum(self.lengths).tolist()
         bounds, tokens = list(zip([0, *ends], ends, strict=False)), self.tokens.astype(np.int64, copy=False)
         return [
@@ -167,7 +168,7 @@ def read_rows(
 
 
 def _any_old(rows: Sequence[TrainSequence]) -> bool:
-    """Return whether a row carries old log-probabilities."""
+    """Return whether at least one row has `old_logprobs`."""
     return any(row.old_logprobs is not None for row in rows)
 
 
@@ -269,7 +270,8 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
 def _read_mask(prompt_mask: Any, called: str) -> np.ndarray:
     """Convert a prompt mask to an (n,) bool array.
 
-    Only True and False, or 1 and 0, are accepted, because any text would count as True. Otherwise DataError.
+    Only True and False, or 1 and 0, are accepted, because any text would count as True. Raises DataError, whose message
+    begins with `called`, for all other values.
     """
     try:
         mask = np.asarray(prompt_mask)
@@ -298,7 +300,7 @@ class RouteShape(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Data type of an expert's index: uint8 for fewer than 256 experts, else int16."""
+        """Data type of the index of an expert: uint8 for fewer than 256 experts, else int16."""
         return np.uint8 if self.n_experts < 2**8 else np.int16
 
     @property
@@ -316,7 +318,7 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
     """Check the routes of a row, and extend them to all of its tokens.
 
     Args:
-        routes: Routes of the first tokens, (n, layers, experts of a token). None if no token has routes.
+        routes: (n, layers, experts of a token) routes of the first n tokens. None if no token has routes.
         n_tokens: Number of tokens in the row.
         shape: Shape of the model's routes. None for a model without experts.
         name: Name of the row in messages.
@@ -357,7 +359,7 @@ def routes_of_rows(
     """Check the routes of rows that will be scored.
 
     Args:
-        routes: Routes of each row, None for rows without routes. None if no row has routes.
+        routes: Routes of each row, where an entry None stands for a row without routes. None if no row has routes.
         token_rows: Token ids of each row.
         shape: Shape of the model's routes. None for a model without experts.
         role: Role that scores the rows. Only the actor supports routes.
