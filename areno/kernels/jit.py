@@ -75,7 +75,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 def launch_dependents():
     """Allow the next kernel to begin early, if it is launched with `pdl_options`.
 
-    It begins when every program of this kernel has called this function or has ended.
+    The next kernel begins when every program of this kernel has called this function or has ended.
     """
     tl.extra.cuda.gdc_launch_dependents()
 
@@ -92,8 +92,8 @@ def wait_for_previous():
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile a function as `triton.jit` does, and fuse multiplications and additions (FMA) where possible.
 
-    A fused operation rounds once, so the option changes results in the last bit. Its default differs between releases
-    of Triton.
+    A fused operation rounds once, so fusing changes results in the last bit. Whether Triton fuses by default differs
+    between its releases.
 
     Args:
         function: the kernel. If None, a decorator is returned.
@@ -126,7 +126,10 @@ def has_option(name: str) -> bool:
 
 class _Kernel(triton.JITFunction):
     def run(self, *args: Any, **how: Any) -> Any:
-        """Launch the kernel, with FMA if this Triton has the option. Triton calls this method for every launch."""
+        """Launch the kernel, with FMA switched on if this release of Triton has a launch option for it.
+
+        Triton calls this method for every launch, with the kernel's arguments, and its launch options in `how`.
+        """
         if has_option("enable_fp_fusion"):
             how.setdefault("enable_fp_fusion", True)
         return super().run(*args, **how)

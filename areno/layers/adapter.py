@@ -173,12 +173,15 @@ class Adapter(nn.Module):
         return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:
-        """Return x W^T and x A^T side by side, (N, X). Requires `stack`.
+        """Return x W^T and x A^T side by side. Requires `stack`.
 
         The bias of a column-parallel layer is included.
 
         Args:
             x_NI: the layer's input.
+
+        Returns:
+            (N, X): O columns of x W^T, R columns of x A^T, then zeros up to X columns.
         """
         assert self.stacked is not None
         return F.linear(x_NI, *self.stacked)
@@ -221,7 +224,7 @@ class Adapter(nn.Module):
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Add the gradients of A and B to their float32 `.grad`.
 
-        Does nothing if they are frozen or the adapter is off.
+        Does nothing if A and B are frozen or the adapter is off.
 
         Args:
             grad_NO: the gradient with respect to the layer's output.
@@ -240,7 +243,7 @@ class Adapter(nn.Module):
         add_matmul(self.a.grad, back_NR.t(), x_NI)
 
     def _back(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x A^T, (N, R), as far as it comes from this rank's outputs."""
+        """Return the gradient with respect to x A^T, (N, R), from this rank's outputs only."""
         pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.places]
         return torch.cat(pieces, dim=-1) * self.scaling
 

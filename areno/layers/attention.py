@@ -36,9 +36,9 @@ class PackedAttend:
         cu_seqlens: (R + 1,) int32, the cumulative lengths of the rows, from 0 to N.
         max_len: the length of the longest row.
         backend: the attention backend, a key of `areno.kernels.attention.BACKENDS`.
-        context: the ranks of context parallelism. Each rank has N / size consecutive tokens, where N counts the tokens
-            of all ranks. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens with some
-            of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
+        context: the ranks of context parallelism. Each of its ranks has an equal share of the N tokens, as
+            consecutive tokens. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens
+            with some of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
     """
 
     cu_seqlens: Tensor
@@ -65,7 +65,7 @@ class PackedAttend:
 
     @cached_property
     def chunks(self) -> RowChunks:
-        """The chunks of the rows, for layers with a recurrent state.
+        """The chunks into which the rows are cut, for layers with a recurrent state.
 
         The first access copies cu_seqlens to the host.
         """
@@ -158,8 +158,8 @@ class CachedAttend:
 
     Attributes:
         attend: attention over the KV cache.
-        states: (layer, proj_NP, weights) -> (N, I), which computes the gated delta rule from the cached states and
-            updates them.
+        states: callable (layer, proj_NP, weights) that computes the gated delta rule from the cached states, updates
+            the states, and returns (N, I).
     """
 
     attend: Attend
@@ -170,7 +170,7 @@ class CachedAttend:
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """Compute the gated delta rule from the cached states.
+        """Compute the gated delta rule from the cached states, and update the states.
 
         Args:
             layer: the index among the layers with a recurrent state.

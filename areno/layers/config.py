@@ -14,7 +14,9 @@ ROW_MULTIPLE = 16  # a weight with a LoRA matrix A stacked below is padded to a 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """LoRA adapters (arXiv 2106.09685): W x becomes W x + scaling * B A x, with A (rank, I) and B (O, rank).
+    """LoRA adapters (arXiv 2106.09685): W x becomes W x + scaling * B A x.
+
+    A has the shape (rank, input features), and B has the shape (output features, rank).
 
     Attributes:
         rank: the rank of A and B.
@@ -90,12 +92,12 @@ class Delta:
         return matrices + 2 * self.n_value_heads
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the recurrent states of one sequence, in all delta layers.
+        """Return the number of bytes of one sequence's recurrent states, in all delta layers together.
 
         A state consists of a float32 matrix for each value head and the last inputs of the convolution.
 
         Args:
-            itemsize: the bytes of an element of the convolution's inputs.
+            itemsize: the number of bytes of an element of the convolution's inputs.
         """
         matrices = 4 * self.n_value_heads * self.key_dim * self.value_dim
         return len(self.layers) * (matrices + itemsize * (self.width - 1) * self.n_channels)
@@ -160,7 +162,10 @@ class Experts:
 
     @property
     def id_bytes(self) -> int:
-        """The bytes of a stored expert index, 1 or 2. The largest value of the integer type means "no expert"."""
+        """The number of bytes that store an expert index, 1 or 2.
+
+        The largest value of the integer type means "no expert".
+        """
         return 1 if self.n_experts < 2**8 else 2
 
 
@@ -180,10 +185,10 @@ class Rope:
             multiplied by `attention_factor`.
         dynamic: nothing changes up to max_position_embeddings. For longer texts the frequencies would depend on the
             length of the text, so keys in a KV cache would differ from those of training. The model's context therefore
-            ends there.
+            ends at max_position_embeddings.
         longrope (arXiv 2402.13753): within original_max_positions, each frequency is divided by its own factor of
             `short_factors`, and queries and keys are multiplied by `attention_factor`. Longer texts would change all
-            keys, so the model's context ends there.
+            keys, so the model's context ends at original_max_positions.
         none: no rotation.
 
     Attributes:
@@ -196,9 +201,10 @@ class Rope:
         beta_fast: the number of turns above which yarn keeps a frequency.
         beta_slow: the number of turns below which yarn divides a frequency by `factor`.
         truncate: whether yarn rounds the ends of its interpolated range to whole indices.
-        attention_factor: the factor of queries and keys, for yarn and longrope. Some families set it for other kinds.
+        attention_factor: the factor of queries and keys, for yarn and longrope. Some model families set it for other
+            kinds of scaling.
         short_factors: the divisor of each frequency, for longrope.
-        partial: the share of each head that is rotated.
+        partial: the fraction of each head's elements that is rotated.
         interleaved: whether the checkpoint rotates neighbouring elements of a head together, rather than elements half
             a head apart; see `head_order` in rotary.py.
     """

@@ -101,8 +101,8 @@ class GatedDelta(nn.Module):
         """Return the weights of the delta rule, in the form of the kernels.
 
         Args:
-            norm_V: the weight of the norm. Pass it through `copy_in` under autograd, so that its gradient is summed
-                over the ranks.
+            norm_V: the weight of the norm. Under autograd, pass the result of `ParallelGroup.copy_in`, so that the
+                gradient of the weight is summed over the ranks.
         """
         conv_XW = self.conv.weight.squeeze(1)
         return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)

@@ -107,7 +107,7 @@ class Linear(nn.Module):
             self.adapter.accumulate(grad_NO, x_NI)
 
     def _input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x, (N, I), as far as it comes from this rank's outputs."""
+        """Return the gradient with respect to x, (N, I), from this rank's outputs only."""
         grad_NI = grad_NO @ self.weight
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
@@ -125,8 +125,8 @@ class ColumnParallelLinear(Linear):
         spec: dtype, device and ranks of the weights.
         bias: whether the projections have biases.
         copies: for each projection, the number of neighbouring ranks that hold the same slice. Empty means that each
-            slice is on one rank only. A rank with a copied slice computes the gradient from its own heads only, so
-            these gradients must be summed over the copies; `Transformer.partial_gradients` lists the copied slices.
+            slice is on one rank only. A rank with a copied slice computes the slice's gradient from its own heads only,
+            so the gradients of all copies must be summed. `Transformer.partial_gradients` lists the copied slices.
 
     Attributes:
         local_sizes: the output size of each projection on this rank.
@@ -179,9 +179,9 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b where each rank holds a slice of the input features. Follows a column-parallel layer.
+    """y = x W^T + b where each rank holds a slice of the input features.
 
-    The partial products of the ranks are summed.
+    The layer follows a column-parallel layer. The partial products of the ranks are summed.
 
     Args:
         in_size: I over all ranks, the number of input features.
@@ -208,7 +208,8 @@ class RowParallelLinear(Linear):
                 and `split` is ignored.
 
         Returns:
-            (N, O), the same on every rank if whole; (n, O) if split.
+            With `whole`, the output (N, O), the same on every rank, or this rank's tokens of it (n, O) if split.
+            Otherwise the partial product (N, O).
         """
         adapter = self.stacked_adapter()
         y_NO = self._adapted(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)

@@ -79,8 +79,10 @@ class GatedMLP(nn.Module):
             whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
         Returns:
-            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up (N,
-            2 I), which the caller may pass to `fused_backward` or drop. `saved` is an empty tuple.
+            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up,
+            side by side (N, 2 I), which the caller may pass to `fused_backward` or drop. While sampling with a
+            stacked LoRA adapter, `kept` is the wider result of `Adapter.stacked_product` instead, which
+            `fused_backward` cannot use. `saved` is an empty tuple.
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -106,7 +108,8 @@ class GatedMLP(nn.Module):
         Args:
             grad_ND: the gradient with respect to the output.
             x_ND: the inputs of the forward pass.
-            kept: the second result of `fused_forward`. None means that it is computed again.
+            kept: the outputs of gate and up (N, 2 I), the second result of `fused_forward`. None means that they are
+                computed again.
             saved: the third result of `fused_forward`, which is not used.
             split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
                 parallelism).
@@ -273,9 +276,9 @@ class ExpertMLP(nn.Module):
             whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
 
         Returns:
-            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up (M,
-            2 I), which the caller may pass to `fused_backward` or drop. `saved` is a tuple with the chosen experts
-            (N, k).
+            (output, kept, saved). The output is (N, D), or (n, D) if split. `kept` holds the outputs of gate and up,
+            side by side, for the M copies of tokens, one per chosen expert (M, 2 I). The caller may pass it to
+            `fused_backward` or drop it. `saved` is a tuple with one tensor, the chosen experts (N, k).
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -308,7 +311,8 @@ class ExpertMLP(nn.Module):
         Args:
             grad_ND: the gradient with respect to the output.
             x_ND: the inputs of the forward pass.
-            kept: the second result of `fused_forward`. None means that it is computed again.
+            kept: the outputs of gate and up (M, 2 I), the second result of `fused_forward`. None means that they are
+                computed again.
             saved: the third result of `fused_forward`, with the experts of the forward pass, which are used again.
             split: whether `grad_ND`, `x_ND` and the result hold only this rank's n of the N tokens (sequence
                 parallelism).
@@ -348,9 +352,10 @@ class ExpertMLP(nn.Module):
 
 
 class _Balance(torch.autograd.Function):
-    """Identity of the router's probabilities. Its backward pass adds the gradient of the load-balancing loss.
+    """Autograd function that returns the router's probabilities unchanged, and adds a gradient in the backward pass.
 
-    The gradient is added for each token except padding.
+    The backward pass adds `balance_E`, the gradient of the load-balancing loss with respect to the probabilities, to
+    the incoming gradient, for each token except padding.
     """
 
     @staticmethod

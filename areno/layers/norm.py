@@ -22,9 +22,9 @@ class RMSNorm(nn.Module):
         eps: the constant that is added to the mean.
         spec: dtype, device and ranks of the weight.
         own_data: whether each tensor-parallel rank normalises different features with the same weight, such as its own
-            heads. The gradient of the weight is then summed over the ranks. If False, nothing is summed here: the ranks
-            have the same x, or, under sequence parallelism, different tokens, and `Transformer.partial_gradients` lists
-            the weight among those whose gradients must be summed.
+            heads. If True, this layer sums the gradient of the weight over the ranks. If False, it does not: either the
+            ranks have the same x, or (with sequence parallelism) they have different tokens. In the latter case
+            `Transformer.partial_gradients` lists the weight among those whose gradients must still be summed.
         plus_one: whether to multiply by 1 + weight, computed in fp32, instead of weight.
     """
 
@@ -59,7 +59,9 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x_ND, delta_ND, self.weight, self.eps, self.plus_one)
 
     def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, memory: SymmetricMemory) -> tuple[Tensor, Tensor]:
-        """Sum `part` over the tensor-parallel ranks, add the sum to x, and normalise the result. A collective call.
+        """Sum `part_ND` over the tensor-parallel ranks, add the sum to x, and normalise the result.
+
+        All ranks must call this.
 
         Args:
             x_ND: the residual stream.

@@ -360,7 +360,7 @@ class ParallelGroup:
 
 
 class _Done:
-    """The handle of a finished collective, in a group of one rank."""
+    """The handle that asynchronous collectives return in a group of one rank, where nothing is left to wait for."""
 
     def wait(self) -> None:
         """Return immediately."""

@@ -70,7 +70,10 @@ def in_order(rows: Tensor, order_D: Tensor) -> Tensor:
 
 
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the scaled frequencies (head_dim / 2,), where head_dim counts the rotated elements of a head only."""
+    """Return the scaled frequencies of the rotated pairs, (head_dim / 2,).
+
+    `head_dim` counts only the rotated elements of a head.
+    """
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
     if rope.kind in ("default", "dynamic"):
@@ -84,14 +87,20 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _kept_by_llama3(freqs_F: Tensor, rope: Rope) -> Tensor:
-    """Return how much of each frequency llama3 scaling keeps, (F,): 1 keeps it, and 0 divides it by the factor."""
+    """Return how much of each frequency llama3 scaling keeps, (F,), between 0 and 1.
+
+    1 keeps the frequency, 0 divides it by `rope.factor`, and values in between interpolate.
+    """
     wavelengths_F = 2 * math.pi / freqs_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
-    """Return how much of each frequency yarn scaling keeps, (F,): 1 keeps it, and 0 divides it by the factor."""
+    """Return how much of each frequency yarn scaling keeps, (F,), between 0 and 1.
+
+    1 keeps the frequency, 0 divides it by `rope.factor`, and values in between interpolate.
+    """
 
     def index_of(turns: float) -> float:
         """Return the index (a float) of the frequency with this many turns within the original context length."""

@@ -1,6 +1,6 @@
 """Descriptions of where checkpoint tensors lie in this rank's parameters.
 
-Each layer declares them for its parameters, and loading and saving use them.
+Each layer declares such descriptions for its parameters, and loading and saving use them.
 
 A parameter may hold several checkpoint tensors, stacked by rows (such as q, k and v), and only this rank's shard of
 each. A `Part` describes one checkpoint tensor in a parameter. A `WeightSpec` creates parameters.
@@ -96,10 +96,11 @@ class Part:
         return parameter.detach()[self.offset : self.offset + rows]
 
     def gather(self, parameter: Tensor, tp: ParallelGroup, owner: int, out: Tensor | None) -> None:
-        """Copy the full checkpoint tensor to `out` on one rank. A collective call unless `dim` is None.
+        """Copy the full checkpoint tensor to `out` on the rank `owner`.
 
-        Each rank sends at most GATHERED_BYTES at a time (GATHERED_ON_CPU on the CPU), which limits the memory that this
-        needs in addition to the shards. A copy to pinned memory may still be in progress on return.
+        All ranks must call this, unless `self.dim` is None. Each rank sends at most GATHERED_BYTES at a time
+        (GATHERED_ON_CPU on the CPU), which limits the memory that is needed in addition to the shards. A copy to pinned
+        memory may still be in progress on return.
 
         Args:
             parameter: the parameter of this rank.

@@ -257,9 +257,14 @@ def _add_norm(
     dtype: torch.dtype,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return stream + delta, and the norm of this sum in the dtype of the weights (the sum itself without a norm).
+    """Add `delta_ND` to the residual stream, and return the sum and its RMS norm.
 
-    Without delta, the first result is the stream. With memory, delta is first summed over the ranks.
+    If `delta_ND` is None, the sum is the stream itself. With `memory`, `delta_ND` is this rank's partial sum, and is
+    first summed over the tensor-parallel ranks.
+
+    Returns:
+        (sum, normed). The sum is in the dtype of the stream. `normed` is in the dtype of the norm's weight. If `norm`
+        is None, `normed` is the sum converted to `dtype`.
     """
     if memory is not None and delta_ND is not None:
         assert norm is not None

@@ -64,7 +64,7 @@ class Reward(Section):
         return self.score
 
     def warm_up(self) -> None:
-        """Make the first call of the function as fast as later calls.
+        """Make the first call of the function that `load` returned as fast as later calls.
 
         A reward process calls this after it has reported that it is ready.
         """
@@ -76,7 +76,8 @@ class Reward(Section):
             record: The sample.
 
         Returns:
-            The reward, or a dictionary with the entry "reward" and named parts.
+            The reward alone, or a dictionary with the reward as the entry "reward" and further numbers, the named parts
+            of the reward.
 
         Raises:
             ValueError: The row of the dataset lacks a field that the reward needs. The sample then has no reward.
@@ -106,8 +107,8 @@ class ExactMatchReward(Reward):
     r"""Gives 1 if the completion's answer is the same text as one of the row's `solutions`, else 0.
 
     The answer is the content of the last <answer>...</answer>, else of the last \boxed{...}, else the text after the
-    last ####, else the whole completion. Upper and lower case differ. Each run of white space counts as one space, and
-    white space at the ends does not count.
+    last ####, else the whole completion. Upper and lower case differ. Consecutive white space counts as one space,
+    and white space at the ends does not count.
     """
 
     name = "exact_match"
@@ -135,7 +136,10 @@ class ExactMatchReward(Reward):
 
 
 def _answer(text: str) -> str:
-    """Return the marked answer of a text, or the whole text if no answer is marked, with single spaces."""
+    """Return the answer that a text marks, or the whole text if no answer is marked.
+
+    Consecutive white space becomes one space, and white space at the ends is removed.
+    """
     marked = marked_answer(text)
     return " ".join((text if marked is None else marked).split())
 
@@ -236,7 +240,7 @@ class FormatReward(Reward):
             yield Problem("pattern", f"is {self.pattern!r}, which is no regular expression: {error}")
 
     def score(self, record: Any) -> float:
-        """Score one RewardRecord."""
+        """Return 1.0 if the record's whole completion matches `pattern`, else 0.0."""
         return float(re.fullmatch(self.pattern, record.completion, re.S) is not None)
 
 
@@ -271,7 +275,7 @@ class LengthReward(Reward):
         return self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
-        """Report that neither limit is set.
+        """Report a problem if neither limit is set.
 
         Args:
             limit_s: The time limit for scoring one sample, in seconds. It is not used here.
@@ -284,7 +288,17 @@ class LengthReward(Reward):
             yield Problem("", text)
 
     def score(self, record: Any) -> float:
-        """Score one RewardRecord. Raises ValueError if the record has no tokens."""
+        """Score one RewardRecord by the number of its completion's tokens.
+
+        Args:
+            record: The sample.
+
+        Returns:
+            A reward between 0.0 and 1.0.
+
+        Raises:
+            ValueError: The record has no tokens.
+        """
         n_tokens = len(record.tokens)
         if not n_tokens:
             raise ValueError("the record has no tokens, so its length is not known")
@@ -295,11 +309,12 @@ class LengthReward(Reward):
 
 @dataclass(kw_only=True)
 class JsonReward(Reward):
-    """Gives 1 if the answer is JSON that fits a schema, else 0. The part `parses` is 1 for any valid JSON, else 0.
+    """Gives 1 if the answer is JSON that fits a schema, else 0.
 
     The answer is the last fenced block after </think>, preferably one marked as json. Without a block, it is all text
-    after </think>. The schema is the field `schema` of the row (an object, or its JSON text), else the file of the
-    setting. Without a schema, any JSON fits.
+    after </think>. The schema is the row's field `schema` (an object, or its JSON text). If the row has no such field,
+    it is in the file that the setting `reward.json.schema` names. Without a schema, any JSON fits. The part `parses` of
+    the result is 1 for any valid JSON, else 0.
 
     Attributes:
         schema: The file with the JSON schema for rows that have no field `schema`. None means no schema.
@@ -313,7 +328,10 @@ class JsonReward(Reward):
     )
 
     def prepare(self) -> Reward:
-        """Check the schema, and return a reward with the absolute path of its file.
+        """Check the schema file, and return a copy of this reward in which the path of the file is absolute.
+
+        Returns:
+            The copy, or this reward itself if no file is set.
 
         Raises:
             ConfigError: The file is missing, is not a JSON schema, or the package jsonschema is missing. The error
@@ -343,7 +361,7 @@ class JsonReward(Reward):
         return replace(self, schema=str(path))
 
     def load(self) -> Callable[[Any], Any]:
-        """Read the schema, and return the function that scores one RewardRecord."""
+        """Read the schema file, if one is set, and return the function that scores one RewardRecord."""
         import json
         from pathlib import Path
 
@@ -352,14 +370,15 @@ class JsonReward(Reward):
 
 
 def fits_schema(record: Any, schema: Any = None) -> dict[str, float]:
-    """Score one RewardRecord: 1 if its answer is JSON that fits the schema.
+    """Score one RewardRecord by whether its answer is JSON that fits a schema.
 
     Args:
         record: The sample.
         schema: The JSON schema for rows that have no field `schema`. None accepts any JSON.
 
     Returns:
-        "reward", and "parses": 1.0 if the answer is valid JSON, else 0.0.
+        {"reward", "parses"}. "reward" is 1.0 if the answer is JSON that fits the schema, else 0.0. "parses" is 1.0 if
+        the answer is valid JSON, else 0.0.
 
     Raises:
         Exception: Any exception that jsonschema raises for a schema that is not valid.
@@ -376,12 +395,12 @@ def fits_schema(record: Any, schema: Any = None) -> dict[str, float]:
 
 
 def _refuse(name: str) -> Any:
-    """Raise ValueError for NaN and Infinity, which Python's JSON parser accepts."""
+    """Raise ValueError for the constant `name`, NaN or Infinity, which Python's JSON parser accepts."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _is_valid(value: Any, schema: Any) -> bool:
-    """Return whether a value fits a JSON schema."""
+    """Return whether a value fits a JSON schema. Raises an exception of jsonschema if the schema is not valid."""
     from jsonschema.validators import validator_for
 
     validator = validator_for(schema)
@@ -407,7 +426,7 @@ class CodeReward(Reward):
     )
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
-        """Report a time limit for the tests that is not below the limit for scoring a sample.
+        """Report a problem if the time limit for the tests, `timeout_s`, is not below the limit for scoring a sample.
 
         Args:
             limit_s: The time limit for scoring one sample, in seconds.

@@ -1,14 +1,15 @@
 """The built-in reward `code`: 1.0 if the program in the completion passes all tests in its row, else 0.0.
 
-The program is the last fenced Python block after </think>. Without a Python block, it is the last block of any kind,
-and without a block all text there. The tests are in the row's field `solutions`, in one of these forms:
+The program is the last fenced Python block after </think>. Without a Python block, it is the last block of any kind
+after </think>, and without any block all text after </think>. The tests are in the row's field `solutions`, in one of
+these forms:
 
 - a text with Python code that runs after the program: assertions, functions test_..., or unittest classes
 - a list of texts, such as assertions. Each is one test
 - {"inputs": [...], "outputs": [...]}: each input of the program with its expected output. White space at the ends of
   lines and of the output is ignored
 
-Programs run in a sandbox (sandbox.py). The part `passed` is the fraction of tests that pass.
+Programs run in a sandbox (sandbox.py). The part `passed` of the result is the fraction of tests that pass.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: boo
         partial: If True, the reward is the fraction of tests that pass. If False, it is 1 only if all tests pass.
 
     Returns:
-        "reward", and "passed", which is the fraction of tests that pass.
+        {"reward", "passed"}. "passed" is the fraction of tests that pass.
 
     Raises:
-        ValueError: The solutions are not in a form of tests.
+        ValueError: `record.solutions` has none of the supported forms: Python code, a list of texts, or inputs with
+            outputs.
     """
     tests, end = _tests(record.solutions), time.monotonic() + timeout_s
     program = block(record.completion, "python", "py", "python3")
@@ -61,7 +63,10 @@ def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: boo
 
 
 def _tests(solutions: Any) -> Any:
-    """Return the tests in a row: a text, a list of texts, or a dictionary of inputs and outputs. Raises ValueError."""
+    """Return the tests in a row's `solutions`: a text, a list of texts, or a dictionary of inputs and outputs.
+
+    Raises ValueError if the solutions have another form. A text that is a JSON object is parsed.
+    """
     if isinstance(solutions, str) and solutions.strip().startswith("{"):
         with contextlib.suppress(ValueError):  # Python may begin with a dictionary, too
             solutions = json.loads(solutions)
@@ -80,12 +85,15 @@ def _tests(solutions: Any) -> Any:
 
 
 def _text(lines: Any) -> str:
-    """Return an input or an output as text. A list becomes one line per entry."""
+    """Return an input or an output of the program as text. A list becomes one line per entry."""
     return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
 def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: int) -> bool:
-    """Return whether the program, with `given` as its standard input, exits with 0 and prints the expected output."""
+    """Return whether program.py in `folder` exits with status 0 and prints the expected output.
+
+    `given` is the text for the program's standard input. The program runs in the sandbox, for at most `seconds`.
+    """
     if seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]
@@ -99,7 +107,10 @@ def _lines(text: str) -> list[str]:
 
 
 def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float, memory_mb: int) -> float:
-    """Run all tests in one process, and return the fraction that passes. Tests that were not reached have failed."""
+    """Run all tests on the program in one sandboxed process, and return the fraction of tests that pass.
+
+    Tests that were not reached, for example because the time limit was exceeded, count as failed.
+    """
     # The program does not know this word, so it cannot print that it has passed.
     word = secrets.token_hex(16)
     given = json.dumps({"word": word, "program": program, "tests": tests})

@@ -140,10 +140,11 @@ class _Solution:
 
 
 def _solution_parts(solution: Any) -> tuple[str, ...]:
-    """Return the answers that a completion must give together: the solution's boxes, or a single answer.
+    """Return the answers in one solution, all of which a completion must give.
 
     Returns:
-        The answers. Empty if the solution cannot be used, such as NaN or a text that is too long.
+        The contents of the solution's boxes, or a single answer if it has no box. Empty if the solution cannot be used,
+        because it is NaN or too long, for example.
     """
     if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
@@ -155,7 +156,7 @@ def _solution_parts(solution: Any) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _different(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parts without those that equal an earlier part, such as 1.5 after 3/2."""
+    """Return the answers in `parts` without those that equal an earlier answer, such as 1.5 after 3/2."""
     found: list[str] = []
     for part in parts:
         if not any(_is_box(earlier, part) for earlier in found):
@@ -177,7 +178,8 @@ def read_solution(text: str) -> _Solution:
 def _read_together(parts: tuple[str, ...]) -> _Solution:
     """Parse several answers as one set, such as the two roots of an equation.
 
-    math-verify drops answers that it cannot read. So a parsed set is kept only if it has as many members as `parts`.
+    math-verify drops answers that it cannot read. So the result's `values` hold only sets with as many members as
+    `parts`.
     """
     whole = read_solution(", ".join(parts))
     sets = [value for value in whole.values if isinstance(value, FiniteSet) and len(value) == len(parts)]
@@ -188,7 +190,10 @@ def _read_together(parts: tuple[str, ...]) -> _Solution:
 
 
 def _is_right(parts: tuple[str, ...], completion: str) -> bool:
-    """Return whether a completion gives all parts of a solution. Raises any exception of math-verify."""
+    """Return whether a completion gives all answers in `parts`, the answers of one solution.
+
+    Raises any exception that math-verify raises.
+    """
     parts = _different(parts)
     if len(parts) == 1:
         return _is_answer(read_solution(parts[0]), completion)
@@ -213,19 +218,22 @@ def _is_answer(solution: _Solution, completion: str) -> bool:
 
 
 def _is_box(text: str, box: str) -> bool:
-    """Return whether the content of a box equals a part of a solution."""
+    """Return whether `box`, the content of a box, equals `text`, one answer of a solution."""
     return _is_same(read_solution(text), box, _read_formula)
 
 
 def _is_same(solution: _Solution, answer: str, read: Callable[[str], list[Any]]) -> bool:
-    """Return whether an answer has the same text as the solution, or the same value. read: parses the answer."""
+    """Return whether an answer has the same text as the solution, or the same value.
+
+    `read` is the function that parses the answer into values.
+    """
     if _is_same_text(solution, _plain(answer)):
         return True
     return len(answer) <= _MAX_ANSWER and _is_equal(solution, answer, read)
 
 
 def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) -> bool:
-    """Return whether a value that `read` finds in a text equals a value of the solution."""
+    """Return whether a value that the parser `read` finds in a text equals a value of the solution."""
     if solution.is_words and _is_words(text):
         return False
     found = read(_without_exponents(text) if solution.is_number else text)
@@ -233,7 +241,10 @@ def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) 
 
 
 def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list[Any]) -> bool:
-    """Return whether any pair of `golds` and `found` is equal. If none is, raise the first exception of `equal`."""
+    """Return whether `equal` is True for any pair of a value in `golds` and a value in `found`.
+
+    If no pair is equal, but `equal` raised an exception for a pair, the first such exception is raised.
+    """
     failure = None
     for gold, value in product(golds, found):
         try:
@@ -281,7 +292,7 @@ def _read(text: str) -> list[Any]:
 
 
 def _read_formula(text: str) -> list[Any]:
-    """Parse a text as the content of a box."""
+    """Parse a text as the content of a box, and return what math-verify reads (see `_read`)."""
     found = _read(f"\\boxed{{{text}}}")
     if percentage := _IS_PERCENTAGE.fullmatch(text):  # math-verify 0.9 reads none in a box
         found = found + _read(f"${percentage[1]}$%")
@@ -289,7 +300,10 @@ def _read_formula(text: str) -> list[Any]:
 
 
 def _read_whole(text: str) -> list[Any]:
-    """Parse a text as one answer. Without dollar signs, math-verify alone would read only a part of a formula."""
+    """Parse a whole text as one answer, and return what math-verify reads (see `_read`).
+
+    Without dollar signs, math-verify alone would read only a part of a formula.
+    """
     has_more = _IN_MATH_MODE.search(text) or (_is_sentence(text) and not _is_words(text))
     return _read(text) if has_more or _IS_NUMBER.fullmatch(text) else _read_formula(text)
 
@@ -319,7 +333,10 @@ def _has_words(text: str) -> bool:
 
 
 def _is_words(text: str) -> bool:
-    r"""Return whether a text has only words, such as "forty two". Text with \text{} does not count."""
+    r"""Return whether a text has only words, such as "forty two".
+
+    False if it has a digit, an operator or a backslash, as in \text{}.
+    """
     text = text.replace("$", "")
     return _has_words(text) and not re.search(r"[\d\\]", text) and not _OPERATOR.search(text)
 
@@ -330,7 +347,7 @@ def _is_sentence(text: str) -> bool:
 
 
 def _is_same_text(solution: _Solution, plain: str) -> bool:
-    """Return whether a plain text is the text of the solution. For words, case is ignored."""
+    """Return whether `plain`, a text without formatting, is the text of the solution. For words, case is ignored."""
     return plain.casefold() == solution.plain.casefold() if solution.is_words else plain == solution.plain
 
 

@@ -1,7 +1,8 @@
 """Script that runs the tests for the reward `code` on a program. sandbox.py starts it.
 
-It reads {"word", "program", "tests"} as JSON from standard input. It writes "<word> total <number of tests>", then
-"<word> passed" for each test that passes. All output of the program and the tests is dropped.
+The script reads {"word", "program", "tests"} as JSON from standard input. The word is secret, so that the program
+cannot report that it has passed. The script writes "<word> total <number of tests>", then "<word> passed" for each
+test that passes. All other output, from the program and the tests, is dropped.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ def main() -> None:
 
 
 def _execute(text: str, name: str, module: types.ModuleType) -> None:
-    """Run Python code in the namespace of a module. name: the file name in tracebacks."""
+    """Run Python code in the namespace of a module. `name` is the file name in tracebacks."""
     exec(compile(text, name, "exec"), vars(module))
 
 
 def _load(program: str, module: types.ModuleType) -> None:
-    """Run the program in a module. If it exits with code 0, this counts as success."""
+    """Run the program in the namespace of a module.
+
+    An exit with status 0 counts as success. Any other exit or exception is raised.
+    """
     try:
         _execute(program, "program.py", module)
     except SystemExit as end:
@@ -65,7 +69,11 @@ def _passes(case: Callable[[], Any]) -> bool:
 
 
 def _cases(text: str, module: types.ModuleType) -> list[Callable[[], Any]]:
-    """Return the tests in Python code: its unittest classes and test_... functions, or the whole code as one test."""
+    """Run Python code with tests in a module, and return the tests as functions.
+
+    These are the methods of its unittest classes and its test_... functions. If there are none, or if the code raises
+    an exception, the code as a whole is one test.
+    """
     before = set(vars(module))
     ran = _passes(lambda: _execute(text, "test.py", module))
     new = {name: value for name, value in vars(module).items() if name not in before}

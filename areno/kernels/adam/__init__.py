@@ -1,7 +1,7 @@
 """AdamW (arXiv 1711.05101) on slices of flat parameter buffers, with moments in fp32 or 8 bits (arXiv 2110.02861).
 
-`adam` and `adam_8bit` do one step on a slice. `squares_and_nonzeros` returns the sum of squares of a slice's gradient,
-for gradient clipping by the norm, and its number of nonzero elements.
+`adam` and `adam_8bit` do one optimizer step on a slice. `squares_and_nonzeros` returns the sum of squares of a
+slice's gradient, for gradient clipping by the norm, and the number of nonzero elements of this gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
-    """Return the sum of squares of a gradient, and its number of nonzero elements.
+    """Return the sum of squares and the number of nonzero elements of a gradient.
 
     Args:
         grad: gradient, (n,) float32.

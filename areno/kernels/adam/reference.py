@@ -25,13 +25,15 @@ Pair = tuple[Tensor, Tensor]  # one tensor for the first moment and one for the 
 class Update:
     """The constants of one AdamW step, the same for all parameters that are updated together.
 
+    t is the number of the step, counted from 1.
+
     Attributes:
         lr: learning rate.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        decay: factor of the parameters for weight decay, 1 - lr * weight_decay.
-        scale: factor of the gradient, from gradient clipping.
+        eps: constant that is added to the root of the second moment.
+        decay: factor by which weight decay multiplies the parameters, 1 - lr * weight_decay.
+        scale: factor by which gradient clipping multiplies the gradient.
         correction_1: bias correction of the first moment, 1 - beta1^t.
         correction_2: bias correction of the root of the second moment, sqrt(1 - beta2^t).
     """
@@ -144,9 +146,9 @@ def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> No
 def codes(signed: bool, device: torch.device) -> Tensor:
     """Return the table of the values that the 256 codes stand for, (256,) float32, in ascending order.
 
-    The values are between -1 (or 0 if not signed) and 1. The 8 bits of a code are a sign (if signed), leading zeros
-    that give a decimal exponent of 0 to 6, and a fraction in the remaining bits. Fractions are the midpoints of equal
-    intervals between 0.1 and 1. The values 0 and 1 have codes of their own.
+    The values are between -1 (or 0 if not signed) and 1. The values 0 and 1 have codes of their own. Every other value
+    is a sign (if signed) times 10^-e times a fraction, with e from 0 to 6. The fractions are the midpoints of 2^(7 - e)
+    equal intervals between 0.1 and 1, or of 2^(6 - e) intervals if signed.
 
     Args:
         signed: whether values may be negative.
@@ -165,7 +167,7 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 
 @functools.cache
 def borders(signed: bool, device: torch.device) -> Tensor:
-    """Return the midpoints between neighbouring values of the table `codes`, (255,) float32.
+    """Return the midpoints between neighbouring values of the table that `codes` returns, (255,) float32.
 
     Rounding to the nearest value changes from one code to the next at these midpoints.
 

@@ -187,8 +187,8 @@ def _adam_8bit_kernel(
 def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
     """Return the 8-bit code of each element of `share`, a moment divided by the scale of its block.
 
-    `share` is between -1 (or 0 if not SIGNED) and 1. A formula gives a code that is off by at most one, and a
-    comparison with the midpoints in `borders_ptr` corrects it.
+    `share` is between -1 (or 0 if not SIGNED) and 1. A formula gives a code that is off by at most one. A comparison
+    with `borders_ptr`, the midpoints between neighbouring values of the code table, corrects the code.
     """
     size = tl.abs(share)
     scaled = size

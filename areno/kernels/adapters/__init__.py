@@ -32,7 +32,7 @@ def add_lora(
         y_NO: output of the layer, (tokens, outputs). Changed in place by the Triton kernel.
         h_NR: first products h = x A^T, R columns for each adapted projection.
         b_SR: B matrices of all adapted projections, stacked.
-        places: for each adapted projection, its columns in y and its rows in b.
+        places: for each adapted projection, its columns in the layer's output and its rows in b_SR.
         tiles_T4: result of `tiles(places, rank, device)`, on the device of y.
         scaling: alpha / rank.
 
@@ -47,7 +47,7 @@ def add_lora(
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Add the LoRA adapters to a stacked output [y, h], and return y. Needs Triton.
+    """Return a layer's output with its LoRA adapters added, from the stacked output [y, h]. Needs Triton.
 
     Args:
         both_NX: output y of the layer and first products h = x A^T, side by side.
@@ -67,18 +67,18 @@ def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: f
 def swiglu_stacked(
     both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
-    """Add the LoRA adapters to a stacked output [gate, up, h], and return silu(gate) * up. Needs Triton.
+    """Return silu(gate) * up with LoRA adapters added to gate and up. Needs Triton.
 
     Args:
         both_NX: gate, up and first products h = x A^T, side by side.
         b_SR: B matrices of all adapted projections, stacked.
-        places: the columns of [gate, up] and rows of b for each adapted projection.
+        places: for each adapted projection, its columns in [gate, up] and its rows in b_SR.
         scaling: alpha / rank.
         n_columns: number of columns of gate and up together, 2 I.
         gelu: whether the activation is the tanh form of GELU instead of SiLU.
 
     Returns:
-        (N, I) in the dtype of gate and up.
+        The activation (N, I) in the dtype of gate and up.
     """
     from areno.kernels.adapters.triton import swiglu_stacked as kernel
 

@@ -20,8 +20,8 @@ class Place(NamedTuple):
 
     Attributes:
         column: first column of the adapted projection in the layer's output.
-        row: first row of its B matrix in the stacked B matrices.
-        size: number of columns and of rows.
+        row: first row of the adapter's B matrix in the stacked B matrices.
+        size: output size of the projection: the number of these columns, and of these rows.
     """
 
     column: int
@@ -33,15 +33,15 @@ def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int
     """Cut the columns of a layer's output into tiles, one for each program of a Triton kernel.
 
     Args:
-        places: for each adapted projection, its columns in the output and its rows in b.
+        places: for each adapted projection, its columns in the output and its rows in b, the stacked B matrices.
         rank: rank R of the adapters.
         device: device of the result.
         whole: number of columns of the output, if the tiles must also cover the columns without an adapter, for kernels
             that copy them. 0 covers adapted columns only.
 
     Returns:
-        (T, 4) int32, one row per tile: first column in the output, first row in b, number of columns, first column in
-        h = x A^T. The last is -1 for columns without an adapter.
+        (T, 4) int32, one row per tile: first column in the output, first row in b, number of columns, first column
+        in h = x A^T. The last entry is -1 for columns without an adapter.
     """
     covered = [(place, index * rank) for index, place in enumerate(places)]
     end = 0
@@ -66,9 +66,10 @@ def add_lora(
 
     Args:
         y_NO: output of the layer, not changed.
-        h_NR: first products x A^T, R columns for each adapted projection.
+        h_NR: first products h = x A^T, R columns for each adapted projection.
         b_SR: B matrices of all adapted projections, stacked.
-        places: (first column of the output, first row of b, size) for each adapted projection, in the order of columns.
+        places: (first column in the output, first row in b_SR, output size) for each adapted projection, in the order
+            of columns.
         scaling: alpha / rank.
 
     Returns:

@@ -33,7 +33,7 @@ def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Add the LoRA adapters to a stacked output [y, h = x A^T], and return y, (N, O).
+    """Return y + scaling * h B^T, (N, O), from a stacked output [y, h], where h = x A^T.
 
     Args:
         both_NX: y and h side by side.
@@ -71,12 +71,12 @@ def _add_lora(
 def swiglu_stacked(
     both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
-    """Add the LoRA adapters to a stacked output [gate, up, h = x A^T], and return silu(gate) * up, (N, I).
+    """Return silu(gate) * up, (N, I), with the LoRA adapters added to gate and up.
 
     Args:
-        both_NX: gate, up and h side by side.
+        both_NX: gate, up and the first products h = x A^T, side by side.
         b_SR: B matrices of all adapted projections, stacked.
-        places: the columns of [gate, up] and rows of b for each adapted projection.
+        places: for each adapted projection, its columns in [gate, up] and its rows in b_SR.
         scaling: alpha / rank.
         n_columns: number of columns of gate and up together, 2 I.
         gelu: whether the activation is the tanh form of GELU instead of SiLU.
@@ -107,17 +107,21 @@ def swiglu_stacked(
 
 
 def _sizes(n_rows: int, rank: int) -> dict[str, int]:
-    """Return the tile sizes and the number of warps for a launch. With more rows per warp, registers would spill."""
+    """Return the keyword arguments of a launch: tile sizes and the number of warps.
+
+    With more rows per warp, registers would spill.
+    """
     rows, n_warps = (16, 4) if n_rows <= MANY_ROWS else (32, 8)
     inputs = max(16, min(64, triton.next_power_of_2(rank)))
     return {"RANK": rank, "ROWS": rows, "COLUMNS": TILE, "INPUTS": inputs, "num_warps": n_warps}
 
 
 def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
-    """Find the adapter of gate or up, whose output columns begin at `first`.
+    """Find the adapter of the projection, gate or up, whose output columns begin at `first`.
 
     Returns:
-        (first row in b, first column in h). (0, -1) if these columns have no adapter.
+        (first row in the stacked B matrices, first column in h = x A^T), or (0, -1) if the projection has no
+        adapter.
     """
     for index, place in enumerate(places):
         if place.column <= first < place.column + place.size:
@@ -127,7 +131,11 @@ def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
 
 @triton.jit
 def _load_first_inputs(b_place, real_column, RANK: tl.constexpr, INPUTS: tl.constexpr):
-    """Load the first INPUTS columns of b for a tile of COLUMNS outputs, transposed, (INPUTS, COLUMNS)."""
+    """Load the first INPUTS columns of B for a tile of output columns, transposed, (INPUTS, output columns).
+
+    `b_place` points to the rows of B that belong to these output columns, and `real_column` says which of them
+    exist.
+    """
     at = tl.arange(0, INPUTS)
     return tl.load(b_place + at[:, None], mask=(at < RANK)[:, None] & real_column[None, :], other=0.0)
 
@@ -144,9 +152,9 @@ def _product(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return a tile of h B^T in float32, (ROWS, COLUMNS), summed over the rank in steps of INPUTS.
+    """Return a tile of h B^T in float32, (ROWS, COLUMNS), summed over the adapter's rank in steps of INPUTS.
 
-    `b` is the tile of B for the first step, loaded in advance by `_load_first_inputs(b_place, ...)`.
+    `b` is the tile of B^T for the first step, which `_load_first_inputs(b_place, ...)` has loaded in advance.
     """
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):

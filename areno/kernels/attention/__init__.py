@@ -315,7 +315,10 @@ def _sdpa_backward(
 
 @functools.cache
 def _no_dropout(device: torch.device) -> list[Tensor]:
-    """Return a zero random state for torch's flash backward kernel, which requires it even without dropout."""
+    """Return two uint64 tensors, a zero random state, for torch's flash backward kernel.
+
+    The kernel requires a random state even without dropout.
+    """
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 

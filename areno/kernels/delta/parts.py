@@ -65,10 +65,11 @@ class DeltaGradients(NamedTuple):
 
 
 class DeltaStates(NamedTuple):
-    """The recurrent states of one gated delta layer, for S slots or rows.
+    """The recurrent states of one gated delta layer, for S rows or S slots. A slot holds the state of one sequence.
 
     Attributes:
-        inputs_SXw: last inputs of the convolution, the oldest first.
+        inputs_SXw: last w inputs of the convolution per channel, the oldest first. w is the width of the convolution
+            minus 1.
         matrices_SHKV: state matrix of each value head, float32.
     """
 
@@ -84,8 +85,8 @@ class RowChunks:
     """The chunks of C tokens into which packed sequences (rows) are cut.
 
     Step j computes the j-th chunk of every row that has one. Chunks are ordered by step, and within a step by the
-    length of the row, longest first. So the chunks of a step are consecutive, and the rows that still have a chunk in a
-    step are the first rows of the step before.
+    length of the row, longest first. So the chunks of a step are consecutive, and the rows that have a chunk in a step
+    are the first ones among the rows of the step before.
 
     Attributes:
         order_R: indices of the rows, the longest row first.
@@ -96,7 +97,7 @@ class RowChunks:
             first_chunks_J[j] + i.
         tokens_TC: index of the token at each position of a chunk, N for positions after the end of the row.
         sizes_T: number of tokens in each chunk.
-        places_N: index of each token in `tokens_TC`, flattened.
+        places_N: index of each token in the flattened `tokens_TC`.
         positions_N: position of each token in its row, from 0.
         rows_N: index of each token's row, in packed order.
     """
@@ -114,7 +115,7 @@ class RowChunks:
 
     @classmethod
     def of(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
-        """Cut packed sequences (rows) into chunks.
+        """Cut packed sequences (rows) into chunks of `chunk` tokens.
 
         Args:
             starts: cumulative lengths of the rows, from 0 to the number of tokens.

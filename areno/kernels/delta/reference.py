@@ -178,20 +178,23 @@ def chunked_delta(
         decay_NH: logarithms g of the decays.
         beta_NH: beta, the fraction of the stored value that a token replaces.
         chunks: how the packed sequences (rows) are cut into chunks.
-        initial_RHKV: states before the rows. None means zeros.
+        initial_RHKV: state of each row before its first token. None means zeros.
 
     Returns:
-        The outputs (N, H, V), and the states after the rows (R, H, K, V).
+        The outputs (N, H, V), and the state of each row after its last token (R, H, K, V).
     """
     n_heads, n_key_heads, n_rows = v_NHV.shape[1], q_NGK.shape[1], len(chunks.order_R)
 
     def cut(x_NHD: Tensor) -> Tensor:
-        """Gather x into chunks, (T, H, C, D). Positions after the end of a row are zeros, which change no state."""
+        """Gather the tokens of x into T chunks of C tokens, (T, heads, C, D).
+
+        Positions after the end of a row are zeros, which change no state.
+        """
         padded = F.pad(x_NHD, (0, 0, 0, 0, 0, 1))
         return padded.index_select(0, chunks.tokens_TC.flatten()).unflatten(0, chunks.tokens_TC.shape).transpose(1, 2)
 
     def by_value_head(x_TGCD: Tensor) -> Tensor:
-        """Repeat key heads for the value heads that share them."""
+        """Repeat each key head for the value heads that share it, giving shape (T, value heads, C, ...)."""
         return x_TGCD.repeat_interleave(n_heads // n_key_heads, dim=1)
 
     q_TGCK, k_TGCK, v_THCV = cut(q_NGK), cut(k_NGK), cut(v_NHV)
@@ -265,9 +268,10 @@ class _ConvolveRows(torch.autograd.Function):
 
 
 def _shifted(x_NX: Tensor, positions_N: Tensor, shift: int) -> Tensor:
-    """Return, for each token from index `shift` on, the x of the token `shift` positions before it, in float32.
+    """Return the x of the token `shift` places before each token, in float32, for tokens from index `shift` on.
 
-    Zeros where the token before is in another row.
+    The result has N - shift lines. A line is zero if the earlier token is in another row, that is, if the token's
+    position in its row (`positions_N`) is below `shift`.
     """
     return x_NX[: max(0, len(x_NX) - shift)].float() * (positions_N[shift:] >= shift).unsqueeze(-1)
 

@@ -82,7 +82,10 @@ def _convolve_kernel(
     BLOCK: tl.constexpr,
     NEXT_USES_PDL: tl.constexpr,
 ):
-    """Compute silu of the convolution for some channels of a row, and append the input to the row's last inputs."""
+    """Compute silu of the convolution for some channels of a row, and update the row's last inputs.
+
+    The last inputs are shifted: the oldest one is dropped, and the new token's input is appended.
+    """
     if NEXT_USES_PDL:
         jit.launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -127,10 +130,10 @@ def _head_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the gates and update COLUMNS columns of one head's state in one row, in each program.
+    """Compute the gates of one head in one row, and update COLUMNS columns of its state matrix, in each program.
 
-    If COLUMNS covers the whole state, the gated norm is computed, too. With PDL, a program loads everything but q, k
-    and v before the convolution kernel has ended.
+    If COLUMNS covers all columns of the matrix, the gated norm is computed, too. With PDL, a program loads everything
+    but q, k and v before the convolution kernel has ended.
     """
     if PDL:
         jit.launch_dependents()
@@ -202,7 +205,7 @@ def delta_rows_backward(
 ) -> tuple[Tensor, DeltaGradients | None]:
     """Compute the gradients of `delta_rows` with Triton kernels, for rows that begin with zero states.
 
-    The forward pass runs again first.
+    First, the forward pass is computed again.
 
     Args:
         grad_NI: gradient with respect to the output of `delta_rows`.
@@ -344,9 +347,11 @@ def _gated_norm_backward_kernel(
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Compute the gradients for every n_programs-th tile in each program, and a partial sum of the weight's gradient.
+    """Compute the gradients for one tile after another in each program.
 
-    A tile has LINES lines. A line is one head of one token.
+    A tile has LINES lines, and a line is one head of one token. Program i takes tile i, then every n-th tile after
+    it, where n is the number of programs. If `sums_ptr` is not None, the program writes at the end its part of the
+    sum over lines that gives the gradient of the norm's weight.
     """
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)

@@ -50,17 +50,17 @@ _BASE = tl.constexpr(16)  # rows of the diagonal blocks that are inverted row by
 class Saved:
     """Tensors that the backward pass of `chunks_forward` needs, fp32.
 
-    They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64. A
-    state is kept for each chunk, even if the chunk has few tokens. With these sizes, a chunk's states take 2 MiB. The
-    docstring of the module defines A, w, u and v_new.
+    These tensors take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C =
+    64. A state is kept for each chunk, even if the chunk has few tokens. With these sizes, a chunk's states take 2 MiB.
+    The docstring of the module defines A. `inverse` is the matrix of `inverse_NHC`, and g the sums of `g_THC`.
 
     Attributes:
         g_THC: running sums of the logarithms of decay within each chunk.
         g_low_THC: rounding errors of `g_THC`.
         inverse_NHC: (1 + A)^-1.
-        w_NHK: w.
-        u_NHV: u.
-        v_new_NHV: v_new.
+        w_NHK: inverse (beta exp(g) k).
+        u_NHV: inverse (beta v).
+        v_new_NHV: u - w S, with the state S before the chunk.
         states_THKV: state before each chunk.
     """
 
@@ -92,12 +92,12 @@ def chunks_forward(
         decay_NH: logarithms of the decays, fp32, at most 0.
         beta_NH: beta, the fraction of the stored value that a token replaces, fp32.
         chunks: how the packed sequences (rows) are cut into chunks.
-        initial_RHKV: states before the rows, fp32. None means zeros.
-        return_states: whether to also return the states after the rows.
+        initial_RHKV: state of each row before its first token, fp32. None means zeros.
+        return_states: whether to also return the states after the last tokens.
 
     Returns:
-        The outputs (N, H, V) in the dtype of v, the states after the rows (R, H, K, V) in fp32 (None unless
-        `return_states`), and tensors for `chunks_backward`.
+        The outputs (N, H, V) in the dtype of v, the state of each row after its last token (R, H, K, V) in fp32
+        (None unless `return_states`), and the tensors that `chunks_backward` takes as `saved`.
     """
     n_tokens, n_heads, value_dim = v_NHV.shape
     key_dim = q_NGK.shape[2]
@@ -145,7 +145,7 @@ def chunks_forward(
 def kernel_sizes(
     q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, precision: str, keys: int = _PART, values: int = _PART
 ) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel for chunks.
+    """Return the compile-time constants (keyword arguments) of a kernel for chunks.
 
     Blocks are at least 32 wide: with 16 columns, fp32 products and 8 warps, Triton 3.6 reads outside of shared memory
     on Hopper.
@@ -154,7 +154,7 @@ def kernel_sizes(
         q_NGK: queries.
         v_NHV: values.
         chunks: how the packed sequences (rows) are cut into chunks.
-        precision: `PRECISION` of products, see `dot`.
+        precision: the PRECISION with which the kernel calls `dot` of `kernels/matmul/triton.py`.
         keys: largest number of columns of q and k that a program loads at once.
         values: largest number of columns of v that a program loads at once.
     """
@@ -172,9 +172,9 @@ def kernel_sizes(
 
 
 def state_columns(v_NHV: Tensor, n_rows: int) -> int:
-    """Return the number of columns of a state that one program computes along a row.
+    """Return how many columns of a state matrix one program computes.
 
-    With few rows, fewer columns give more programs.
+    A program goes through all chunks of a row. With few rows, fewer columns give more programs.
 
     Args:
         v_NHV: values.
@@ -241,7 +241,10 @@ def decay_between(g, g_low, visible, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def decay_to_end(g_ptr, g_low_ptr, at, SIZE: tl.constexpr):
-    """Return the decay from each token to the end of its chunk, exp(g_last - g), and exp(g_last)."""
+    """Return exp(g_last - g), the decay from each token to the end of its chunk, and exp(g_last), the whole decay.
+
+    g + g_low are the running sums of the logarithms of decay. `at` is the offset of the chunk's SIZE sums.
+    """
     each, last = at + tl.arange(0, SIZE), at + SIZE - 1
     end = tl.load(g_ptr + last)
     more = (end - tl.load(g_ptr + each)) + (tl.load(g_low_ptr + last) - tl.load(g_low_ptr + each))
@@ -250,14 +253,14 @@ def decay_to_end(g_ptr, g_low_ptr, at, SIZE: tl.constexpr):
 
 @triton.jit
 def _on_diagonal(SIZE: tl.constexpr):
-    """Return which elements of a SIZE x SIZE matrix lie in its diagonal blocks."""
+    """Return whether each element of a SIZE x SIZE matrix lies in one of the 16 x 16 blocks on its diagonal."""
     block = tl.arange(0, SIZE) // _BASE
     return block[:, None] == block[None, :]
 
 
 @triton.jit
 def _diagonal_blocks(x, SIZE: tl.constexpr):
-    """Return the diagonal blocks of a matrix, (SIZE / 16, 16, 16)."""
+    """Return the 16 x 16 blocks on the diagonal of a SIZE x SIZE matrix, (SIZE / 16, 16, 16)."""
     BLOCKS: tl.constexpr = SIZE // _BASE
     x = tl.where(_on_diagonal(SIZE), x, 0.0)
     return tl.sum(tl.reshape(x, (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
@@ -265,12 +268,12 @@ def _diagonal_blocks(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _inverse(system, transposed, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (1 + system)^-1 for a strictly lower triangular matrix.
+    """Return (1 + system)^-1 for a strictly lower triangular matrix `system` (SIZE, SIZE).
 
-    `transposed` has the diagonal blocks of the matrix's transpose. First the diagonal blocks are inverted row by row,
-    all blocks at once, so that each of 4 warps has one block. Then the inverses x and z of two neighbouring diagonal
-    blocks are joined to the inverse ((x, 0), (-z y x, z)), where y is the matrix's block below x and left of z. No
-    large terms cancel, unlike in a series of powers.
+    `transposed` has the diagonal blocks of the transpose of `system`. First the diagonal blocks are inverted row by
+    row, all blocks at once, so that each of 4 warps has one block. Then the inverses x and z of two neighbouring
+    diagonal blocks are joined to the inverse ((x, 0), (-z y x, z)), where y is the block of `system` below x and
+    left of z. No large terms cancel, unlike in a series of powers.
     """
     BLOCKS: tl.constexpr = SIZE // _BASE
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
@@ -315,7 +318,11 @@ def _prepare_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute `inverse`, `w` and `u` for a chunk and a head in each program."""
+    """Compute the matrices `inverse`, `w` and `u` of a chunk and a head in each program.
+
+    The docstring of the module defines these matrices. The running sums g of the logarithms of decay are stored,
+    too.
+    """
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
@@ -371,9 +378,9 @@ def _states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the state before each chunk of a row, and `v_new` of the chunk's tokens.
+    """Compute the state before each chunk of a row, and `v_new`, the values that the chunk's tokens write to it.
 
-    Each program computes VALUE_PART columns of the state of one head, along one row.
+    Each program computes VALUE_PART columns of one head's state, along one row.
     """
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
@@ -418,7 +425,7 @@ def _out_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the outputs for a chunk and a head in each program."""
+    """Compute the output of the delta rule for the tokens of a chunk and one head in each program."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED

@@ -139,7 +139,10 @@ def _local_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradient of v_new from the outputs of its own chunk, for a chunk and a head in each program."""
+    """Compute the part of v_new's gradient that comes from the outputs of the same chunk.
+
+    Each program handles a chunk and a head. The docstring of `triton_chunks.py` defines v_new.
+    """
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
@@ -178,9 +181,10 @@ def _grad_states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients of the states after each chunk of a row, and add their term to the gradient of v_new.
+    """Compute the gradient of the state after each chunk of a row, and add its contribution to the gradient of v_new.
 
-    Each program computes VALUE_PART columns of one head, from the last chunk of a row to the first.
+    Each program computes VALUE_PART columns of one head, from the last chunk of a row to the first. The docstring of
+    `triton_chunks.py` defines v_new.
     """
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
@@ -236,7 +240,8 @@ def _chunks_kernel(
 ):
     """Compute the gradients of q and w, and the terms of the gradients of k and g that do not pass through A or w.
 
-    Each program handles a chunk and all value heads of one key head.
+    Each program handles a chunk and all value heads of one key head. The docstring of `triton_chunks.py` defines w,
+    g and A.
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
@@ -316,10 +321,10 @@ def _systems_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute the gradients that pass through w and u.
+    """Compute the gradients that pass through w and u, the solutions of a chunk's triangular system 1 + A.
 
-    The results are the gradients of v, beta and decay, and of the products k_i k_j in A. The term through w is added to
-    the gradient of k. Each program handles a chunk and all value heads of one key head.
+    The results are the gradients of v, beta and decay, and of the products k_i k_j in A. The part that reaches k
+    through w is added to the gradient of k. Each program handles a chunk and all value heads of one key head.
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
@@ -381,7 +386,10 @@ def _keys_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Add the term of A to the gradient of k, for a chunk and a key head. Each key is a row and a column of A."""
+    """Add the part through the matrix A to the gradient of k, for a chunk and a key head in each program.
+
+    A has the products k_i k_j, so each key contributes to a row and to a column of A.
+    """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     key_line = first * (HEADS // SHARED) + key_head

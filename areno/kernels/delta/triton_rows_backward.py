@@ -32,7 +32,7 @@ def conv_and_gates_backward(
     grad_proj_NP: Tensor,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Compute the gradients of `conv_and_gates` for rows without earlier inputs.
+    """Compute the gradients of `conv_and_gates` for rows whose inputs before the first token are zeros.
 
     Args:
         grads: gradients with respect to q, k, v, decay and beta, contiguous. The first three are overwritten.
@@ -43,8 +43,8 @@ def conv_and_gates_backward(
         of_weights: whether to also compute the gradients with respect to the weights.
 
     Returns:
-        The gradients with respect to the weights of the convolution (X, W), A_log (H,) and dt_bias (H,), float32. None
-        unless `of_weights`.
+        The gradients with respect to the weights of the convolution (X, W), A_log (H,) and dt_bias (H,), float32.
+        None unless `of_weights`.
     """
     n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads
@@ -169,8 +169,9 @@ def _conv_backward(
 ):
     """Compute the gradients of the convolution's inputs and weights for the channels of one head.
 
-    The gradient of token n has a term from token n + shift if both are in the same row. `first` is the offset of the
-    head among the STRIDE gradients of a token, and `size` is the number of partial sums in a row of `sums_ptr`.
+    The gradient of the input of token t has a term from each token t + shift in the same row, for shifts below WIDTH.
+    `first` is the offset of the head among the STRIDE gradients of a token, `n` is the number of tokens, and `size` is
+    the number of partial sums in a line of `sums_ptr`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < n)[:, None] & is_channel[None, :]
@@ -218,9 +219,10 @@ def _conv_backward_kernel(
     HEAD_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute the gradients of the convolution for one head, or of the gates, in each program.
+    """Compute the gradients of the convolution for one head, or of the gates of all heads, in each program.
 
-    `size` is the number of partial sums of weight gradients for each block of tokens.
+    A program handles TOKENS tokens. If `conv_sums_ptr` and `gate_sums_ptr` are not None, it writes the sums of the
+    weights' gradients over these tokens. `size` is the number of such sums for each block of TOKENS tokens.
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS

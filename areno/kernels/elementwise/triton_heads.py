@@ -195,7 +195,10 @@ def _qk_norm_rope_kernel(
 
 @triton.jit
 def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
-    """Return the norm weight of each head: the query norm's where `is_q`, the key norm's elsewhere."""
+    """Return the norm weight of each head at the elements `place`, plus 1 if PLUS_ONE.
+
+    Where `is_q` is True, this is the weight of the query norm, elsewhere that of the key norm.
+    """
     q_weight = tl.load(q_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     weight = tl.where(is_q, q_weight, k_weight)
@@ -227,9 +230,10 @@ def _qk_norm_rope_backward_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute the gradients for every n_programs-th token in each program.
+    """Compute the gradients for one token after another in each program.
 
-    Each program also writes a partial sum of the norm weights' gradients.
+    Program i takes token i, then every n-th token after it, where n is the number of programs. If there are norms,
+    the program writes at the end its part of the sum over tokens that gives the gradients of the norm weights.
     """
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]

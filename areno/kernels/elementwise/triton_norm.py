@@ -110,7 +110,7 @@ def rms_norm_backward(
 
 
 def add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
-    """Add the sum of partial sums over programs to a vector, in a fixed order.
+    """Sum partial sums over the programs that computed them, in a fixed order, and add the result to a vector.
 
     Args:
         partial_PD: float32 partial sums, (programs, elements).
@@ -166,9 +166,10 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute the gradients for every n_programs-th tile of ROWS rows in each program.
+    """Compute the gradients for one tile of ROWS rows after another in each program.
 
-    Each program also writes a partial sum of the weight's gradient.
+    Program i takes tile i, then every n-th tile after it, where n is the number of programs. At the end, the program
+    writes its part of the sum over rows that gives the gradient of the weight.
     """
     column = tl.arange(0, BLOCK)
     real = column < size

@@ -20,7 +20,9 @@ from areno.kernels.backend import form, use_triton
 
 
 class Groups(NamedTuple):
-    """The copies of tokens after sorting by expert. There is one copy for each (token, chosen expert) pair.
+    """The copies of tokens after sorting by expert.
+
+    There is one copy for each (token, chosen expert) pair. Each token has k choices.
 
     Attributes:
         tokens_M: int64, index of the token that each copy comes from.
@@ -83,9 +85,10 @@ def grouped_matmul(
 
     Args:
         x_MI: copies of tokens, one for each chosen expert, sorted by expert, (copies, inputs).
-        weight: weight matrix of each expert, (E, O, I). (E, I, O) if `transposed`.
+        weight: weight matrix of each expert, (E, O, I), or (E, I, O) if `transposed`.
         ends_E: int32, index after the last row of each expert.
-        transposed: whether each row is multiplied with the matrix itself instead of its transpose.
+        transposed: whether a row is multiplied with the expert's matrix (I, O). If False, it is multiplied with the
+            transpose of the expert's matrix (O, I).
         row_multiple: the torch reference pads each group to a multiple of this number of rows, for `engine.exact`. Must
             be 1 with Triton, whose kernel computes each row by itself.
 
@@ -99,7 +102,8 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
     """Add a^T b, computed over the rows of each expert, to the weight gradient of the expert.
 
     Args:
-        out_EOI: weight gradients, (experts, outputs, inputs), changed in place. Sums are in their precision.
+        out_EOI: weight gradients, (experts, outputs, inputs), changed in place. Sums are computed in the dtype of this
+            tensor.
         a_MO: gradients with respect to the outputs, sorted by expert.
         b_MI: inputs, sorted by expert.
         ends_E: int32, index after the last row of each expert.
@@ -134,7 +138,8 @@ def weighted_swiglu_backward(
         ends_E: int32, index after the last row of each expert.
 
     Returns:
-        The gradient with respect to gate and up, side by side (M, 2 I), y (M, I), and the gradient with respect to w
-        (M,) in float32. After the last group, the gradient with respect to w is 0 and the other rows are undefined.
+        (grad_gate_up, y, grad_w): the gradients with respect to gate and up, side by side (M, 2 I), y itself (M, I),
+        and the gradient with respect to w (M,) in float32. In rows after the last expert's group, grad_w is 0, and
+        grad_gate_up and y are undefined.
     """
     return form(grad_MI, __name__).weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)

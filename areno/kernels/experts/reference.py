@@ -14,7 +14,7 @@ from areno.kernels.matmul import add_matmul, pad_rows
 
 
 def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
-    """Return (first row, index after the last row) of each expert."""
+    """Return (first row, index after the last row) for each expert, in the rows sorted by expert."""
     ends = ends_E.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -37,9 +37,10 @@ def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: boo
 
     Args:
         x_MI: copies of tokens, one for each chosen expert, sorted by expert, (copies, inputs).
-        weight: weight matrix of each expert, (E, O, I). (E, I, O) if `transposed`.
+        weight: weight matrix of each expert, (E, O, I), or (E, I, O) if `transposed`.
         ends_E: int32, index after the last row of each expert.
-        transposed: whether each row is multiplied with the matrix itself instead of its transpose.
+        transposed: whether a row is multiplied with the expert's matrix (I, O). If False, it is multiplied with the
+            transpose of the expert's matrix (O, I).
         row_multiple: each group is padded to a multiple of this number of rows during the product.
 
     Returns:
@@ -87,7 +88,7 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of y = w * silu(gate) * up, and y, rounded where the Triton kernel rounds.
+    """Compute the gradients of y = w * silu(gate) * up, and y, rounded where the Triton kernel rounds.
 
     Args:
         grad_MI: gradient with respect to y.
@@ -96,8 +97,8 @@ def weighted_swiglu_backward(
         ends_E: int32, index after the last row of each expert.
 
     Returns:
-        The gradient with respect to gate and up, side by side (M, 2 I), y (M, I), and the gradient with respect to w
-        (M,), which is 0 after the last group.
+        (grad_gate_up, y, grad_w): the gradients with respect to gate and up, side by side (M, 2 I), y itself (M, I),
+        and the gradient with respect to w (M,), which is 0 in rows after the last expert's group.
     """
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)
     weight = weights_M.float().unsqueeze(-1)

@@ -63,7 +63,7 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 
 @functools.cache
 def _is_right(device: int) -> bool:
-    """Return whether grouped_mm gives right results on a GPU. The result is cached for each GPU.
+    """Return whether torch's grouped_mm gives right results on the GPU with index `device`. The result is cached.
 
     The test has uneven groups, an empty group, and rows after the last group.
     """
@@ -121,9 +121,10 @@ def grouped_matmul(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: boo
 
     Args:
         x_MI: copies of tokens, one for each chosen expert, sorted by expert, (copies, inputs).
-        weight: weight matrix of each expert, (E, O, I). (E, I, O) if `transposed`.
+        weight: weight matrix of each expert, (E, O, I), or (E, I, O) if `transposed`.
         ends_E: int32, index after the last row of each expert.
-        transposed: whether each row is multiplied with the matrix itself instead of its transpose.
+        transposed: whether a row is multiplied with the expert's matrix (I, O). If False, it is multiplied with the
+            transpose of the expert's matrix (O, I).
         row_multiple: must be 1, since the kernel computes each row by itself.
 
     Returns:
@@ -341,7 +342,7 @@ def _combine_kernel(
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of y = w * silu(gate) * up, and y. A program computes one row.
+    """Compute the gradients of y = w * silu(gate) * up, and y. Each program of the kernel computes one row.
 
     Args:
         grad_MI: gradient with respect to y.
@@ -350,8 +351,9 @@ def weighted_swiglu_backward(
         ends_E: int32, index after the last row of each expert.
 
     Returns:
-        The gradient with respect to gate and up, side by side (M, 2 I), y (M, I), and the gradient with respect to w
-        (M,) in float32. After the last group, the gradient with respect to w is 0 and the other rows are undefined.
+        (grad_gate_up, y, grad_w): the gradients with respect to gate and up, side by side (M, 2 I), y itself (M, I),
+        and the gradient with respect to w (M,) in float32. In rows after the last expert's group, grad_w is 0, and
+        grad_gate_up and y are undefined.
     """
     n_rows, inner = grad_MI.shape
     grad_gate_up_M2I = torch.empty_like(gate_up_M2I)

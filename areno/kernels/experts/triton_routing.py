@@ -83,7 +83,7 @@ def _choose_kernel(
 def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort the copies of tokens by expert, with one program for each expert.
 
-    The last program handles the copies for experts of other ranks.
+    One more program handles the copies for experts of other ranks.
 
     Args:
         chosen_Nk: int64, indices of the experts that each token has chosen, among the experts of all ranks.
@@ -91,7 +91,7 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
         n_experts: number of experts on this rank, E.
 
     Returns:
-        The fields of `Groups`.
+        (tokens_M, choices_M, places_Nk, ends_E), the fields of `Groups`.
     """
     chosen_Nk = chosen_Nk.contiguous()
     n_copies, device = chosen_Nk.numel(), chosen_Nk.device
@@ -106,9 +106,9 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
 
 @triton.jit
 def _local(chosen_ptr, copy, n_copies, first, n_experts):
-    """Return the index of each copy's expert among the experts of this rank.
+    """Return the index of each copy's expert among the n_experts experts of this rank.
 
-    It is n_experts for experts of other ranks, and n_experts + 1 for indices after the last copy.
+    The result is n_experts for experts of other ranks, and n_experts + 1 where `copy` is not below n_copies.
     """
     expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
     expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)

@@ -27,7 +27,7 @@ ROWS = 16  # of a product for each CPU thread; with fewer rows, MKL uses other k
 
 
 def border(span: int) -> int:
-    """Return the position at which a span of keys begins: 0, 64, 128, 256, 512, 768 and so on.
+    """Return the first position of the span of keys with index `span`: 0, 64, 128, 256, 512, 768 and so on.
 
     Args:
         span: index of the span, from 0.
@@ -37,6 +37,9 @@ def border(span: int) -> int:
 
 def n_spans(length: _Ints) -> _Ints:
     """Return the number of spans of keys that cover the first `length` positions of a row.
+
+    Spans begin at the positions 0, 64, 128, 256, 512, 768 and so on (see `border`). The last one may be covered in
+    part.
 
     Args:
         length: number of positions, or an array of such numbers.

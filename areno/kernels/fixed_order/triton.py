@@ -99,13 +99,17 @@ def heads_together(x: Tensor) -> Tensor:
 
 @triton.jit
 def border(span):
-    """Return the position at which a span of keys begins: 0, 64, 128, 256, 512, 768 and so on."""
+    """Return the first position of the span of keys with index `span`: 0, 64, 128, 256, 512, 768 and so on."""
     return tl.where(span < 3, span * 64, (span - 2) * _SPAN)
 
 
 @triton.jit
 def n_spans(length):
-    """Return the number of spans of keys that cover the first `length` positions of a row."""
+    """Return the number of spans of keys that cover the first `length` positions of a row.
+
+    Spans begin at the positions 0, 64, 128, 256, 512, 768 and so on (see `border`). The last one may be covered in
+    part.
+    """
     return tl.where(length <= 128, (length + 63) // 64, 2 + (length + _SPAN - 1) // _SPAN)
 
 
@@ -161,8 +165,8 @@ def join(best, total, span_best, span_total, rate):
         rate: log2(e) / sqrt(C), the factor of scores.
 
     Returns:
-        The new largest score, the new sum of weights, the factor for the weighted values of the earlier spans, and the
-        factor for those of the span; (queries,) each.
+        (largest score, sum of weights, factor_earlier, factor_span), (queries,) each. The weighted sum of values
+        over all spans is factor_earlier times that of the earlier spans plus factor_span times that of the span.
     """
     new_best = tl.maximum(best, span_best)
     decay, weight = rescale(best, new_best, rate)[1], rescale(span_best, new_best, rate)[1]
@@ -189,7 +193,10 @@ def _packed_kernel(
     PADDED_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute QUERIES queries of a row and a head in each program. Programs with the most keys start first."""
+    """Compute the attention of QUERIES queries of a row, for one head, in each program.
+
+    Programs with the most keys start first.
+    """
     head, row = tl.program_id(1), tl.program_id(2)
     start_q, start_k = tl.load(starts_q_ptr + row).to(tl.int64), tl.load(starts_k_ptr + row).to(tl.int64)
     n_q = (tl.load(starts_q_ptr + row + 1) - start_q).to(tl.int32)

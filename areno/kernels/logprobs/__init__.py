@@ -41,10 +41,10 @@ def selected_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each position's target token, and the entropy at each position.
 
-    Both are under softmax(hidden W^T / temperature), computed in chunks of positions in fp32 (float64 for float64
-    inputs). The gradient of the log-probability is onehot - softmax, times 1 / temperature. The forward pass keeps
-    onehot - softmax for as many positions as `keep_bytes` allows. For all other positions, the backward pass computes
-    the logits again.
+    The log-probability and the entropy are those of softmax(hidden W^T / temperature). They are computed in chunks of
+    positions in fp32 (float64 for float64 inputs). The gradient of the log-probability is onehot - softmax, times 1 /
+    temperature. The forward pass keeps onehot - softmax for as many positions as `keep_bytes` allows. For all other
+    positions, the backward pass computes the logits again.
 
     Args:
         hidden_KD: hidden states, (positions, hidden size).
@@ -109,10 +109,11 @@ def _log_softmax(
     temperature: float | Tensor,
     all_reduce: Callable[..., Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and log-sum-exp of logits / temperature per position, (C,) each.
+    """Return (log-probability, entropy, log-sum-exp) of logits / temperature at each position, (C,) each.
 
-    The softmax is over this rank's columns, or over the columns of all tensor-parallel ranks if `all_reduce` is not
-    None.
+    The log-probability is that of the target token. The softmax is over this rank's columns, or over the columns of all
+    tensor-parallel ranks if `all_reduce` is not None. `kernels` is the module, Triton or plain torch, that computes the
+    softmax statistics.
     """
     stats = kernels.softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
@@ -151,7 +152,10 @@ class _Head:
         return float32_matmul(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy and log-sum-exp of logits / temperature per position, (C,) each."""
+        """Return (log-probability of the target, entropy, log-sum-exp) of logits / temperature, (C,) each.
+
+        The temperature is `self.temperature`, and the softmax is over the columns of all tensor-parallel ranks.
+        """
         return _log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
     """Return the softmax statistics of x = logits / temperature over this rank's columns.
 
-    They are combined over the tensor-parallel ranks afterwards.
+    The caller combines the statistics of all tensor-parallel ranks.
 
     Args:
         logits_CV: this rank's columns of the logits, for the C positions of a chunk.
@@ -58,7 +58,7 @@ def logprob_gradient(
 
 
 def local_rows(targets_C: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each target among this rank's rows of the vocabulary, and whether it is there.
+    """Return the index of each target among this rank's rows of the vocabulary, and whether this rank has the target.
 
     Args:
         targets_C: int64, vocabulary index of each target.
@@ -66,8 +66,8 @@ def local_rows(targets_C: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tens
         n_rows: number of rows on this rank.
 
     Returns:
-        Local indices (C, 1) int64, which are 0 for targets of other ranks. Whether this rank has the target, (C,)
-        bool.
+        (indices, is_here): the local indices (C, 1) int64, which are 0 for targets of other ranks, and whether this
+        rank has the target, (C,) bool.
     """
     local_C = targets_C - first
     here_C = (local_C >= 0) & (local_C < n_rows)

@@ -51,7 +51,8 @@ class PagedBatch:
             shared positions. Changes the speed but not the result, unless `fixed_order` is set.
         prefix_groups_GR: int64, batch rows of each group, padded with -1. Unused groups are all -1. A row is in at most
             one group. None if there are no groups.
-        splits: largest number of splits of a row's own positions, and of a group's shared positions.
+        splits: (largest number of splits of a row's own positions, largest number of splits of a group's shared
+            positions).
         fixed_order: whether to compute exactly the result of `varlen_attention` with the backend "fixed_order". A split
             is then a span of `kernels.fixed_order`, except that the first split of a row or group may cover several
             spans. split_lens[1] is the number of positions in the first split of a group, and each shared_lens_B is a

@@ -153,11 +153,11 @@ def _attend(
         acc: weighted sum of values so far, (queries, PADDED_DIM).
         start: first position.
         end: position after the last.
-        least: with a WINDOW, the first position to which each query attends.
+        least: first position to which each query attends, (queries,). Used only with a WINDOW.
         k_ptr: keys of the key head in the cache.
         v_ptr: values of the key head in the cache.
         table_row: block numbers of the row.
-        scale: factor of scores.
+        scale: factor by which the scores q k are multiplied.
         stride: elements between two positions of a block.
         dim: indices of the head dimension, padded.
         real_dim: which of these indices exist.
@@ -232,9 +232,10 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the partial result of one split for one key head in each program. An empty split writes nothing.
+    """Compute the partial result of one split for one key head in each program.
 
-    With PDL, the first split of every row calls `wait_for_previous`.
+    A split is a range of a row's own positions, or of the positions that a prefix group shares. An empty split writes
+    nothing. With PDL, the first split of every row calls `wait_for_previous`.
     """
     if PDL:
         jit.launch_dependents()
@@ -379,7 +380,11 @@ def _combine_splits_kernel(
     MAX_PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Combine the partial results of a row's splits. Splits without positions are skipped."""
+    """Combine the partial results of a row's splits, and write the row's output.
+
+    The splits are those of the row's own positions and of the positions that it shares with its prefix group. Splits
+    without positions are skipped.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)

@@ -1,9 +1,9 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """Paged decode attention in a fixed order, as two Triton kernels.
 
-The first kernel computes partial results over parts of a row's positions, and the second combines the parts. The first
-part of a row covers several spans of keys, already combined. Each later part is one span.
-`kernels/fixed_order/triton.py` describes the operations whose order is fixed. Shape letters as in
+The first kernel computes partial results over parts of a row's positions, and the second combines these results. The
+first part of a row may cover several spans of keys, whose results are then combined in the first kernel. Each later
+part is one span. `kernels/fixed_order/triton.py` describes the operations whose order is fixed. Shape letters as in
 `areno/kernels/paged`.
 """
 
@@ -150,9 +150,11 @@ def _split_kernel(
     HAS_GROUPS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute one part of a row's own positions, or of a group's shared positions, for a key head in each program.
+    """Compute the partial result over one part of a row's positions, for a key head, in each program.
 
-    The first part of a row covers several spans of keys, combined. Each later part is one span.
+    The part lies in the row's own positions, or in the positions that a prefix group shares, where one program computes
+    all rows of the group. The first part of a row may cover several spans of keys, whose results are combined. Each
+    later part is one span.
     """
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     n_heads, n_parts = tl.num_programs(0) * HEADS_PER_KEY, own_splits + shared_splits
@@ -279,12 +281,13 @@ def _attend_spans(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Write the partial result over the spans from `span` to position `end`, for ROWS pairs of a row and a head.
+    """Write the partial result over the spans from index `span` to position `end`, for ROWS (row, head) pairs.
 
     Keys are the rows of the products and queries their columns: a Hopper GPU then multiplies the tiles directly from
     shared memory, and its registers hold little more than the sums.
 
-    `row_length` is the number of positions in each row, used with a WINDOW.
+    `real` says which of the pairs exist. The result is stored at index `part` among the parts of the row.
+    `row_length`, used only with a WINDOW, is the number of positions in each pair's row.
     """
     dim = tl.arange(0, PADDED_DIM)
     mask = (dim < DIM)[:, None] & real[None, :]
@@ -378,7 +381,7 @@ def _combine_splits_kernel(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Combine the parts of a row from the first to the last, for some heads in each program."""
+    """Combine the partial results of a row, from its first part to its last, for some heads in each program."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)

@@ -46,7 +46,7 @@ def sample_slots(
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
     """Return whether `sample_columns` supports the optional steps that the rows need.
 
-    It needs Triton, and supports neither top-k and top-p nor penalties and masks.
+    `sample_columns` needs Triton. It does not support top-k, top-p, penalties and masks.
 
     Args:
         logits_BV: logits. Only their device matters.

@@ -26,7 +26,9 @@ _WORD = (1 << 64) - 1
 
 @dataclass(slots=True)
 class SamplingSettings:
-    """The sampling settings of all slots, as tensors with one entry per slot. A slot belongs to one sample at a time.
+    """The sampling settings of all slots, as tensors with one entry per slot.
+
+    A slot belongs to one sample, the completion that is being generated, at a time.
 
     Attributes:
         key: int64 seed of the sample's random numbers, from `sample_key`.
@@ -112,7 +114,7 @@ def sample_slots(
 def _edited(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Return a copy of the logits with penalties subtracted, and -inf for banned tokens."""
+    """Return a copy of the logits with frequency penalties subtracted, and -inf for banned tokens."""
     edited_BV = logits_BV.clone()
     if flags.penalized:
         assert settings.counts is not None
@@ -178,11 +180,13 @@ def sample_tokens(
 
 
 def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return statistics of each row of logits / temperature.
+    """Return the weights of all tokens in each row, and statistics of the weights.
+
+    With x = logits / temperature (`scaled_BV`), the weight of a token is exp(x - maximum of the row).
 
     Returns:
-        Weights exp(x - maximum) (B, V), the most likely token (B,), sums of weights by chunk (B, C), and the
-        log-sum-exp (B,).
+        (weights, best, sums, lse): the weights (B, V), the most likely token (B,), the sum of weights in each of the C
+        chunks of the vocabulary (B, C) float64, and the log-sum-exp of x (B,).
     """
     top_B, best_B = scaled_BV.max(dim=-1)
     weights_BV = (scaled_BV - top_B[:, None]).exp_()
@@ -193,9 +197,9 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """Return which tokens top-k and top-p keep, (B, V) bool.
 
-    Top-k keeps the k most likely tokens. Of these, top-p keeps the most likely ones until their weights sum to top_p
-    times the weight of all k, but at least one. Among equally likely tokens, lower ids come first. Rows without top-k
-    and top-p keep all tokens.
+    Top-k keeps the k most likely tokens. Of these k tokens, top-p keeps the most likely ones until their weights sum to
+    top_p times the weight of all k tokens, but at least one token. Among equally likely tokens, lower ids come first. A
+    row keeps all tokens if its top_k is below 1 and its top_p is 1 or more.
     """
     sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     all_k_B, all_p_B = top_k_B < 1, top_p_B >= 1
@@ -208,13 +212,16 @@ def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _chunks(weights_BV: Tensor) -> Tensor:
-    """Split each row into chunks of _CHUNK entries, (B, C, _CHUNK). The last chunk is padded with zeros."""
+    """Split the vocabulary of each row into C chunks of _CHUNK entries, (B, C, _CHUNK).
+
+    The last chunk is padded with zeros.
+    """
     n_rows, vocab = weights_BV.shape
     return F.pad(weights_BV, (0, -vocab % _CHUNK)).view(n_rows, -1, _CHUNK)
 
 
 def _chunk_sums(weights_BV: Tensor) -> Tensor:
-    """Return the sum of each chunk, (B, C) float64.
+    """Return the sum of the weights in each of the C chunks of _CHUNK consecutive tokens, (B, C) float64.
 
     Summing chunks first avoids a float64 tensor of shape (B, V).
     """
@@ -222,7 +229,16 @@ def _chunk_sums(weights_BV: Tensor) -> Tensor:
 
 
 def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the index of the first entry at which the running sum exceeds `uniform` times the total, (B,) int64."""
+    """Return, for each row, the first token at which the running sum of weights exceeds `uniform` times their total.
+
+    Args:
+        weights_BV: weight of each token, at least 0.
+        sums_BC: float64, sum of the weights in each of the C chunks of _CHUNK consecutive tokens, from `_chunk_sums`.
+        uniform_B: random number of each row, in [0, 1).
+
+    Returns:
+        (B,) int64 token ids.
+    """
     cumulated_BC = sums_BC.cumsum(-1)
     chunk_B, rest_B = _first_above(cumulated_BC, uniform_B * cumulated_BC[:, -1])
     index = chunk_B[:, None, None].expand(-1, 1, _CHUNK)
@@ -235,8 +251,12 @@ def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor
     """Return the index of the first running sum above the target, and the target minus the sum before that index.
 
     Args:
-        cumulated_BC: running sums of each row.
+        cumulated_BC: running sums of the C values in each row.
         target_B: target of each row.
+
+    Returns:
+        (index, rest), (B,) each. The rest is the target minus the running sum just before the index, or minus 0 at
+        index 0.
     """
     target_B = torch.minimum(target_B.clamp(min=0), cumulated_BC[:, -1] * (1 - 2.0**-50))
     index_B1 = torch.searchsorted(cumulated_BC, target_B[:, None], right=True)
@@ -246,7 +266,7 @@ def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits as an unsigned number."""
+    """Return the signed 64-bit integer with the same bits as the low 64 bits of `value`."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 

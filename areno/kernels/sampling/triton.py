@@ -128,12 +128,13 @@ def _scan(
         flags: the optional steps of sampling that at least one row needs.
         n_spans: number of spans.
         span: number of logits in a span.
-        first: vocabulary index of the first column.
+        first: vocabulary index of this rank's first column.
 
     Returns:
-        Float32 (3, B, n_spans): maximum, sum of weights and, as int32 bits, index of the first logit with the maximum.
-        With bans or a penalty, these are of the edited logits. Then two more statistics follow, the maximum and sum of
-        weights of the policy's own logits, for the log-probability.
+        Float32 (3, B, n_spans): the maximum, the sum of the weights exp((x - maximum) / temperature) and, as int32
+        bits, the vocabulary index of the first logit with the maximum. With bans or a penalty, the shape is (5, B,
+        n_spans). The first three statistics are then those of the edited logits, and the other two are the maximum
+        and the sum of weights of the policy's own logits, for the log-probability.
     """
     n_rows, vocab = logits_BV.shape
     stats_PBS = logits_BV.new_empty((5 if flags.edits else 3, n_rows, n_spans))
@@ -166,8 +167,8 @@ def _draw(
         positions_B: index in the completion of the token to sample.
         settings: sampling settings of all slots. `last_token` and `counts` are updated.
         flags: the optional steps of sampling that at least one row needs.
-        stats_RPBS: statistics of the spans on all ranks, from `_scan`.
-        truncated: result of `truncate`, or three times None without top-k and top-p.
+        stats_RPBS: results of `_scan` on all ranks, (ranks, statistics, rows, spans of a rank).
+        truncated: the three results of `truncate`, or (None, None, None) without top-k and top-p.
         span: number of logits in a span.
         rank: tensor-parallel rank.
         n_columns: number of columns on each rank.
@@ -256,7 +257,10 @@ def _scan_kernel(
 
 @triton.jit
 def _top_and_sum(x, rate):
-    """Return the maximum of x, and the sum of exp2((x - maximum) * rate). The sum is 0 if all x are -inf."""
+    """Return the maximum of x, and the sum of exp2((x - maximum) * rate), which is 0 if all x are -inf.
+
+    `rate` is log2(e) / temperature.
+    """
     top = tl.max(x, axis=0)
     # If all x are -inf, the sum is 0. Without `tl.where` it would be NaN.
     return top, tl.sum(tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * rate), axis=0)
@@ -264,7 +268,10 @@ def _top_and_sum(x, rate):
 
 @triton.jit
 def _join(stats_ptr, n_cells, cell, real, rate):
-    """Combine the statistics of the spans of a row of logits. Each span has its maximum and its sum of exponentials.
+    """Combine the statistics of the spans of a row of logits: the maximum and the sum of exponentials of each span.
+
+    `cell` is the index of each span's maximum in the statistics, and its sum lies `n_cells` elements later. `real` says
+    which of the spans exist. `rate` is log2(e) / temperature.
 
     Returns:
         (maximum of the row, maximum of each span, and for each span the sum of 2 ** (rate * (logit - maximum of the

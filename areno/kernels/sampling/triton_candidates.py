@@ -29,11 +29,12 @@ _INFINITY = tl.constexpr(2139095040)  # the key of infinity; the key of -infinit
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates of each row for the smallest logit that top-k or top-p keeps.
+    """The candidates of each row for the smallest logit that top-k or top-p keeps. There is room for R in each span.
 
     Attributes:
         logits_BSR: float32, the candidates in each span of the vocabulary.
-        n_BS: int32, number of candidates in each span. If it is above R, some are missing in `logits_BSR`.
+        n_BS: int32, number of candidates in each span. If the number is above R, some candidates are missing in
+            `logits_BSR`.
         bracket_2B: float32, lower bound (included) and upper bound (excluded) of the candidates in each row.
         above_BS: float32, sum of the weights at or above the upper bound, relative to the row's maximum.
     """
@@ -128,7 +129,7 @@ def _margin(total, weight):
 
 @triton.jit
 def _number_with(x, n_wanted):
-    """Return nearly the largest key of `ordered` such that at least `n_wanted` entries of x reach it.
+    """Return nearly the largest key of `ordered` such that at least `n_wanted` entries of x are at or above it.
 
     Only the 20 highest bits of the key are searched.
     """
@@ -148,7 +149,7 @@ def _last_within(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr
     """Return nearly the largest value v >= `first` such that the weights of entries below v sum to at most `limit`.
 
     The search is between `first` and `first + width`, and its result is too small by less than width / 4^STEPS. If
-    GROWS, a safety margin is added to the sum, computed for weights as large as that of v.
+    GROWS, `_margin` is added to the sum, with the weight of v, exp2((v - top) * rate), as the largest weight.
     """
     for _ in range(STEPS):
         width /= 4

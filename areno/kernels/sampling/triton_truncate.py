@@ -92,18 +92,17 @@ def _n_wanted(missing, weight):
 
 @triton.jit
 def _least_among(x, measure, wanted, low, high):
-    """Return the largest key such that the entries that reach it have a total measure of at least `wanted`.
+    """Return the largest key such that the entries with this key or a larger one measure at least `wanted` in total.
 
-    A key is an int that `ordered` gives for a float.
-
-    The result is at least `low`. The total measure is a number of entries for top-k, and a sum of weights for top-p.
+    A key is the int that `ordered` gives for a float. The total measure is a number of entries for top-k, and a sum of
+    weights for top-p.
 
     Args:
         x: logits.
         measure: measure of each entry: 1 for top-k, its weight for top-p.
-        wanted: float64.
-        low: int64 key of `ordered`, for which the condition holds.
-        high: int64 key of `ordered`, for which the condition does not hold.
+        wanted: smallest total measure, float64.
+        low: int64 key that satisfies the condition. The result is at least `low`.
+        high: int64 key that does not satisfy the condition.
     """
     n_bits = tl.sum(((high - low) >> tl.arange(0, 32).to(tl.int64) > 0).to(tl.int32), axis=0)
     n_steps = (n_bits + 1) // 2
@@ -119,13 +118,19 @@ def _least_among(x, measure, wanted, low, high):
 
 @triton.jit
 def _reaching(x, measure, mark):
-    """Return the total measure of the entries x >= mark, in float64."""
+    """Return the total measure of the entries x >= mark, in float64.
+
+    The measure of an entry is 1 for top-k, and its weight for top-p.
+    """
     return tl.sum(tl.where(x >= mark, measure, 0.0), axis=0).to(tl.float64)
 
 
 @triton.jit
 def _beyond(x, measure, mark):
-    """Return the total measure of the entries x > mark, in float64."""
+    """Return the total measure of the entries x > mark, in float64.
+
+    The measure of an entry is 1 for top-k, and its weight for top-p.
+    """
     return tl.sum(tl.where(x > mark, measure, 0.0), axis=0).to(tl.float64)
 
 
@@ -146,10 +151,15 @@ def _search(
     ROOM: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Search among up to N candidates of a row for the smallest kept logit.
+    """Search among up to N candidates of a row for the smallest logit that top-k or top-p keeps.
+
+    `low` and `high` are the bounds of the candidates as keys of `ordered`, `top` is the row's maximum, `total` the sum
+    of its weights, and `above_S` the sum of the weights above the candidates in each span. `has_k` says whether the row
+    has top-k.
 
     Returns:
-        Whether it was found, its key of `ordered`, and how many of the logits equal to it are kept.
+        (is_found, least, n_equal): whether the logit was found, its key of `ordered`, and how many of the logits equal
+        to it are kept.
     """
     # Candidates are loaded as a matrix, each row of which belongs to one span.
     span_S = tl.arange(0, PADDED_SPANS)
@@ -216,9 +226,10 @@ def _truncate_kernel(
     FEWEST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Search among the candidates of rows that have FEWEST to MOST candidates.
+    """Search among the candidates of each row that has FEWEST to MOST candidates for the smallest kept logit.
 
-    The launch with FEWEST = 0 first marks every row as not found.
+    The kernel is launched once for each range of sizes. The launch with FEWEST = 0 first marks every row as not
+    found.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -279,7 +290,10 @@ def _keep_kernel(
     PADDED_SPANS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Sum the kept weights in each span, for rows whose smallest kept logit was found among candidates."""
+    """Sum the kept weights and count the logits equal to the smallest kept logit, in each span.
+
+    Only rows whose smallest kept logit was found among the candidates are computed.
+    """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) > 0:
         span_S = tl.arange(0, PADDED_SPANS)
@@ -306,9 +320,10 @@ def _measure(x, top, rate, inside, COUNT: tl.constexpr):
 
 @triton.jit
 def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN: tl.constexpr):
-    """Return the largest key of `ordered` such that the row's entries that reach it have a total of at least `wanted`.
+    """Return the largest key such that the row's entries from this key on have a total of at least `wanted`.
 
-    The total is the number of entries if COUNT, otherwise the sum of their weights.
+    A key is the int that `ordered` gives for a float. Entries with this key or a larger one count. The total is the
+    number of entries if COUNT, otherwise the sum of their weights.
     """
     lane = tl.arange(0, SPAN)
     least = tl.full([], -2147483648, tl.int64)

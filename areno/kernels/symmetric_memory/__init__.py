@@ -178,8 +178,8 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
         device: GPU of this rank.
 
     Returns:
-        The memory, ready for collectives. None if it does not work on some GPU of the group. The reason is then
-        logged.
+        The memory, ready for collectives. If the memory does not work on some GPU of the group, the reason is
+        logged, and every rank gets None.
     """
     found: list[SymmetricMemory] = []
     # All ranks agree after each step. If one rank failed, the other ranks would otherwise wait for it in `connect`.
@@ -205,9 +205,9 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
 
 
 def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
-    """Return whether `all_reduce` and `all_gather` of random tensors give right results on this rank.
+    """Return whether `all_reduce` and `all_gather` give right results on this rank, for a tensor of `n_bytes` bytes.
 
-    All ranks of the group must call this.
+    The tensor is random. All ranks of the group must call this.
     """
     x = torch.randint(-4, 5, (n_bytes // 2,), generator=generator, device=memory.device).bfloat16()  # sums are exact
     expected = x.clone()

@@ -142,7 +142,7 @@ def _sum_of_all(
 ):
     """Return the sum of x over the GPUs in float32, where x is this program's part of a tensor.
 
-    Only the first `n_inside` elements of x exist.
+    Only the first `n_inside` elements of x exist, those where `inside` is True. All GPUs must call this.
     """
     program = tl.program_id(0)
     IS_WIDE: tl.constexpr = x.dtype == tl.float32
@@ -192,7 +192,7 @@ def _all_reduce_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Sum PIECE elements of x over the GPUs in each program."""
+    """Sum a part of x, PIECE elements, over the GPUs in each program."""
     first, lane = tl.program_id(0) * PIECE, tl.arange(0, PIECE)
     inside = first + lane < n
     x = tl.load(x_ptr + first + lane, mask=inside, other=0.0)
@@ -220,7 +220,10 @@ def _all_reduce_norm_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Sum one row in each program, and compute its norm."""
+    """Sum one row over the GPUs in each program, add it to the residual stream, and compute the RMS norm.
+
+    The norm is that of the new residual stream.
+    """
     column = tl.arange(0, BLOCK)
     inside = column < size
     index = tl.program_id(0).to(tl.int64) * size + column
@@ -239,7 +242,10 @@ def _all_reduce_norm_kernel(
 
 @triton.jit
 def _barrier(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRAMS: tl.constexpr):
-    """Signal that this program has written its part of a tensor, and wait for the signals of the other GPUs."""
+    """Signal that this program has written its part of a tensor, and wait for the signals of the other GPUs.
+
+    `count` is the number of calls so far, including this one.
+    """
     signals = signals_ptr.to(tl.pointer_type(tl.uint64))
     tl.debug_barrier()  # all threads have written
     for step in tl.static_range(1, SIZE):
@@ -267,7 +273,7 @@ def _all_gather_kernel(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Gather PIECE elements from every GPU in each program."""
+    """Gather a part of x, PIECE elements, from every GPU in each program."""
     program = tl.program_id(0)
     count = tl.load(counts_ptr + program) + 1
     outboxes = outboxes_ptr.to(tl.pointer_type(tl.uint64))
