@@ -1,6 +1,7 @@
-"""Tasks with tools, written as classes (`Environment`) that areno runs in turn with the model.
+"""The base class for tasks with tools (`Environment`), and the loop in which a model works on such a task.
 
-`agent_of` turns such a class into an agent function, and `reward_of` turns it into a reward function:
+`agent_of` turns a class derived from `Environment` into an agent function, and `reward_of` turns it into a reward
+function:
 
     class Counter(Environment):
         tools = [{"type": "function", "function": {"name": "add", "parameters": {...}}}]
@@ -65,12 +66,14 @@ class Call:
 
 
 class Environment:
-    """Base class for a task with tools. An instance handles one sample. Override `reset` and `step`.
+    """Base class for a task with tools. Derived classes override `reset` and `step`.
 
-    A method may be `async`. A plain method is called in a thread, so that it does not block other episodes.
+    Each instance is used for one episode, which produces one sample of a prompt. A method may be `async`. A method that
+    is not `async` is called in a thread, so that it does not block other episodes.
 
     Attributes:
-        tools: The tool definitions in OpenAI's format. They are read before each request, so they may change.
+        tools: The tool definitions in OpenAI's format. They are read before each request to the model, so they may
+            change.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -111,7 +114,7 @@ class Environment:
         return [], 0.0, True
 
     def close(self) -> Any:
-        """Release the resources of the task. It is called once at the end of the episode, also after an error."""
+        """Release the resources of the task. areno calls this once at the end of the episode, also after an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,10 @@ class Episode:
 async def run_episode(
     environment: Environment, client: Any, *, model: str = "policy", max_turns: int = 16, **request: Any
 ) -> Episode:
-    """Alternate between the model and an environment until the environment is done or a limit is reached.
+    """Alternate between the model and an environment until the episode ends.
+
+    The episode ends when the environment says that the task is over, when an answer of the model is truncated, or after
+    `max_turns` requests.
 
     Args:
         environment: The environment of the task. It is closed at the end.
@@ -168,7 +174,7 @@ async def run_episode(
         The record of the episode.
 
     Raises:
-        DataError: A method of the environment returned a wrong value.
+        DataError: A method of the environment returned a value of a wrong type.
         Exception: Any exception that the environment or the client raises.
     """
     episode = Episode()
@@ -194,9 +200,10 @@ async def run_episode(
 
 
 async def replay(environment: Environment, messages: Sequence[Message]) -> float:
-    """Compute the reward of a finished conversation by passing its assistant messages to a new environment.
+    """Replay a finished conversation in a new environment, and return the reward.
 
-    The result equals the reward of the episode if the environment is deterministic.
+    The assistant messages of the conversation are passed to the environment until the task is over. If the environment
+    is deterministic, the reward equals the reward of the original episode.
 
     Args:
         environment: A new environment for the same task. It is closed at the end.
@@ -206,7 +213,7 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
         The sum of the rewards of all steps.
 
     Raises:
-        DataError: A method of the environment returned a wrong value.
+        DataError: A method of the environment returned a value of a wrong type.
         Exception: Any exception that the environment raises.
     """
     episode = Episode()
@@ -223,13 +230,13 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
 def agent_of(
     make: Callable[[Any], Environment], *, max_turns: int = 16, **request: Any
 ) -> Callable[[Any, Any], Awaitable[list[Any]]]:
-    """Return an agent function `run_agent(ctx, batch)` that runs an environment for each item of a batch.
+    """Return an agent function `run_agent(ctx, batch)` that runs an episode for each item of a batch.
 
-    If an episode raises an exception, the exception is logged and the sample has no trajectory. If all episodes of a
-    batch fail, the first exception is raised.
+    The agent function returns one AgentTrajectory for each item whose episode succeeded. An exception in an episode is
+    logged. If all episodes of a batch fail, the first exception is raised.
 
     Args:
-        make: Builds the environment for an AgentItem, whose `record` is the row of the dataset.
+        make: Function that builds the environment for an AgentItem, whose `record` is the row of the dataset.
         max_turns: The largest number of requests to the model in an episode.
         **request: Further fields of each request, such as temperature.
     """
@@ -257,10 +264,13 @@ def agent_of(
 
 
 def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[float]]:
-    """Return a reward function that replays the conversation in a deterministic environment.
+    """Return a reward function that replays the conversation of a sample in a new environment.
+
+    The reward function takes a RewardRecord and returns the sum of the rewards of all steps. The sum equals the reward
+    of the original episode only if the environment is deterministic.
 
     Args:
-        make: Builds the environment for a RewardRecord, whose `record` is the row of the dataset.
+        make: Function that builds the environment for a RewardRecord, whose `record` is the row of the dataset.
     """
 
     async def reward_fn(record: Any) -> float:
@@ -270,9 +280,10 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
 
 
 async def _act(environment: Environment, message: Message, episode: Episode) -> bool:
-    """Pass an assistant message to `step` or `answer` of the environment, and append the result to `episode`.
+    """Pass an assistant message to `step` or `answer` of the environment, and return whether the task is over.
 
-    Returns whether the task is over.
+    The messages and the reward that the method returns are appended to `episode`. For each invalid tool call, an
+    error message for the model is appended.
     """
     written = message.get("tool_calls") or []
     if not written:
@@ -299,7 +310,7 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
 
 
 def _read_call(written: Any, names: set[str]) -> Call | Message:
-    """Parse a tool call of the model. `names` are the names of the existing tools.
+    """Parse a tool call that the model wrote, given in OpenAI's format. `names` are the names of the existing tools.
 
     Returns a Call, or a tool message with an error for the model if the tool is unknown or the arguments are
     invalid.
@@ -323,14 +334,20 @@ def _name_of(tool: Mapping[str, Any]) -> str:
 
 
 def _checked_messages(messages: Any, method: str) -> Sequence[Message]:
-    """Return `messages` if it is a list of messages. Raise DataError, which names `method`, if it is not."""
+    """Return `messages` if it is a list of messages, else raise DataError.
+
+    `method` is the name of the environment's method that returned `messages`. The error message contains this name.
+    """
     if isinstance(messages, list | tuple) and all(isinstance(each, dict) and "role" in each for each in messages):
         return messages
     raise DataError(f"the messages of an environment's {method} are {messages!r}; expected a list of messages")
 
 
 async def _call(method: Callable[..., Any], *args: Any) -> Any:
-    """Call a method and await its result. Unless the method is `async`, call it in a thread."""
+    """Call a method with `args` and return its result, which is awaited if it is a coroutine.
+
+    A method that is not `async` is called in a thread.
+    """
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)

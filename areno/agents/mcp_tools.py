@@ -18,8 +18,9 @@ from areno.types import Message
 class McpEnvironment(Environment):
     """A task whose tools come from MCP servers. The task ends when the model answers with text.
 
-    All rewards are 0. To give rewards, derive from this class and override `step` or `answer`, or set a reward
-    function, which finds the outputs of the tools in `record.tool_results`.
+    The reward of each step is 0. To give other rewards, derive from this class and override `step` or `answer`, or use
+    a reward function. A reward function finds the outputs of the tools in `tool_results` of the RewardRecord that it
+    receives.
 
     Args:
         messages: The messages of the first request to the model.
@@ -74,7 +75,7 @@ class McpEnvironment(Environment):
         await self._open.aclose()
 
     async def _result(self, call: Call) -> str:
-        """Call a tool and return its result or error as text."""
+        """Send a tool call to the MCP server that has the tool, and return the result or the error as text."""
         from mcp import MCPError
 
         try:
@@ -89,7 +90,7 @@ class McpEnvironment(Environment):
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    """Return all tools of a server, from all pages of its list."""
+    """Return all tools of the MCP server to which `client` is connected, from all pages of its tool list."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:

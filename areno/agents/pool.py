@@ -1,8 +1,9 @@
-"""The pool of agent processes, which the driver (the main process of the run) uses to run agents.
+"""The pool of agent processes, which the driver (the main process of the training run) uses to run agents.
 
-`AgentPool` starts the processes, sends items to them and collects the trajectories. Each process runs many items at
-once (process.py). The user's code can print, hang, crash or leak memory in its process without harm to the run. An item
-whose agent fails or exceeds the time limit has no trajectory, and the other items continue.
+`AgentPool` starts the processes, sends items to them and collects the trajectories. An item is the task for one
+sample of a prompt. Each process runs many items at once (areno/agents/process.py). The user's code can print, hang,
+crash or leak memory in its process without harm to the training run. An item has no trajectory if its agent fails or
+exceeds the time limit. The other items continue.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class AgentOutcome:
     """The result of running the agent for one item.
 
     Attributes:
-        status: "ok", "error", "timeout", or "filtered" if the agent failed because its conversation fills the model's
-            context.
+        status: "ok", "error", "timeout" or "filtered". "filtered" means that the agent failed because its conversation
+            fills the model's context.
         turns: The turns of the trajectory, or None unless the status is "ok".
-        message: The reason for any status other than "ok".
+        message: The reason for any status other than "ok". "" for "ok".
     """
 
     status: Literal["ok", "error", "timeout", "filtered"]
@@ -58,10 +59,11 @@ class AgentPool(WorkerPool[AgentConfig]):
         super().__init__(config, config.fn)
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the first message to each process.
+        """Return the first message to each process: (agent function, setting, time limit in seconds).
 
-        It is (file:function, name of the setting for error messages, time limit in seconds). Raises ConfigError if
-        the file of the agent function does not exist or is not valid Python.
+        The agent function is the text "FILE:FUNCTION" or "verifiers:NAME". The second element is the name of the
+        setting, for error messages. Raises ConfigError if the file of the agent function does not exist or is not
+        valid Python.
         """
         found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
         return found, _KEY, self.config.timeout_s
@@ -77,10 +79,11 @@ class AgentPool(WorkerPool[AgentConfig]):
 
         Args:
             items: The items to run.
-            context: The address and the key of the session's endpoint, for the agent's requests.
-            on_wait: Called with the number of finished items, at least every half second.
-            on_done: Called with the index of an item in `items` and its outcome, as soon as the item is finished. If
-                `on_done` raises an exception, the run ends and the exception is passed on.
+            context: The address and the key of the session's endpoint, to which the agent sends its requests.
+            on_wait: Function that is called with the number of finished items, at least every half second.
+            on_done: Function that is called with the index of an item in `items` and its outcome, as soon as the item
+                is finished. If `on_done` raises an exception, all unfinished items are stopped and the exception is
+                passed on.
 
         Returns:
             The outcome of each item, in the order of `items`.
@@ -100,7 +103,8 @@ class _Running:
     Attributes:
         outcomes: The outcome of each item, or None while the item is not finished.
         n_open: The number of items without an outcome.
-        groups: Lists of item indices that have not been sent. Each list will be sent to one process.
+        groups: Lists of item indices that must be sent to a process, for the first time or again. All items of a
+            list are sent to the same process.
     """
 
     def __init__(
@@ -121,7 +125,8 @@ class _Running:
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
         """Take the next group of items to send to a process. Both arguments are ignored.
 
-        Returns a tuple (index, pickled item) for each item of the group, or an empty list if no group is left.
+        Returns a tuple (index of the item, pickled (context, item)) for each item of the group that can be pickled.
+        Returns an empty list if no group is left.
         """
         chunk: list[tuple[int, bytes]] = []
         while self.groups and not chunk:
@@ -131,7 +136,7 @@ class _Running:
         return chunk
 
     def _payload(self, position: int) -> bytes | None:
-        """Return the item with index `position`, pickled together with the context.
+        """Return the pickled tuple (context, item) for the item with index `position`.
 
         If the item cannot be pickled, record an error as its outcome and return None.
         """
@@ -143,7 +148,10 @@ class _Running:
             return None
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
-        """Record the outcome that a process sent for an item."""
+        """Record the outcome that a process sent for the item with index `position`.
+
+        `answer` is the tuple (status, turns, message), see `AgentOutcome`.
+        """
         self._settle(position, AgentOutcome(*answer))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
@@ -158,7 +166,7 @@ class _Running:
             self._run_again(list(worker.chunk), AgentOutcome(status, None, text))
 
     def _settle(self, position: int, outcome: AgentOutcome) -> None:
-        """Record the outcome of an item, and report it to `on_done`."""
+        """Record the outcome of the item with index `position`, and report it to `self._on_done`."""
         self.outcomes[position] = outcome
         self.n_open -= 1
         self._on_done(position, outcome)
@@ -166,8 +174,8 @@ class _Running:
     def _run_again(self, positions: list[int], outcome: AgentOutcome) -> None:
         """Requeue the unfinished items of a process that died or hung, in smaller groups.
 
-        An item gets `outcome` and is not requeued if it was the only unfinished item of the process, or if this is the
-        third process that died or hung while it ran the item.
+        `positions` are the indices of these items. An item gets `outcome` instead if it was the only unfinished item
+        of the process, or if this is the third process that died or hung while it ran the item.
         """
         again: list[int] = []
         for position in positions:

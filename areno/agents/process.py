@@ -1,10 +1,12 @@
 """The code of an agent process, which runs the user's agent for many items at once.
 
-The driver's pool (pool.py) exchanges pickled messages with this process over one socket. The process receives
-(file:function, setting, time limit in seconds) once, and then any number of chunks [(position, pickled (context,
-item)), ...]. It sends ("ready", True) or ("failed", problems) once, and then (position, answer) for each item as soon
-as the item is finished. The parent process, called supervisor (areno.user_processes.supervisor), ends this process
-together with all processes that the agent started. Nothing large is imported here, so that the process starts quickly.
+An item is the task for one sample of a prompt. The pool in the driver (areno/agents/pool.py) exchanges pickled
+messages with this process over one socket. The process first receives (agent function as "file:function", name of
+its setting, time limit in seconds). Then it receives chunks, which are lists of tuples (position, pickled (context,
+item)). `position` is the index of the item in the driver's list of items. The process sends ("ready", True) or
+("failed", problems) once, and then (position, answer) for each item as soon as the item is finished. The parent
+process, called supervisor (areno.user_processes.supervisor), ends this process together with all processes that the
+agent started. Nothing large is imported here, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -97,7 +99,10 @@ def serve(connection: Connection) -> None:
 
 
 class _Runner:
-    """Runs the agent for chunks of items, and sends one answer for each item."""
+    """Runs the agent for chunks of items, and sends one answer for each item.
+
+    A chunk is a list of items that the driver sends together.
+    """
 
     def __init__(
         self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: ForkedCopies
@@ -118,7 +123,11 @@ class _Runner:
         threading.Thread(target=self._watch, daemon=True, name="agent-watch").start()
 
     def run(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Run all items of a chunk at the same time, and return when each has been answered."""
+        """Run all items of a chunk at the same time, and return when the answer for each item has been sent.
+
+        `chunk` has a tuple (position, pickled (context, item)) for each item. If an agent still runs in a thread
+        after its time limit, the process ends, because this thread would be missing for the next chunk.
+        """
         self._open = {position for position, _ in chunk}
         self._loop.run_until_complete(self._all_of(chunk))
         self._ticked = None
@@ -126,7 +135,10 @@ class _Runner:
             os._exit(0)
 
     async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
-        """Run all items of a chunk at the same time, starting them some iterations of the event loop apart."""
+        """Run all items of a chunk at the same time.
+
+        Between the starts of two agents, the event loop runs _START_ITERATIONS iterations.
+        """
         ticking = asyncio.ensure_future(self._tick())
         ends_at, running = self._loop.time() + self._timeout_s, []
         for position, payload in chunk:
@@ -137,7 +149,11 @@ class _Runner:
         ticking.cancel()
 
     async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
-        """Run one item until `ends_at` (in the event loop's time) at the latest, and send its answer."""
+        """Run the item with index `position`, and send its answer.
+
+        `payload` is the pickled (context, item). `ends_at` is a time of the event loop. If the agent is not finished
+        at this time, it is cancelled, and the status of the answer is "timeout".
+        """
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call(payload))
@@ -176,9 +192,10 @@ class _Runner:
             return self._failure(error)
 
     def _in_thread(self, *given: Any) -> Any:
-        """Call a plain (not async) agent function with `given`, and return its result.
+        """Call a plain (not async) agent function with the arguments `given`, and return its result.
 
-        This runs in a thread of the pool. While the function runs, `_thread_of` maps the item to the thread.
+        This runs in a thread of `self._threads`. While the function runs, `self._thread_of` maps the item's position
+        to the id of this thread.
         """
         position = _position.get()
         assert position is not None
@@ -189,9 +206,10 @@ class _Runner:
             del self._thread_of[position]
 
     def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
-        """Return where the agent waits for an item, as text for a message such as "; it waits at agent.py:12".
+        """Return the line at which an agent waits, as text for a message, such as "; it waits at agent.py:12".
 
-        Only lines in the file of the agent function are reported. The text is "" if no such line is found.
+        `task` runs the agent for the item with index `position`. Only lines in the file of the agent function are
+        reported. The text is "" if no such line is found.
         """
         lines = []
         at: Any = task.get_coro()
@@ -215,7 +233,7 @@ class _Runner:
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _answer(self, position: int, answer: Answer) -> None:
-        """Send the answer for an item, unless an answer for it has been sent."""
+        """Send the answer for the item with index `position`, unless an answer for this item has been sent."""
         with self._sending:
             if position in self._open:
                 self._open.discard(position)
@@ -224,7 +242,10 @@ class _Runner:
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        """Make an asyncio task, and record the position of the item whose agent started the task."""
+        """Make an asyncio task for `coroutine`, and record the position of the item whose agent started the task.
+
+        This is the task factory of the event loop. `options` are the options of the task.
+        """
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task
@@ -236,7 +257,12 @@ class _Runner:
             await asyncio.sleep(_TICK_S)
 
     def _watch(self) -> None:
-        """Report an agent that blocks the event loop. End the process if it blocks for longer than the time limit."""
+        """Watch in a thread whether an agent blocks the event loop.
+
+        The first time that an async agent blocks the loop for _BLOCKED_S seconds, a message is printed. If an agent
+        blocks the loop for longer than its time limit, "timeout" is sent as the answer for its item, and the process
+        ends.
+        """
         is_reported = False
         main_thread = threading.main_thread().ident
         while True:

@@ -41,7 +41,7 @@ class SessionProxy:
         thinking: The value of `enable_thinking` for the chat template. None keeps the template's default.
 
     Attributes:
-        session: The random name of the session. Each response contains it.
+        session: The random name of the session, which each response contains.
         api_key: The API key that requests need.
         base_url: The address for OpenAI clients, ending in /v1.
         server: The server.

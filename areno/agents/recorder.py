@@ -1,7 +1,7 @@
-"""A recorder for agent frameworks that make their own requests.
+"""A recorder for agent frameworks, such as OpenAI's Agents SDK, which send requests to the model themselves.
 
-`Recorder` provides an OpenAI client for the framework, and records each request and response as a turn of a
-trajectory.
+`Recorder` provides an OpenAI client for the agent framework, and records each request and response of this client as
+a turn of a trajectory.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajector
 
 
 class Recorder:
-    """Records the chat completions that are made through its OpenAI client.
+    """Provides an OpenAI client for an agent framework, and records the chat completions of this client.
 
-    Use one Recorder per sample, in an `async with` block. A streamed response is also recorded, but the framework then
-    receives all chunks of the response at once, when the response is complete.
+    An example of an agent framework is OpenAI's Agents SDK. Use one Recorder per sample, in an `async with` block.
+    Streamed responses are recorded, too. However, the client waits for the whole response before it passes on the first
+    chunk.
 
     Args:
         ctx: The argument `ctx` of the agent function.
 
     Attributes:
-        client: An `openai.AsyncOpenAI` to pass to the framework.
+        client: An `openai.AsyncOpenAI` to pass to the agent framework.
     """
 
     def __init__(self, ctx: Any):

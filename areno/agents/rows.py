@@ -1,10 +1,10 @@
 """Conversion of trajectories into training rows, which hold exactly the tokens that were sampled.
 
-The prompt of a turn usually begins with all tokens of the previous turn. Both turns then become one row. A turn begins
-a new row if its prompt does not continue an earlier row, for example because the chat template dropped reasoning, the
-agent rewrote or shortened its messages, or the agent leads several conversations. So the model saw each token of a row
-after exactly the tokens before it in the row. `RowBuilder` also checks that the turns come from the current session,
-and marks the tokens to train.
+A turn is one request of an agent with the response. The prompt of a turn usually begins with all tokens of the
+previous turn. Both turns then become one row. A turn begins a new row if its prompt does not continue an earlier
+row, for example because the chat template dropped reasoning, the agent rewrote or shortened its messages, or the
+agent leads several conversations. So the model saw each token of a row after exactly the tokens before it in the
+row. `RowBuilder` also checks that the turns come from the current session, and marks the tokens to train.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RowBuilder:
             The trajectory with one or more rows.
 
         Raises:
-            BadTrajectory: There are no turns, a turn differs from what was sampled, or a row is too long.
+            BadTrajectory: There are no turns, a turn was changed after it was sampled, or a row is too long.
         """
         if not turns:
             raise BadTrajectory("it returned no turns")
@@ -107,8 +107,8 @@ class RowBuilder:
     def _checked(self, turn: PlainTurn, number: int) -> TurnTokens:
         """Check a turn and return its tokens. `number` is the index of the turn, for error messages.
 
-        Raises BadTrajectory if the tokens are invalid, the response is from another session, or the messages of the
-        turn differ from the messages in its request.
+        Raises BadTrajectory if the tokens are invalid, the response is from another session, or the messages that
+        the agent returned for the turn differ from the messages that the server received.
         """
         values = turn["tokens"]
         if self._session is not None and values.get("session") != self._session:
@@ -126,7 +126,10 @@ class RowBuilder:
         return tokens
 
     def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
-        """Describe for an error how the rendered text of `messages` differs from the prompt that the model read."""
+        """Describe for an error how the rendered text of `messages` differs from the prompt that the model read.
+
+        `messages` are the checked messages of `turn`. `prompt` has the token ids of the prompt that the model read.
+        """
         read = self._conversations.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
@@ -144,8 +147,9 @@ class RowBuilder:
 
         Args:
             turn: The turn.
-            tokens: The ids of its sampled tokens.
-            is_last: Whether this is the last turn of the trajectory, whose text has its own switch in the policy.
+            tokens: The ids of the sampled tokens of the turn.
+            is_last: Whether this is the last turn of the trajectory. Text in the last turn is trained only if the
+                policy's attribute `final_assistant_text` is also True.
 
         Returns:
             Array of bool, shape [len(tokens)].
@@ -158,7 +162,10 @@ class RowBuilder:
         return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
 
     def _first_call(self, tokens: list[int]) -> int:
-        """Return the index of the first token that belongs to a tool call, or len(tokens) if there is no call."""
+        """Return the index of the first token that belongs to a tool call, or len(tokens) if there is no call.
+
+        `tokens` are the ids of the sampled tokens of a turn.
+        """
         stream, ends, text = TextStream(self._conversations.tokenizer, frozenset()), [], ""
         for token in tokens:
             text += stream.feed([token])
@@ -198,8 +205,9 @@ class _Row:
     def finished(self, trained_sources: list[int]) -> TokenRow:
         """Return the row as arrays.
 
-        Besides the sampled tokens that were marked, tokens whose origin (`Source`, such as a tool's result) is in
-        `trained_sources` are trained.
+        A sampled token is trained if `extend` received True for it. Any other token is trained if `trained_sources`
+        contains its origin, which is a value of `Source`, such as `Source.TOOL` for a tool's result. The first token
+        is never trained.
         """
         n_tokens, sources = len(self.tokens), expand_runs(self._sources)
         sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)
@@ -259,8 +267,8 @@ def train_sequences(
         trajectory: The trajectory.
         reward: The reward of the trajectory. Each row gets this reward.
         eos_token_id: The id of the end-of-sequence token, for scripts that pad the rows.
-        weights_version: The current version of the weights. The staleness of a row is the difference between this
-            version and the oldest version that sampled one of its tokens.
+        weights_version: The current version of the weights. The staleness of a row is this version minus the oldest
+            version of the weights that sampled a token of the row.
         masked: Whether all tokens are excluded from the loss.
     """
     return [
@@ -293,7 +301,7 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> 
     """Log a warning if rows were sampled at other temperatures than training uses.
 
     Args:
-        rows: The training rows. The temperature of a row is None if its turns used several.
+        rows: The training rows. The temperature of a row is None if its turns were sampled at different temperatures.
         sampling: The sampling settings of the run (gconfig).
     """
     own = sampling.logprob_temperature
@@ -358,6 +366,9 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
 
 
 def _spans(mask: np.ndarray) -> np.ndarray:
-    """Return the start and end index of each run of True in a bool array, as an array of shape [K, 2]."""
+    """Return the start and end index of each stretch of consecutive True values in a bool array.
+
+    The result has shape [K, 2], with one row (start, end) for each of the K stretches. The end is exclusive.
+    """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return edges.reshape(-1, 2)

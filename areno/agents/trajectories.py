@@ -107,7 +107,7 @@ class AgentBatch:
 
     @classmethod
     def of_item(cls, item: AgentItem) -> AgentBatch:
-        """Return a batch that holds only the given item, with its indices unchanged.
+        """Return a batch that holds only the given item, which keeps its prompt index and its sample index.
 
         Args:
             item: The item.
@@ -199,11 +199,12 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
         items: The items that the agent function received.
 
     Returns:
-        The turns of each item, in the order of `items`. The list is empty for an item without a trajectory. If a
-        trajectory has a reward, its last turn has the extra key `reward`, whose value is (reward, parts).
+        The turns of each item, in the order of `items`. The list of turns is empty for an item without a trajectory. If
+        a trajectory has a reward, its last turn has the extra key `reward`. The value of this key is (reward, parts),
+        the two attributes of the AgentTrajectory.
 
     Raises:
-        BadTrajectory: The value has a wrong type, a turn belongs to no item in `items`, or an item has several
+        BadTrajectory: `returned` has a wrong type, a turn belongs to no item in `items`, or an item has several
             trajectories.
     """
     found: dict[tuple[int, int], list[PlainTurn]] = {}
@@ -246,7 +247,7 @@ def items_of(returned: Any) -> list[AgentItem]:
         returned: An AgentTrajectory or AgentTrajectoryTurn, or a list of them.
 
     Raises:
-        BadTrajectory: The value has a wrong type.
+        BadTrajectory: `returned` has a wrong type.
     """
     return [turn.item for part in _parts(returned) for turn in _turns_of(part) if _item_of(turn) is not None]
 
@@ -254,7 +255,7 @@ def items_of(returned: Any) -> list[AgentItem]:
 def _parts(returned: Any) -> Iterable[Any]:
     """Return a list of the trajectories and turns in the return value of an agent function.
 
-    Raises BadTrajectory if the value has a wrong type.
+    Raises BadTrajectory if `returned` has a wrong type.
     """
     if isinstance(returned, AgentTrajectory | AgentTrajectoryTurn):
         return [returned]
@@ -280,7 +281,10 @@ def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
 
 
 def _item_of(turn: Any) -> tuple[int, int]:
-    """Return the key (prompt index, sample index) of a turn's item. Raises BadTrajectory for a wrong type."""
+    """Return the key (prompt index, sample index) of a turn's item.
+
+    Raises BadTrajectory if `turn` is no AgentTrajectoryTurn, or if its item is no AgentItem.
+    """
     if not isinstance(turn, AgentTrajectoryTurn):
         raise BadTrajectory(f"a trajectory has {_kind(turn)} among its turns; AgentTrajectoryTurn is expected")
     if not isinstance(turn.item, AgentItem):

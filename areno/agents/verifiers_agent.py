@@ -57,9 +57,10 @@ def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
 
 
 def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
-    """Return the row of an item in the form that the environment's rollout takes.
+    """Build the input for a rollout of a verifiers environment from an item.
 
-    Fields that the row lacks get default values. A prompt that is text gets the environment's system prompt and
+    Returns a dictionary with the keys prompt, answer, info, task and example_id. Fields that the item's row lacks
+    get default values. A prompt that is text becomes a user message after the environment's system prompt and
     examples.
     """
     row = item.record
@@ -75,10 +76,11 @@ def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
 
 
 async def _trajectory(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
-    """Return a finished rollout as a trajectory, with the reward that the environment's rubric computes.
+    """Convert a finished rollout to a trajectory, with the reward that the environment's rubric computes.
 
-    Raises the exception that ended the rollout early, if any. Raises BadTrajectory if the rollout has no turns, or if
-    the rubric has no reward function or one that compares several samples.
+    `state` is the dictionary that the environment's `rollout` returned. If an exception ended the rollout early,
+    this exception is raised. Raises BadTrajectory if the rollout has no turns, if the rubric has no reward function,
+    or if a reward function compares several samples.
     """
     error = state["error"]
     if error is not None:

@@ -258,18 +258,35 @@ class _DrawnLogprobs:
         self._drawn: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record the previous token's log-probability, and return the scores unchanged."""
+        """Record the log-probability of the token sampled in the previous decoding step.
+
+        Args:
+            input_ids: Token ids of the prompts and of the tokens sampled so far, shape [R, T] for R rows of T tokens.
+                The last token of each row is the newly sampled token. In the first step there is no such token, so
+                nothing is recorded.
+            scores: Logits of the current step, shape [R, V] for a vocabulary of V tokens. Their log-softmax is kept for
+                the next call.
+
+        Returns:
+            `scores`, unchanged.
+        """
         self._take(input_ids)
         self._before = torch.log_softmax(scores.float(), dim=-1)
         return scores
 
     def finish(self, ids: Tensor) -> Tensor:
-        """Return the log-probabilities of all sampled tokens, shape [R, n_new]. Call this after the last step."""
+        """Return the log-probabilities of all sampled tokens, shape [R, n_new]. Call this after the last step.
+
+        `ids` has the token ids that `generate` returned, shape [R, T], for R rows with `n_new` sampled tokens each.
+        """
         self._take(ids)
         return torch.stack(self._drawn, dim=1)
 
     def _take(self, ids: Tensor) -> None:
-        """Record the log-probability of the last token in each row, from the previous step's scores."""
+        """Record the log-probability of the last token in each row, from the previous decoding step's scores.
+
+        `ids` has the token ids of the R rows, shape [R, T]. In the first step nothing is recorded.
+        """
         if self._before is not None:
             self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
 

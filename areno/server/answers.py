@@ -1,7 +1,8 @@
 """Functions that build the responses of /v1/chat/completions and /v1/completions.
 
-Both endpoints use the same envelope, `usage`, `logprobs` and finish reasons. The extra field `areno` carries the token
-ids that training needs. `event` encodes one server-sent event of a stream.
+The responses of both endpoints have the same first fields (`envelope`), `usage` and finish reasons, but different
+`logprobs` objects. The extra field `areno` carries the token ids that training needs. `event` encodes one
+server-sent event of a stream.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[s
 
     Args:
         texts: Cache that gives the text and bytes of the alternative tokens.
-        scores: Tokens of the choice with their log-probabilities and texts, in order.
+        scores: A tuple (TokenScore, TokenText) for each token of the choice, in order. The TokenScore has the id and
+            the log-probabilities, and the TokenText has the text.
 
     Returns:
         A dictionary with `content`, a list with one entry for each token, and `refusal`, which is None.
@@ -107,16 +109,19 @@ def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[s
 def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: int, offset: int = 0) -> dict[str, Any]:
     """Return the `logprobs` object of a choice of /v1/completions.
 
+    If two tokens at one position have the same text, they get distinct names, because the names are the keys of a JSON
+    object.
+
     Args:
-        texts: Cache that gives the text of the alternative tokens. Two tokens with the same text at one position get
-            distinct names, because the names are the keys of a JSON object.
-        scores: Tokens with their log-probabilities and texts, in order.
+        texts: Cache that gives the text of the alternative tokens.
+        scores: A tuple (TokenScore, TokenText) for each token, in order. The TokenScore has the id and the
+            log-probabilities, and the TokenText has the text.
         n_top: Number of alternatives that the request asked for. 0 makes `top_logprobs` None.
         offset: Number of characters in the choice's text before the first token of `scores`.
 
     Returns:
         A dictionary with the lists `tokens`, `token_logprobs`, `top_logprobs` and `text_offset`. Each list has one
-        element for each token.
+        element for each token. The first token of a prompt has None in `token_logprobs` and `top_logprobs`.
     """
     offsets, tops = list[int](), list[dict[str, float] | None]()
     for (token, logprob, top), token_text in scores:

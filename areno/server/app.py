@@ -2,7 +2,8 @@
 
 `build_server` puts a `Server` together from an engine in a rollout phase and its tokenizer. `Server.application`
 returns the aiohttp application with its routes. The application checks API keys, reads bodies, turns errors into
-OpenAI's JSON form and streams events. At shutdown it refuses requests whose bodies have not arrived completely.
+OpenAI's JSON form and streams events. At shutdown the application refuses requests whose bodies have not arrived
+completely.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ class Server:
     async def _body(self, request: web.Request) -> bytes:
         """Return the decompressed body of a request.
 
-        Raises ApiError 503 if the server shuts down before the body is complete.
+        Raises ApiError with status 503 if the server shuts down before the body is complete, and with another status
+        if the body cannot be read or decompressed.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -169,7 +171,10 @@ class Server:
             task.cancel()
 
     async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
-        """Return `read(body)` for the body of a request. A large body is read in a thread to free the event loop."""
+        """Receive the body of a request and parse it with the function `read`, whose result is returned.
+
+        A large body is parsed in a thread, so that the event loop is not blocked.
+        """
         body = await self._body(request)
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
@@ -192,7 +197,7 @@ class Server:
         return read_completion(read_json(body), self.defaults)
 
     def _check_model(self, name: str) -> None:
-        """Raise ApiError 404 for an unknown model."""
+        """Raise ApiError 404 if the server offers no model with this name."""
         if name not in self.models:
             known = ", ".join(self.models)
             message = f"The model `{name[:_MAX_NAME]}` does not exist; there is {known}"
@@ -245,7 +250,7 @@ class Server:
             return await (self._stream(request, completion.chunks()) if stream else _whole(completion.answer()))
 
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
-        """Stream chunks as server-sent events.
+        """Send the JSON objects that `chunks` yields to the client, as server-sent events.
 
         An error before the first chunk becomes an HTTP error response. A later error becomes an event of the stream.
         """

@@ -41,8 +41,9 @@ class ChatCompletions:
         sampler: Sends requests to the engine.
         session: Name of the training session, or None for a public server. Each response has the name in its field
             `areno`, so that the session can reject trajectories that were sampled elsewhere.
-        enforces_calls: Whether a grammar enforces `tool_choice` "required". A training session passes False, because
-            tokens forced by a grammar are not sampled by the policy, and the model shall learn to call tools.
+        enforces_calls: Whether a grammar forces a tool call if `tool_choice` is "required" or names a function. A
+            training session passes False, because tokens forced by a grammar are not sampled by the policy, and the
+            model shall learn to call tools.
     """
 
     def __init__(
@@ -93,7 +94,11 @@ class ChatCompletions:
         return _Chat(self, request, prompt, sampled, hidden)
 
     def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
-        """Return the text of the grammar that constrains the answer, or None if nothing constrains it."""
+        """Return the text of the grammar that enforces the request's `response_format` and `tool_choice`.
+
+        Returns None if neither of these fields constrains the answer. Raises ApiError with status 400 if no grammar
+        can be compiled for them.
+        """
         from areno.server.grammar import Constraint, compile_grammar, reasoning_after
 
         choice: Any = "auto"
@@ -119,10 +124,10 @@ class ChatCompletions:
 
 
 def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
-    """Return a copy of an error whose message ends with the size of the conversation.
+    """Return a copy of an error whose message ends with the size of the conversation in `request`.
 
-    The size is the number of messages, assistant turns and tool results, and the number of `tokens` unless it is
-    None.
+    The size is the number of messages, the number of assistant turns and the number of tool results. `tokens` are
+    the token ids of the prompt. If they are given, the number of tokens is also part of the size.
     """
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
@@ -179,7 +184,10 @@ class _Chat:
         return answers.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
-        """Return the JSON object of one choice, and schedule the caching of its turn."""
+        """Return the JSON object of one choice, and let the event loop cache the turn of this choice later.
+
+        `output` is the finished sample, and `choice` has parsed its tokens.
+        """
         choice.finish()
         parsed = choice.parsed()
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
@@ -207,8 +215,8 @@ class _Chat:
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
         """Return the finish reason in the API's terms: "stop", "length" or "tool_calls".
 
-        A finished message with tool calls has "tool_calls". As in OpenAI's API, it has "stop" instead if `tool_choice`
-        named the function to call.
+        A message with tool calls that was not cut off has the reason "tool_calls". However, if `tool_choice` named the
+        function to call, the reason is "stop", as in OpenAI's API.
 
         Args:
             output: The finished sample.
@@ -228,7 +236,10 @@ class _Chat:
         return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.returns_tokens else {}
 
     def _prompt_field(self) -> Json:
-        """Return the part of the field `areno` that is about the prompt, such as its token ids."""
+        """Return the fields inside of the response's field `areno` that are about the prompt.
+
+        They are session, conversation (a hash of the messages), temperature, prompt_token_ids and sources.
+        """
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
@@ -295,9 +306,9 @@ class _Choice:
         self._n_taken = self.n_calls = 0
 
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
-        """Parse an output of the engine and return the new message deltas.
+        """Parse the new tokens in an output of the engine, and return the new message deltas.
 
-        Text that later tokens may change is held back.
+        Text that later tokens may change is held back, and is returned by a later call or by `finish`.
         """
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
         tokens = answers.tail(output, "tokens", start)
@@ -318,14 +329,17 @@ class _Choice:
         return self._kept(self._message.feed(text) + self._message.finish())
 
     def _add_texts(self, token_texts: list[TokenText]) -> None:
-        """Queue tokens for `logprobs`, by pairing their texts with the log-probabilities that wait for a text."""
+        """Pair the texts of the next tokens with their log-probabilities.
+
+        The pairs are queued until the method `logprobs` returns them.
+        """
         self._unreported += zip(self._scores, token_texts, strict=False)
         del self._scores[: len(token_texts)]
 
     def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
-        """Return the deltas that go into the message, and record them for `parsed`.
+        """Return the deltas that go into the message, and record them for the method `parsed`.
 
-        Tool calls after the first are dropped if the request allows only one.
+        If the request allows only one tool call (`parallel_tool_calls` is false), later tool calls are dropped.
         """
         kept = []
         for delta in deltas:

@@ -43,8 +43,8 @@ class Completions:
         tokenizer: Tokenizer of transformers.
         sampler: Sends requests to the engine.
         threads: Worker threads that encode long prompts and build long answers.
-        returns_tokens: Whether answers carry the extra field `areno`. A request can override it with
-            `return_token_ids`.
+        returns_tokens: Whether answers carry the extra field `areno`. A request overrides this default with its
+            field `return_token_ids`.
     """
 
     def __init__(self, tokenizer: Any, sampler: Sampler, threads: Threads, *, returns_tokens: bool = False):
@@ -94,7 +94,10 @@ class _Completion:
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
     def _begin(self, number: int) -> tuple[TextStream, TokenTextStream]:
-        """Return new decoders for one completion of prompt `number`, for its text and for the text of each token."""
+        """Return two new decoders for one completion of the prompt with index `number`.
+
+        The first decoder returns the completion's text, and the second returns the text of each token.
+        """
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
         n_whole = len(prompt) - self._n_partial(number)
         places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
@@ -102,18 +105,19 @@ class _Completion:
         return stream, TokenTextStream(endpoint._texts, self._hidden, **places)
 
     def _n_partial(self, number: int) -> int:
-        """Return how many tokens at the end of prompt `number` form an incomplete character.
+        """Return how many tokens at the end of the prompt with index `number` form an incomplete character.
 
-        The completion finishes this character, so the character belongs to the completion's text. Only a prompt given
-        as token ids can have such tokens. The result is 0 if no new tokens are sampled.
+        The completion finishes this character, so the character belongs to the completion's text. Only a prompt
+        given as token ids can have such tokens. The result is 0 if the request samples no new tokens.
         """
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
         return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 
     def _echo(self, number: int) -> tuple[str, list[TokenText]]:
-        """Return (text of prompt `number` to echo, text of each of its tokens).
+        """Return the text of the prompt with index `number`, and the text of each of its tokens.
 
-        The list of token texts is empty unless the request asks for log-probabilities.
+        If the request sets `echo`, the choices begin with this text. The list of token texts is empty unless the
+        request asks for log-probabilities.
         """
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
         whole = tokens[: len(tokens) - self._n_partial(number)]
@@ -136,7 +140,10 @@ class _Completion:
         return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
 
     def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
-        """Return the JSON of the whole response. `found` has the finished samples of each prompt."""
+        """Return the JSON of the whole response.
+
+        `found` has one list for each prompt, with the finished samples of this prompt.
+        """
         choices = []
         for number, outputs in enumerate(found):
             echo = self._echo(number) if self._request.echo else ("", [])
@@ -145,10 +152,10 @@ class _Completion:
         return to_json(body | self._token_field(found))
 
     def _choice(self, index: int, number: int, output: GenerationOutput, echo: str, prompt: list[TokenText]) -> Json:
-        """Return the JSON object of one choice for prompt `number`.
+        """Return the JSON object of the choice with index `index`, which completes the prompt with index `number`.
 
-        `echo` is the prompt's text that precedes the completion, and `prompt` has the texts of the prompt's tokens.
-        They are "" and [] without echo.
+        `output` is the finished sample. `echo` is the prompt's text that precedes the completion, and `prompt` has
+        the texts of the prompt's tokens. Without the request's option `echo`, the caller passes "" and [].
         """
         request, text = self._request, ""
         scores: list[answers.ScoredText] = []
@@ -217,12 +224,13 @@ class _Part:
         self._scores: list[answers.TokenScore] = []  # of tokens whose text is not certain yet
 
     def take(self, output: GenerationOutput, wants_scores: bool) -> tuple[str, list[answers.ScoredText], int]:
-        """Decode an output of the engine.
+        """Decode the new tokens in an output of the engine.
 
         Returns:
-            (text, scores, offset). `text` is the new text that later tokens cannot change. `scores` has the tokens
-            whose text is known now, with their log-probabilities. It is empty if `wants_scores` is False. `offset` is
-            the number of characters of the completion before the first token in `scores`.
+            A tuple (text, scores, offset). `text` is the new text that later tokens cannot change. `scores` has the
+            log-probabilities and the text of each token whose text has become certain. Without `wants_scores`,
+            `scores` is empty. `offset` is the number of characters of the completion before the first token in
+            `scores`.
         """
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion
@@ -242,7 +250,10 @@ class _Part:
 
 
 async def _all_of(waiting: list[Any]) -> list[Any]:
-    """Await all coroutines and return their results. If one raises or the caller is cancelled, cancel the others."""
+    """Await all coroutines and return their results.
+
+    If a coroutine raises an exception or the caller is cancelled, all unfinished coroutines are cancelled.
+    """
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
         return list(await asyncio.gather(*tasks))

@@ -100,10 +100,11 @@ class Prompt:
     """A rendered and encoded prompt.
 
     Attributes:
-        text: The rendered text. Where a message contains the text of a control token, the random marker `BREAK` is
-            inserted, so that the text is not encoded as the control token.
+        text: The rendered text. If a message contains the text of a control token, such as <|im_end|>, the random
+            marker `BREAK` is inserted into this text, so that it is not encoded as the control token.
         tokens: Token ids.
-        sources: Origin of the tokens, as (source, number of tokens) for each run of tokens with the same `Source`.
+        sources: Origin of the tokens, as a tuple (source, number of tokens) for each stretch of consecutive tokens with
+            the same `Source`.
         keys: For each message, a hash of the conversation up to and including this message.
         form: Hash of the tools and template arguments, "" if there are none.
     """
@@ -133,9 +134,10 @@ class _Draft:
         text: The rendered text.
         form: Hash of the tools and template arguments.
         keys: For each message, a hash of the conversation up to and including this message.
-        places: (start, end, source) of the content of each message but the assistant's, in characters of the text.
-        start: Number of characters at the beginning of the text whose tokens are known: the text of `turn` and its
-            prompt.
+        places: (start, end, source) of the content of each message that is not from the assistant. Start and end are
+            character indices in `text`.
+        start: Number of characters at the beginning of `text` whose tokens are known, because they belong to `turn` or
+            to the prompt of `turn`. 0 without `turn`.
         turn: The cached turn that the prompt continues, or None.
     """
 
@@ -165,7 +167,7 @@ class _Turn:
 
     @cached_property
     def body(self) -> str:
-        """Text of the turn without the token that ended it."""
+        """Text of the sampled tokens, without the token that ended the turn."""
         return self.tokenizer.decode(self.tokens[:-1] if self.ended else self.tokens, skip_special_tokens=False)
 
     @cached_property
@@ -196,9 +198,10 @@ class Conversations:
         threads: Worker threads of `prompt_async`. None creates a new pool.
 
     Attributes:
-        cache: Cache with two kinds of entries, by key of the conversation. If the conversation ends with an assistant's
-            message, the entry is this sampled turn. If it has no assistant's message, the entry is the prompt, which
-            all samples of the prompt share.
+        cache: Cache from a conversation (a hash of its messages, tools and template variables) to one of two kinds
+            of entries. The entry of a conversation that ends with an assistant message is the sampled turn with this
+            message. The entry of a conversation without assistant messages is its prompt, which all samples of the
+            prompt share.
     """
 
     def __init__(
@@ -318,20 +321,27 @@ class Conversations:
         await asyncio.gather(*tasks)
 
     async def _build_in_thread(self, work: Callable[[], Prompt], messages: Sequence[Message]) -> Prompt:
-        """Build a prompt in a thread and cache it."""
+        """Call `work`, which builds the prompt for `messages`, in a worker thread, and return the prompt.
+
+        The prompt is cached first if it is for the first turn of a conversation and not too long.
+        """
         return self._cached(await self._threads.run(work), messages)
 
     def _build(self, draft: _Draft | None, *arguments: Any) -> Prompt:
-        """Encode a draft, which is a rendered prompt without token ids, and hash its tokens. Runs in a thread.
+        """Encode a draft, which is a rendered prompt without token ids, and return the prompt. Runs in a thread.
 
-        If `draft` is None, the draft is made first, by `_draft(*arguments)`.
+        If `draft` is None, the draft is made first, by `self._draft(*arguments)`. The hash of the token ids is also
+        computed here.
         """
         prompt = self._encoded(draft or self._draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop
         return prompt
 
     def _cached(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """Return the prompt. Cache it first if it has no assistant's message and is not too long."""
+        """Cache the prompt for `messages` if they have no assistant message and the prompt is not too long.
+
+        Returns `prompt`.
+        """
         limit = self._max_prompt_tokens
         if _is_first(messages) and (limit is None or len(prompt.tokens) <= limit):
             self.cache.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
@@ -363,7 +373,8 @@ class Conversations:
     def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
         """Render the messages, and find the cached turn that the conversation continues, if any.
 
-        Raises PromptTooLong if the prompt would have too many tokens.
+        `form` and `keys` are the hashes described in `_Draft`. Raises PromptTooLong if the prompt would have too
+        many tokens.
         """
         control = control_tokens(self.tokenizer)
         escaped = control.escape_messages(messages), control.escape(tools), control.escape(template)
@@ -377,9 +388,11 @@ class Conversations:
         return draft
 
     def _draft_after_turn(self, text: str, messages: Sequence[Message], form: str, keys: list[str]) -> _Draft | None:
-        """Return a draft that continues the latest cached turn of the conversation.
+        """Return a draft that continues a cached turn of the conversation.
 
-        Returns None if no cached turn fits the rendered text.
+        `text` is the rendered conversation. A turn that the chat template rendered differently from its sampled text
+        cannot be continued, so the cached turns before it are tried, too. Returns None if no cached turn can be
+        continued.
         """
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
@@ -390,7 +403,7 @@ class Conversations:
         return None
 
     def _encoded(self, draft: _Draft) -> Prompt:
-        """Encode the text of a draft that has no tokens yet, and return the whole prompt."""
+        """Encode the part of a draft's text whose tokens are not known yet, and return the whole prompt."""
         tokens, sources = self._encode_new_text(draft)
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
@@ -412,7 +425,11 @@ class Conversations:
         self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:
-        """Return the index in `text` at which a cached turn ends. None if the text does not begin with the turn."""
+        """Return the index in `text` at which a cached turn ends.
+
+        `text` is a rendered conversation. Returns None if `text` does not begin with the prompt of the turn,
+        followed by a text that has the same meaning as the sampled text of the turn (see `_is_same`).
+        """
         start = len(turn.prompt.text)
         if not text.startswith(turn.prompt.text):
             return None
@@ -441,9 +458,10 @@ class Conversations:
 
     @cached_property
     def _template_end(self) -> str:
-        """The special token that the template writes after an assistant's turn.
+        """The special token that the chat template writes after an assistant's turn.
 
-        If no such token is found, it is the end-of-sequence token of the tokenizer, or "".
+        If the template writes no special token there, this is the end-of-sequence token of the tokenizer, or "" if
+        there is no such token.
         """
         mark = _new_mark([])
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" + mark}]
@@ -453,11 +471,11 @@ class Conversations:
         return max(found, key=len, default=self.tokenizer.eos_token or "")
 
     def _encode_new_text(self, draft: _Draft) -> tuple[list[int], Runs]:
-        """Encode the text of a draft from character `start` on. Any thread may call it.
+        """Encode the text of a draft from character `draft.start` on. Any thread may call this method.
 
         Returns:
-            (token ids, origin of the tokens as (source, number of tokens) for each run of tokens with the same
-            source).
+            A tuple (token ids, sources). `sources` has the origin of the tokens, as a tuple (source, number of
+            tokens) for each stretch of consecutive tokens with the same source.
         """
         text, start, places = draft.text, draft.start, draft.places
         control = control_tokens(self.tokenizer)
@@ -468,12 +486,14 @@ class Conversations:
         return tokens, source_runs(places, len(tokens), span_of, start)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
-        """Find where the contents of messages are in the rendered text. Contents of the assistant are left out.
+        """Find where the contents of messages are in the rendered text `text`. Contents of the assistant are left out.
 
         To find them, the messages are rendered a second time with random marks around each content.
 
         Returns:
-            (start, end, source) of each content, in characters. Empty if the marks change the rest of the text.
+            A tuple (start, end, source) for each content. Start and end are character indices in `text`, and
+            `source` is the `Source` of the message's role. The list is empty if the marks change the rest of the
+            text.
         """
         others = [message for message in messages if message["role"] in SOURCE_OF_ROLE and message["content"].strip()]
         if not others:
@@ -511,7 +531,10 @@ def _is_first(messages: Sequence[Message]) -> bool:
 
 
 def _new_mark(texts: Sequence[str]) -> str:
-    """Return a random mark that occurs in none of the texts. It has no letters, which a template might change."""
+    """Return a random mark that occurs in none of the texts.
+
+    The mark has no letters, because a template might change letters.
+    """
     mark = f"\ue002{secrets.randbits(128)}\ue002"
     while any(mark in text for text in texts):
         mark = f"\ue002{secrets.randbits(128)}\ue002"
@@ -519,9 +542,10 @@ def _new_mark(texts: Sequence[str]) -> str:
 
 
 def _marked(content: str, opening: str, closing: str) -> str:
-    """Put marks around the content of a message.
+    """Return the content of a message with the mark `opening` before it and the mark `closing` after it.
 
-    Whitespace around the content stays outside of the marks, because templates may strip it.
+    Whitespace around the content stays outside of the marks, because templates may strip it. Content that is only
+    whitespace gets no marks.
     """
     words = content.strip()
     if not words:

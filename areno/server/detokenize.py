@@ -77,7 +77,10 @@ class TextStream:
         return self._n_returned == len(self._tokens)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last 8 or more of the tokens that are not hidden, beginning with a whole character."""
+        """Return the last 8 or more of `tokens`, beginning at the start of a character. Hidden tokens are left out.
+
+        If there are fewer than 8 tokens that are not hidden, all of them are returned.
+        """
         last: list[int] = []
         for token in reversed(tokens):
             if len(last) >= _CONTEXT and not self._is_byte(last[-1]):
@@ -87,7 +90,11 @@ class TextStream:
         return last[::-1]
 
     def _new_text(self, final: bool) -> str:
-        """Decode the new tokens and return their text, or "" if later tokens may change it and `final` is False."""
+        """Decode the tokens whose text was not returned yet, and return their text.
+
+        Returns "" if later tokens may change this text. With `final`, no tokens follow, so the text is returned in
+        any case.
+        """
         if self._n_returned == len(self._tokens) or (not final and self._ends_in_byte()):
             return ""
         before = self._decode(self._tokens[self._context : self._n_returned])
@@ -119,9 +126,10 @@ class TextStream:
         return decode(self._tokenizer, tokens) if tokens else ""
 
     def _cut(self, new: str, final: bool) -> str:
-        """Return the text that is certain, which is the held-back text plus `new`, up to the first stop string.
+        """Append `new` to the held-back text, and return the text up to the first stop string.
 
-        Text at the end that may be the beginning of a stop string is held back unless `final`.
+        Text at the end that may be the beginning of a stop string is held back for the next call. With `final`,
+        nothing is held back. After a stop string was found, the result is always "".
         """
         if self.stopped:
             return ""
@@ -289,10 +297,10 @@ class TokenTextStream:
         """Return the next tokens whose text lies within the first `n_characters` of the completion's text.
 
         Args:
-            n_characters: Length of the completion's text that later tokens cannot change.
+            n_characters: Length, in characters, of the completion's text so far that later tokens cannot change.
 
         Returns:
-            Text and bytes of each token that no earlier call returned, in order.
+            Text and bytes of each of these tokens, in order. Tokens that an earlier call returned are left out.
         """
         end, n = self._n_taken, 0
         while n < len(self._known) and end + len(self._known[n].text) <= n_characters:
@@ -320,7 +328,10 @@ class TokenTextStream:
         return taken
 
     def _settle(self, text: str) -> None:
-        """Split `text` into the texts of the waiting tokens, so that `take` can return these tokens."""
+        """Split `text` into the texts of the waiting tokens, so that `take` can return these tokens.
+
+        `text` is the decoded text of all waiting tokens together.
+        """
         if self._waiting:
             found = self._by_bytes(self._waiting)
             self._known += found if _text_of(found) == text else self._by_groups()

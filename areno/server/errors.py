@@ -128,7 +128,7 @@ def is_larger(value: Any, max_size: int) -> bool:
 
 
 def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens: int, n_before: int = 0) -> None:
-    """Raise PromptTooLong if a prompt leaves no room for an answer in the model's context.
+    """Raise PromptTooLong if a prompt has more than the maximum number of tokens.
 
     A huge text is not encoded as a whole, because `has_more_tokens` rejects it first.
 
@@ -150,9 +150,9 @@ def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens:
 def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
     """Return whether a text certainly has more than `max_tokens` tokens.
 
-    The text is encoded in pieces until their tokens exceed the bound, so only the beginning of a huge text is encoded.
-    Cutting a text into pieces can add tokens, so 1/8 of the count is subtracted. The result is therefore False for a
-    text slightly above the bound.
+    The text is encoded in pieces until the pieces have too many tokens, so only the beginning of a huge text is
+    encoded. Cutting a text into pieces can add tokens, so 1/8 of the count is subtracted. The result is therefore False
+    for a text with slightly more than `max_tokens` tokens.
 
     Args:
         tokenizer: Tokenizer of transformers.

@@ -260,7 +260,7 @@ def read_json(body: bytes) -> Any:
 class _Interruptible(json.JSONDecoder):
     """A JSON decoder written in Python.
 
-    It is ten times as slow as the C decoder, but other threads can run in between.
+    It is ten times as slow as Python's decoder in C, but other threads can run while it decodes.
     """
 
     def __init__(self, **options: Any):
@@ -270,7 +270,11 @@ class _Interruptible(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `parse`, and raises ApiError after too many lists and objects."""
+        """Return a function that does the same as `parse`, and counts its calls.
+
+        `parse` parses one JSON list or object. The returned function raises ApiError after MAX_OBJECTS lists and
+        objects.
+        """
 
         def parse_counted(*args: Any) -> Any:
             self._n_objects += 1

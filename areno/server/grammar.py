@@ -1,8 +1,8 @@
 """Grammars that constrain a completion.
 
-A `Constraint` describes the form of the completion that a request asks for: a JSON schema (`response_format`) or a tool
-call (`tool_choice`). `compile_grammar` compiles it for the tokenizer. The decoder then samples only tokens that the
-grammar allows.
+A `Constraint` describes the form of the completion that a request asks for: a JSON schema (`response_format`) or a
+tool call (`tool_choice`). `compile_grammar` compiles the constraint to a grammar for the tokenizer. The decoder then
+samples only tokens that the grammar allows.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Constraint:
 
     Attributes:
         response_format: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema":
-            ..., "strict": ...}}. If `strict` is true, a feature of JSON Schema that cannot be enforced is an error.
-            Otherwise the feature is ignored. None means {"type": "text"}.
+            ..., "strict": ...}}. If `strict` is true, a feature of JSON Schema that cannot be enforced is an error. If
+            `strict` is false or absent, the feature is ignored. None means {"type": "text"}.
         tools: Tools that the model may call, in OpenAI's form.
         tool_choice: "auto" and "none" force no call. "required" forces a call of any tool, and {"type": "function",
             "function": {"name": ...}} forces a call of the named function.
         parallel_tool_calls: Whether the completion may have several calls. A named function is called only once.
         parser: Tool-call parser of the model's family. None if the family is unknown.
-        reasoning: Whether the model may ("optional"), must ("open") or cannot ("none") reason first, as returned by
-            `reasoning_after`.
+        reasoning: Whether the model may ("optional"), must ("open") or cannot ("none") write reasoning before the
+            answer, as returned by `reasoning_after`.
     """
 
     response_format: Mapping[str, Any] | None = None
@@ -84,7 +84,11 @@ class Constraint:
         return lark.text(answer)
 
     def _schema(self) -> tuple[Schema | None, bool]:
-        """Return (schema of the answer or None for text, whether the schema is strict)."""
+        """Return (JSON schema of the answer, strict), according to `response_format`.
+
+        The schema is None if the answer is text. If `strict` is True, a feature of JSON Schema that cannot be
+        enforced is an error. Raises GrammarError if `response_format` is wrong.
+        """
         form = self.response_format
         kind = "text" if form is None else form.get("type") if isinstance(form, Mapping) else None
         if kind == "text":
@@ -100,7 +104,11 @@ class Constraint:
         return close_objects(schema), bool(described.get("strict"))
 
     def _calls(self, lark: Lark) -> str:
-        """Return the grammar expression that matches the tool calls. Its rules are added to `lark`."""
+        """Return the grammar expression that matches the tool calls. Its rules are added to `lark`.
+
+        Raises GrammarError if the format of the model's calls is unknown, or if the tools or `tool_choice` are
+        wrong.
+        """
         functions = self._functions()
         if self.parser is None:
             raise GrammarError("tool_choice asks for a call, but the format of this model's calls is not known")

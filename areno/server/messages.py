@@ -116,7 +116,7 @@ def _content(value: Any, where: str) -> str | None:
 
 
 def _call(given: Any, where: str) -> dict[str, Any]:
-    """Check one tool call of a message and convert it for the chat template."""
+    """Check one tool call of a message and convert it for the chat template. `where` is its path in the request."""
     fields = Fields(given, where)
     function = Fields(fields.take("function"), f"{where}.function")
     name, arguments = function.text("name"), function.take("arguments")
@@ -131,10 +131,12 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    """Return the arguments of a call as an object, because chat templates write the JSON themselves.
+    """Convert the arguments of a tool call from JSON text to an object.
 
-    A string is returned unchanged if a template could not write its arguments: invalid JSON, JSON other than an object,
-    too deep nesting, or half a surrogate pair.
+    Chat templates need an object, because they write the JSON themselves. None becomes {}. A text is returned
+    unchanged if a template could not write its arguments: invalid JSON, JSON other than an object, too deep nesting,
+    or half a surrogate pair. For a value of another type, raises ApiError with the path `where` of the call in the
+    request.
     """
     if value is None:
         return {}
@@ -176,7 +178,7 @@ def read_tools(given: list[Any] | None) -> list[Tool]:
 
 
 def _tool(given: Any, where: str) -> Tool:
-    """Check one tool."""
+    """Check one tool of the request and return it. `where` is its path in the request, for error messages."""
     fields = Fields(given, where)
     if fields.choice("type", ("function",)) is None:
         raise bad_field(f"{where}.type", "is missing; function is expected")
@@ -197,7 +199,10 @@ def _tool(given: Any, where: str) -> Tool:
 
 
 def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
-    """Raise ApiError if a value is not a JSON schema. With `is_root`, the schema must also describe an object."""
+    """Raise ApiError if a value is not a JSON schema. `where` is its path in the request.
+
+    With `is_root`, the value is the schema of a function's arguments, so it must describe an object.
+    """
     if isinstance(schema, bool) and not is_root:
         return
     if not isinstance(schema, Mapping):

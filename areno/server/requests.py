@@ -239,9 +239,9 @@ def _model(fields: Fields) -> str:
 
 
 def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
-    """Read the fields that both endpoints share.
+    """Read the fields that both endpoints share, such as `temperature`, `n` and `stream`.
 
-    `max_new` is the request's limit on new tokens, or None for the default.
+    `max_new` is the request's limit on new tokens, or None for the limit in `defaults`.
     """
     params = replace_params(
         defaults,
@@ -309,7 +309,10 @@ def _token_ids(fields: Fields, field: str) -> list[int] | None:
 
 
 def _stop(value: Any) -> list[str] | None:
-    """Check `stop` and return its strings as a list. Return None if the field is absent."""
+    """Check the field `stop` and return its strings as a list.
+
+    Returns None if the field is absent, that is, if `value` is None.
+    """
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value
@@ -323,7 +326,10 @@ def _stop(value: Any) -> list[str] | None:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Check `logit_bias` and return token id -> number to add. None gives {}."""
+    """Check the field `logit_bias` and return a dictionary from token id to the number added to the token's logit.
+
+    The dictionary is empty if `value` is None.
+    """
     bias: dict[int, float] = {}
     if value is None:
         return bias
@@ -339,7 +345,10 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """Check `response_format` and return it. Return None for text."""
+    """Check the field `response_format` and return it unchanged.
+
+    Returns None if the format is text or the field is absent. Raises ApiError if the field is wrong.
+    """
     if value is None:
         return None
     fields = Fields(value, "response_format")
@@ -363,7 +372,10 @@ def _response_format(value: Any) -> dict[str, Any] | None:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Check `prompt` and return its texts or token ids as a list."""
+    """Check the field `prompt` and return the list of its prompts, each a text or a list of token ids.
+
+    Raises ApiError if the field is missing or wrong.
+    """
 
     def is_tokens(one: Any) -> bool:
         return isinstance(one, list) and bool(one) and all(type(token) is int for token in one)

@@ -30,8 +30,8 @@ class TurnTokens:
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
-        sources: Origin of the prompt's tokens, as (source, number of tokens) for each run of tokens with the same
-            `Source`.
+        sources: Origin of the prompt's tokens. The prompt is divided into stretches of consecutive tokens with the same
+            `Source`, such as a user message. Each tuple (source, number of tokens) describes one stretch.
         sampled: Token ids of the completion, at least one.
         logprobs: Log-probability of each sampled token. Finite, and not positive except for rounding.
         versions: For each sampled token, the version of the weights that sampled it.
@@ -54,7 +54,7 @@ class TurnTokens:
             vocab_size: Number of token ids of the model.
 
         Raises:
-            BadTrajectory: If a field is not as the server wrote it. The message names the field.
+            BadTrajectory: If a field has a value that the server cannot have written. The message names the field.
         """
         choices = values.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
@@ -73,10 +73,10 @@ class TurnTokens:
 
 
 def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
-    """Return the field `name` after checking that it is a list of numbers whose types are in `kinds`.
+    """Return `values[name]` after checking that it is a list of numbers whose types are in `kinds`.
 
-    The list must have `n` elements. If `n` is None, it must have at least one. Raises BadTrajectory for a wrong
-    field.
+    The list must have `n` elements. If `n` is None, the list must have at least one element. Raises BadTrajectory
+    for a wrong field.
     """
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
@@ -90,10 +90,10 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
 
 
 def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
-    """Return the field `name` after checking that it is a list of whole numbers from 0 to `maximum`.
+    """Return `values[name]` after checking that it is a list of whole numbers from 0 to `maximum`.
 
-    The list must have `n` elements. If `n` is None, it must have at least one. Raises BadTrajectory for a wrong
-    field.
+    The list must have `n` elements. If `n` is None, the list must have at least one element. Raises BadTrajectory
+    for a wrong field.
     """
     numbers = _numbers(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
@@ -103,7 +103,7 @@ def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | 
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
-    """Return the field `logprobs` after checking that it has `n` log-probabilities.
+    """Return the field `logprobs` of `choice` after checking that it has `n` log-probabilities.
 
     Raises BadTrajectory for a wrong field.
     """
@@ -114,7 +114,7 @@ def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
 
 
 def _sources(runs: Any, n: int) -> Runs:
-    """Return `runs` after checking that it has (source, number of tokens) pairs that cover exactly `n` tokens.
+    """Return `runs` after checking that it is a list of (source, number of tokens) for exactly `n` tokens in all.
 
     Raises BadTrajectory for any other value.
     """
@@ -161,7 +161,8 @@ def read_response(response: Any) -> dict[str, Any]:
 
     Raises:
         BadTrajectory: If the field `areno` or the choices are missing.
-        Exception: Any other error, such as TypeError or KeyError, for a value that no client returns.
+        Exception: A TypeError, KeyError, AttributeError or another error if `response` does not have the form of a
+            response of OpenAI's client.
     """
     response = _joined([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)
     tokens = response.get("areno") if isinstance(response, Mapping) else None
@@ -206,7 +207,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _joined(chunks: list[Any]) -> dict[str, Any]:
-    """Join the chunks of a stream into one response, with the choice of index 0 only."""
+    """Join the chunks of a streamed response into one response.
+
+    Only the choice with index 0 is kept.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": None}
     found: dict[str, Any] = {"choices": [{"message": message, "finish_reason": None}]}
     for chunk in chunks:

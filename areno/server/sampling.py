@@ -148,7 +148,7 @@ class ServerLimits:
 
 
 class Sampler:
-    """The link between the server's endpoints and the engine, which samples their requests.
+    """The link between the server's endpoints and the engine: sends the clients' requests to the engine.
 
     Args:
         engine: The engine, in a rollout phase.
@@ -186,7 +186,7 @@ class Sampler:
         Args:
             prompt: Token ids.
             options: Sampling options of the client's request.
-            digest: `digest_of(prompt)` if it is known. None computes it when a seed is needed.
+            digest: Hash of the prompt, `digest_of(prompt)`. If None, the hash is computed when a seed is needed.
             **more: Further fields of `GenerationRequest`.
 
         Returns:
@@ -219,7 +219,7 @@ class Sampler:
 
         Args:
             prompt: Token ids.
-            digest: Hash of the token ids. None computes it.
+            digest: Hash of the token ids. If None, the hash is computed.
         """
         # Requests arrive in any order, so a seed derived from a counter would differ between runs.
         digest = digest_of(prompt) if digest is None else digest
@@ -310,11 +310,12 @@ class Sampler:
         return sorted(found, key=lambda output: output.sample)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """Return the numbers of samples in the engine and of samples in progress, for the page /metrics.
+        """Return the current numbers of samples, for the page /metrics.
 
         Returns:
-            (name, help text, value) of each gauge. The numbers of running, waiting and preempted samples are sums over
-            the engine's decoders.
+            A tuple (name, help text, value) for each gauge. The gauges are the samples that the engine decodes, the
+            samples that wait in the engine, the samples in progress at the server, and the preemptions in the
+            engine. The numbers of the engine are sums over its decoders.
         """
         stats = self.engine.rollout_stats()
         return [
@@ -326,7 +327,10 @@ class Sampler:
 
 
 def _of_client(error: RequestRefused, code: str | None = None) -> ApiError:
-    """Convert the engine's refusal to an ApiError of status 400 that names the field of the client's request."""
+    """Convert the engine's refusal to an ApiError of status 400 that names the field of the client's request.
+
+    `code` is the error code for programs, such as CONTEXT_FULL, or None.
+    """
     advice = "; shorten the prompt" if code == CONTEXT_FULL else _ADVICE.get(error.field, "")
     return ApiError(400, error.why + advice, param=_name_of(error.field), code=code)
 

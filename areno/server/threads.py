@@ -85,7 +85,7 @@ class Threads:
 def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
     """Call `work`, and pass its result or exception to `future`.
 
-    The future is set in the thread of its event loop, not in this thread.
+    The result is set in the thread of the future's event loop, not in this thread.
     """
     try:
         settled = partial(_settle, future, work(), None)
@@ -108,7 +108,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait up to 2 seconds for the threads that are at work.
+    """Wait up to 2 seconds for worker threads that are calling a function.
 
     A thread that returns from a library during Python's exit could crash the process.
     """
@@ -121,7 +121,10 @@ _logger = logging.getLogger("areno.server.http")
 
 
 def _is_not_about_a_client(record: logging.LogRecord) -> bool:
-    """Return False for log records about clients that send invalid HTTP or have disconnected."""
+    """Return whether a log record should be kept, for use as a filter of a logger.
+
+    The result is False for records about clients that send invalid HTTP or have disconnected.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | ConnectionError)
 
@@ -173,9 +176,9 @@ class ServerThread:
         return self.url
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine in the server's event loop without waiting for it.
+        """Run a coroutine in the server's event loop without waiting for its end.
 
-        Has no effect after the server has stopped.
+        After the server has stopped, this method has no effect.
 
         Args:
             work: The coroutine.
@@ -198,7 +201,7 @@ class ServerThread:
         self._thread.join(self._grace_s + _SHUTDOWN_S)
 
     def _run(self) -> None:
-        """Run the event loop of the thread. If it fails, record the exception, with which `start` then fails."""
+        """Run the event loop of the thread. If it fails, record the exception, so that `start` can raise an error."""
         try:
             asyncio.run(self._serve())
         except BaseException as error:

@@ -1,8 +1,8 @@
 """The origin of each token in a training row.
 
-The origins are called sources, such as "part of a user message". They are stored as runs: a list of (source, number of
-consecutive tokens). `source_runs` derives the runs from the positions of messages in a rendered prompt, and
-`expand_runs` turns runs into an array with one source for each token.
+The origin of a token is called its source, such as "part of a user message". A run is a stretch of consecutive
+tokens with the same source, stored as (source, number of tokens). `source_runs` derives the runs from the places of
+messages in a rendered prompt, and `expand_runs` turns runs into an array with one source for each token.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ def source_runs(
 ) -> Runs:
     """Return the source (origin) of each token in a text, as runs.
 
-    Tokens outside of the messages in `places` have the source TEMPLATE.
+    A run is a tuple (source, number of tokens) for a stretch of consecutive tokens with the same source. Tokens outside
+    of the messages in `places` have the source TEMPLATE.
 
     Args:
-        places: (start, end, source) of each message's content in the text, in characters and in order.
+        places: (start, end, source) of each message's content in the text, in order. Start and end are character
+            indices.
         n_tokens: Number of tokens in the text from character `start` on.
         span_of: Function from the index of a token to its (start, end) in characters, counted from `start`.
         start: Index of the character at which the tokens begin.
 
     Returns:
-        (source, number of tokens) for each run of consecutive tokens with the same source. The runs cover all
-        `n_tokens` tokens.
+        The runs, which cover all `n_tokens` tokens.
     """
     runs: list[tuple[int, int]] = []
     at = 0
@@ -83,7 +84,7 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
     """Merge neighbouring runs with the same source, and drop empty runs.
 
     Args:
-        runs: (source, number of tokens) for each run of consecutive tokens.
+        runs: A tuple (source, number of tokens) for each run, which is a stretch of consecutive tokens.
 
     Returns:
         Runs for the same tokens, in which neighbours have different sources.
@@ -101,7 +102,7 @@ def expand_runs(runs: Iterable[tuple[int, int]]) -> np.ndarray:
     """Expand runs to one source for each token.
 
     Args:
-        runs: (source, number of tokens) for each run of consecutive tokens.
+        runs: A tuple (source, number of tokens) for each run, which is a stretch of consecutive tokens.
 
     Returns:
         Sources of the tokens, an array of uint8, shape [n_tokens].

@@ -47,7 +47,7 @@ class Service:
     run continues.
 
     Attributes:
-        settings: Dataclass of the settings. The settings of a service in areno/services include `mode`, and "disabled"
+        settings: Dataclass of the settings. A service in areno/services has the setting `mode`, whose value "disabled"
             turns the service off. A service of another package is on if `stats_logger.trackers` names it.
         title: Name of the service in help texts.
         package: Name of the Python module that the service needs.
@@ -69,7 +69,7 @@ class Service:
 
         Args:
             run: Description of the run.
-            run_id: Id that `start` returned in an earlier session of the run. None in the first session.
+            run_id: Id that `start` returned before the run was resumed. None for a new run.
 
         Returns:
             The id of the run at the service. It is kept in trackers.json in the run's folder.

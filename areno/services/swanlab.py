@@ -44,7 +44,7 @@ class Swanlab(Service):
 
         Args:
             run: Description of the run.
-            run_id: Id returned in an earlier session of the run. None in the first session.
+            run_id: Id that `start` returned before the run was resumed. None for a new run.
 
         Returns:
             The id of the run at SwanLab.

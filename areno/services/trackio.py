@@ -28,7 +28,7 @@ class TrackioConfig(Section):
 
     @check
     def space_of_the_mode(self) -> Iterator[Problem]:
-        """Yield a problem if mode=online has no Space, or if mode=local has a Space."""
+        """Yield a problem if mode=online is set without `space_id`, or if mode=local is set with it."""
         if self.mode == "online" and self.space_id is None:
             yield Problem("space_id", "is null, but mode is online; name the Space that gets the scalars")
         if self.mode == "local" and self.space_id is not None:
@@ -50,7 +50,7 @@ class Trackio(Service):
 
         Args:
             run: Description of the run.
-            run_id: Id returned in an earlier session of the run. None in the first session.
+            run_id: Id that `start` returned before the run was resumed. None for a new run.
 
         Returns:
             The id of the run at Trackio, which is its name. Trackio changes the name of a new run if the name is

@@ -31,14 +31,14 @@ With two processes, a process that hangs does not block all calls. More processe
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
-    """Return the default number of processes, which is from MIN_WORKERS to MAX_WORKERS.
+    """Return the default number of processes, which is from MIN_WORKERS (2) to MAX_WORKERS (64).
 
     Within these limits it is the number of usable CPU cores, minus one core for the driver (the main process) and one
     for each device's worker process.
 
     Args:
         n_devices: The number of devices. Each device has a worker process of its own.
-        cgroup: The folder with the container's limits.
+        cgroup: The folder of the Linux control group, whose files hold the container's CPU limit.
     """
     return min(MAX_WORKERS, max(MIN_WORKERS, usable_cores(cgroup) - 1 - n_devices))
 
@@ -49,7 +49,7 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
     It is the number of cores that the process is bound to, or less if the container limits the CPU time.
 
     Args:
-        cgroup: The folder with the container's limits.
+        cgroup: The folder of the Linux control group, whose files hold the container's CPU limit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.floor(min(cores, _quota(cgroup))))
@@ -93,7 +93,8 @@ class Work(Protocol):
             is_async: Whether the user's function is async.
 
         Returns:
-            A tuple (number of the call, pickled arguments) for each call. Empty if no call is left to send.
+            A tuple (position, pickled arguments) for each call. `position` is the index of the call, which
+            identifies the call in the answer. The list is empty if no call is left to send.
         """
         ...
 
@@ -101,7 +102,7 @@ class Work(Protocol):
         """Record the answer to a call.
 
         Args:
-            position: The number of the call.
+            position: The index of the call, as returned by `next_chunk`.
             answer: The answer that the process sent.
         """
         ...
@@ -110,7 +111,7 @@ class Work(Protocol):
         """Handle the calls of a process that died or did not answer in time.
 
         Args:
-            worker: The process, which has ended or was killed. `worker.chunk` has the numbers of its unanswered calls.
+            worker: The process, which has ended or was killed. `worker.chunk` has the indices of its unanswered calls.
             status: "timeout" if the process did not answer in time, else "error".
             text: The description of the failure.
         """
@@ -120,7 +121,7 @@ class Work(Protocol):
 class WorkerPool(Generic[Config]):
     """Base class for a pool of processes that call user code. Use it in a `with` block.
 
-    Start it early, so that the processes import the user code while the driver does other work.
+    Start the pool early, so that the processes import the user code while the driver does other work.
 
     Args:
         config: The section `reward` or `agent` of the settings.
@@ -183,7 +184,7 @@ class WorkerPool(Generic[Config]):
                 self._logger.info("%s: importing %s takes %.0f s so far", self._key, self.name, slow.seconds)
 
     def close(self) -> None:
-        """End the processes of the pool, and all processes that these have started."""
+        """End the processes of the pool, and all processes that the user code in them has started."""
         for worker in self.workers:
             worker.stop()
         for worker in self.workers:
@@ -198,7 +199,10 @@ class WorkerPool(Generic[Config]):
         self.close()
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the first message to each process: the user code and its options. Raises ConfigError."""
+        """Return the first message to each process: the user code and its options.
+
+        Raises ConfigError if the user code cannot be found or sent.
+        """
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
@@ -208,7 +212,8 @@ class WorkerPool(Generic[Config]):
     def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
         """Send calls and receive answers until each call in `work` has an outcome.
 
-        `look` is called at least every half second.
+        `look` is called at least every half second. If the wait ends with an exception, all busy processes are
+        replaced. Raises EngineError if the pool was not started.
         """
         if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)
@@ -237,8 +242,8 @@ class WorkerPool(Generic[Config]):
 
         Args:
             work: The calls that the processes are working on.
-            wake: A connection that also ends the wait when it receives a message, which is read and dropped. None if
-                there is no such connection.
+            wake: A connection. A message on this connection also ends the wait, and is read and dropped. None waits
+                only for the processes.
             max_s: The longest time to wait, in seconds.
         """
         self._wait([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
@@ -259,7 +264,8 @@ class WorkerPool(Generic[Config]):
     ) -> None:
         """Wait until one of `workers` answers, dies or exceeds its time limit, at most `max_s` seconds.
 
-        Pass the answers to `work`, which is None while the processes start. A message on `wake` also ends the wait.
+        Answers and failures are passed to `work`, which is None while the processes start. A message on the
+        connection `wake` also ends the wait.
         """
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
@@ -291,7 +297,7 @@ class WorkerPool(Generic[Config]):
                 work.answered(kind_or_position, value)
 
     def _lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
-        """Replace a process that died or hangs, and pass its calls to `work`.
+        """Replace a process that died or hangs, and report its unanswered calls to `work`.
 
         Raises ConfigError if the process was still importing the user code.
         """
@@ -325,7 +331,8 @@ def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[C
 class SlowTimer:
     """A timer that says when a long wait should be logged.
 
-    The first time is after SLOW_S seconds, and each further time is when the wait has doubled.
+    The wait should be logged first after SLOW_S (10) seconds, and then each time that it is twice as long as at the
+    last log line.
     """
 
     def __init__(self) -> None:
@@ -338,7 +345,10 @@ class SlowTimer:
         return time.monotonic() - self._started
 
     def is_due(self) -> bool:
-        """Return whether the wait should be logged now. If True, the next log line is due at twice the time."""
+        """Return whether the wait should be logged now.
+
+        After True is returned, the result is False until the wait is twice as long as it was then.
+        """
         if time.monotonic() < self._due_at:
             return False
         self._due_at = self._started + 2 * self.seconds

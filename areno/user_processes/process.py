@@ -1,8 +1,10 @@
 """The code that runs in every process of user code, whether it calls reward functions or agents.
 
-The parent process, called supervisor (supervisor.py), calls `run` with the function `serve(connection)` of a module.
-`serve` loads the user code, sends ("ready", is_async), and answers each call with (position, answer). `ForkedCopies`
-ends copies of the process that the user code makes with os.fork.
+The parent process, called supervisor (areno/user_processes/supervisor.py), forks this process. Then `run` is called
+in this process, with the function `serve(connection)` of areno.rewards.process or areno.agents.process. `serve`
+loads the user code and sends ("ready", is_async) to the driver. The driver then sends calls, each with a position,
+which is the index of the call in the driver's list of calls. `serve` answers each call with (position, answer).
+`ForkedCopies` ends copies of this process that the user code makes with os.fork.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ _COPY_LIMIT_S = 0.2  # seconds to wait for a forked copy of this process that le
 
 
 def run(fd: int, serve: Callable[[Connection], None]) -> None:
-    """Call `serve` until the driver closes the socket, then end the process. This function does not return.
+    """Call `serve` until the driver closes the socket, then end this process. This function does not return.
 
     Args:
         fd: The file descriptor of the socket to the driver.
-        serve: Answers the messages on the connection. If it raises an ArenoError, the problems of the error are sent to
-            the driver.
+        serve: Function that answers the messages on the connection. If `serve` raises an ArenoError, the problems of
+            the error are sent to the driver.
     """
     signal.signal(signal.SIGINT, lambda *_: None)  # the driver handles Ctrl-C
     os.set_inheritable(fd, False)
@@ -58,11 +60,11 @@ def is_async(function: Any) -> bool:
 
 
 def unpickle(data: bytes, key: str) -> Callable[..., Any]:
-    """Unpickle a function that a script passed to the run and that the driver pickled.
+    """Load a pickled function, which a script passed to areno as a Python object.
 
     Args:
         data: The pickled function.
-        key: The setting that errors name.
+        key: The name of the setting, for error messages.
 
     Raises:
         ConfigError: The function cannot be unpickled in this process.
@@ -108,14 +110,13 @@ class ForkedCopies:
     """Ends forked copies of this process that return from the user code.
 
     User code may call os.fork. A copy that returned from the user code would answer the driver on the connection that
-    it shares with this process. Therefore the copy is ended.
-
-    With `reports`, the current call also fails, because the copy first writes to a pipe that this process reads.
-    Without `reports`, a copy prints a message, because with concurrent calls the call that made the copy is unknown.
+    it shares with this process. Therefore the copy is ended. What else happens depends on `reports`.
 
     Args:
         connection: The connection to the driver. It is closed in each copy.
-        reports: Whether a copy makes the current call fail. Use False for concurrent calls.
+        reports: If True, the call of user code in progress fails, because the copy writes to a pipe that this
+            process reads. If False, the copy prints a message. Use False if several calls are in progress at once,
+            because the call that made the copy is then unknown.
     """
 
     def __init__(self, connection: Connection, reports: bool = True):
@@ -124,7 +125,7 @@ class ForkedCopies:
         os.register_at_fork(before=self._open if reports else lambda: None, after_in_child=connection.close)
 
     def _open(self) -> None:
-        """Open the pipe for reports. This is called before each fork."""
+        """Open the pipe through which a copy reports to this process. This is called before each fork."""
         if self._pipe is None:
             self._pipe = os.pipe()
 
@@ -135,8 +136,8 @@ class ForkedCopies:
         If a forked copy leaves the block, the copy is ended.
 
         Raises:
-            ForkReturned: In the original process, after a forked copy left the block. This replaces the result or the
-                exception of the block. Not raised without `reports`.
+            ForkReturned: In the original process, after a forked copy left the block. This exception replaces the
+                result or the exception of the block. It is never raised if `reports` is False.
         """
         self.end_copy()
         try:
@@ -163,7 +164,7 @@ class ForkedCopies:
     def _copy_left(self) -> bool:
         """Return whether a forked copy has left the block of user code since the pipe was opened, and close the pipe.
 
-        This waits for a report until all copies have ended, and at most _COPY_LIMIT_S seconds.
+        This waits until a copy reports or all copies have ended, at most _COPY_LIMIT_S seconds.
         """
         assert self._pipe is not None
         reader, writer = self._pipe

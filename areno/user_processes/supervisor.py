@@ -1,9 +1,9 @@
 """The supervisor process, which starts one process of user code and ends everything that the user code starts.
 
-The driver starts a supervisor. The supervisor forks the process that runs reward functions (areno.rewards.process) or
-agents (areno.agents.process). User code may start processes that leave their session and outlive their parent. On Linux
-such a process becomes a child of the supervisor (PR_SET_CHILD_SUBREAPER), which kills it at the end. On other systems
-only the process group is killed.
+The driver starts a supervisor. The supervisor forks the process that runs reward functions (areno.rewards.process)
+or agents (areno.agents.process). User code may start processes that leave the process group and outlive their
+parent. On Linux such a process becomes a child of the supervisor (PR_SET_CHILD_SUBREAPER), which kills it at the
+end. On other systems only the process group of the user code is killed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def exit_text(code: int) -> str:
     """Return how a process ended as text, such as "exit code 3" or "signal SIGKILL".
 
     Args:
-        code: The exit code of the supervisor of the process. A negative code means that a signal killed the supervisor
-            itself.
+        code: The exit code of the supervisor of the process. 128 + n means that signal n killed the process. A
+            negative code -n means that signal n killed the supervisor itself.
     """
     number = -code if code < 0 else code - _SIGNALLED
     if number in set(signal.Signals):
@@ -67,7 +67,7 @@ def exit_text(code: int) -> str:
 
 
 def _become_worker(fd: int, module: str) -> None:
-    """Run `serve` of the module with the user code in this process, which was forked from the supervisor, and exit.
+    """Run the function `serve` of the module in this process, which was forked from the supervisor, and exit.
 
     This function does not return.
     """
@@ -90,9 +90,9 @@ def _was_stopped() -> bool:
 
 
 def _reap(worker: int) -> int | None:
-    """Collect the exit codes of children that have ended. Return the exit code of the child `worker`, or None.
+    """Collect the exit codes of children that have ended, and return the exit code of the child `worker`.
 
-    None means that `worker` still runs. A negative code -n means that signal n killed it.
+    Returns None while `worker` still runs. A negative code -n means that signal n killed `worker`.
     """
     code = None
     with contextlib.suppress(ChildProcessError):

@@ -1,7 +1,7 @@
 """`Worker`, with which the driver controls one process of user code, and `Output`, the log of printed lines.
 
-`Worker` starts the process, sends calls to it, keeps its deadline and ends it. `Output` logs the lines that the
-processes of a pool print, with control characters escaped and up to a limit per step.
+`Worker` starts the process, sends calls to it, sets the deadline for its answers and ends it. `Output` logs the
+lines that the processes of a pool print, with control characters escaped and up to a limit per training step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE_BYTES = 4096  # a longer line is split
 
 
 class Output:
-    """Logs the lines that all processes of a pool print, up to 256 KiB per step.
+    """Logs the lines that all processes of a pool print, up to 256 KiB per training step.
 
     Args:
         name: The name of the pool, such as "reward", which begins each line.
@@ -39,7 +39,7 @@ class Output:
         self._name, self._lock, self._left = name, threading.Lock(), _MAX_BYTES
 
     def begin_step(self) -> None:
-        """Reset the limit on printed bytes at the start of a step."""
+        """Reset the limit on printed bytes at the start of a training step."""
         with self._lock:
             self._left = _MAX_BYTES
 
@@ -84,7 +84,7 @@ class Worker:
     Attributes:
         connection: The connection to the process.
         process: The supervisor, which is the parent of the process and ends it.
-        chunk: The numbers of the calls that the process has not answered yet.
+        chunk: The indices of the calls that the process has not answered yet.
         sent: The number of calls in the last chunk that was sent.
         is_async: Whether the user's function is async. False until the process has started.
         is_starting: Whether the process is still importing the user code.
@@ -127,9 +127,9 @@ class Worker:
         """Send calls to the process, and set its deadline.
 
         Args:
-            chunk: A tuple (number of the call, pickled arguments) for each call. An empty list sends nothing.
-            timeout_s: The time limit in seconds. It is for the first answer, or for all answers if the function is
-                async.
+            chunk: A tuple (index of the call, pickled arguments) for each call. An empty list sends nothing.
+            timeout_s: The time limit for the first answer, in seconds. If the user's function is async, it is the
+                time limit for all answers.
         """
         if not chunk:
             return
@@ -139,7 +139,11 @@ class Worker:
         self.deadline = time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
 
     def _post(self, message: Any) -> None:
-        """Send a message. A large message is sent in a thread, because a process that hangs does not read it."""
+        """Pickle a message and send it to the process.
+
+        A large message is sent in a thread, so that the driver is not blocked by a process that hangs and does not
+        read.
+        """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
         def send() -> None:
@@ -152,12 +156,12 @@ class Worker:
         self._sender.start()
 
     def answered(self, position: int, timeout_s: float) -> None:
-        """Remove an answered call from `chunk`, and set the deadline for the next answer.
+        """Remove an answered call from `self.chunk`, and set the deadline for the next answer.
 
         The deadline of an async function is for all calls of a chunk, so it changes only when the chunk is finished.
 
         Args:
-            position: The number of the call.
+            position: The index of the call.
             timeout_s: The time limit for the next answer, in seconds.
         """
         self.chunk.remove(position)
@@ -167,7 +171,11 @@ class Worker:
             self.deadline = time.monotonic() + timeout_s
 
     def exit_text(self) -> str:
-        """Return how the process ended as text, such as "exit code 3", after waiting for its supervisor."""
+        """Return how the process ended as text, such as "exit code 3".
+
+        This waits until the supervisor has ended. If it has not ended after 5 seconds, the text is "closed its
+        connection".
+        """
         try:
             return exit_text(self.process.wait(timeout=EXIT_CODE_S))
         except subprocess.TimeoutExpired:

@@ -15,7 +15,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolCallParser):
-    """Parser for Qwen 2.5, Qwen 3 and Hermes. The closing tag may be missing at the end of the text."""
+    """Parser for Qwen 2.5, Qwen 3 and Hermes.
+
+    At the end of the text, the tag `</tool_call>` may be missing.
+    """
 
     name = "hermes"
     tags = (OPEN,)
@@ -24,7 +27,7 @@ class HermesParser(ToolCallParser):
         """Read one JSON call and its closing tag.
 
         Args:
-            source: Cursor directly after the opening tag. It is moved past the calls.
+            source: Cursor directly after the opening tag. It is moved past the call.
             tag: The opening tag.
             tools: Ignored. Any function name is accepted.
 
@@ -42,7 +45,7 @@ class HermesParser(ToolCallParser):
         return [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of JSON calls between `<tool_call>` tags.
+        """Add rules for JSON calls between `<tool_call>` tags to a grammar.
 
         Args:
             lark: Grammar under construction, to which the rules are added.
@@ -56,7 +59,7 @@ class HermesParser(ToolCallParser):
 
 
 def in_tags(lark: Lark, call: str, many: bool) -> str:
-    """Return the grammar of a call between `<tool_call>` and `</tool_call>`.
+    """Add rules for calls between `<tool_call>` and `</tool_call>` to a grammar.
 
     Args:
         lark: Grammar under construction, to which the rules are added.
@@ -72,10 +75,10 @@ def in_tags(lark: Lark, call: str, many: bool) -> str:
 
 
 def call_object(lark: Lark, functions: dict[str, Schema], arguments_key: str) -> str:
-    """Return the grammar of a JSON object with a function's name and arguments.
+    """Return the grammar expression for a JSON object with a function's name and arguments.
 
     Args:
-        lark: Grammar under construction, to which the rules are added.
+        lark: Grammar under construction, to which rules for the expression are added.
         functions: Function name -> JSON schema of its arguments.
         arguments_key: Key of the arguments in the object, such as "arguments".
 
@@ -98,12 +101,12 @@ def call_object(lark: Lark, functions: dict[str, Schema], arguments_key: str) ->
 
 
 def call_of(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
-    """Return the call that a JSON object describes.
+    """Parse the JSON object of a tool call.
 
     Args:
         text: Text of the object.
         argument_keys: Keys that may hold the arguments, tried in order. If the object has none of these keys, the
-            arguments are {}. Arguments may also be a string that holds a JSON object.
+            arguments are {}. The value of the key may also be a string with the JSON text of the arguments.
 
     Returns:
         (name, arguments as JSON text), or None if the text does not describe a call.
@@ -138,9 +141,9 @@ class LlamaJsonParser(ToolCallParser):
     def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
         """Find the next place at which a call may begin.
 
-        This is a JSON object (an opening brace) at the start of the answer or, after a call, behind an optional `;`.
-        Elsewhere it is the tag `<|python_tag|>`. Before a brace there is no tag, so the second index of the result is
-        the index of the brace itself.
+        At the start of the answer or directly after a call, a call may begin with the brace of a JSON object. After a
+        call, a `;` may precede the brace. Elsewhere, a call begins with the tag `<|python_tag|>`. A call that begins
+        with a brace has no tag, so the second index of the result is the index of the brace itself.
 
         Args:
             text: All text so far.
@@ -149,8 +152,9 @@ class LlamaJsonParser(ToolCallParser):
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (index of the opening tag, index of the first character after the tag). If no tag is found, (index, None):
-            the text from this index on may be the beginning of a tag, and the text before it contains no tag.
+            A tuple (index of the opening tag, index of the first character after the tag). If no tag is found, the
+            result is (index, None). Then the text before this index contains no tag, and the text from this index on
+            may be the beginning of a tag that has not arrived completely.
         """
         if is_fresh:
             start = after_space(text, at)
@@ -163,7 +167,7 @@ class LlamaJsonParser(ToolCallParser):
         """Read one JSON call.
 
         Args:
-            source: Cursor directly after the opening tag. It is moved past the calls.
+            source: Cursor directly after the opening tag. It is moved past the call.
             tag: The opening tag, "" for a call without a tag.
             tools: Function name -> JSON schema of the arguments. None accepts any name.
 
@@ -177,7 +181,7 @@ class LlamaJsonParser(ToolCallParser):
         return None if call is None or (tools is not None and call[0] not in tools) else [call]
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of JSON calls separated by `;`.
+        """Add rules for JSON calls separated by `;` to a grammar.
 
         Args:
             lark: Grammar under construction, to which the rules are added.

@@ -100,7 +100,8 @@ class Lark:
             schema: JSON schema.
             one_line: If True, the JSON must be formatted as by `json.dumps`. If False, a bounded amount of whitespace
                 is allowed wherever JSON allows whitespace.
-            strict: Overrides the `strict` of the grammar. None keeps the grammar's value.
+            strict: Whether a feature of JSON Schema that llguidance does not know is an error. None takes the value
+                that was given to `Lark`.
             **guidance: Further options of llguidance's `x-guidance`.
         """
         strict = self._strict if strict is None else strict
@@ -134,10 +135,10 @@ def parameters_of(schema: Schema) -> Schema:
 def close_objects(schema: Any) -> Any:
     """Return a schema in which objects that list their properties forbid unlisted properties.
 
-    This adds `additionalProperties: false` to each object that lists properties and does not set it, so that models end
-    objects where they should end. Objects with `anyOf`, `oneOf` or `$ref` are left as they are. A schema that contains
-    other combining keywords, such as `allOf`, is returned unchanged, because a property that is unknown in one branch
-    may be required by another branch.
+    This adds `additionalProperties: false` to each object that lists properties and does not set
+    `additionalProperties`, so that models end objects where they should end. Objects with `anyOf`, `oneOf` or `$ref`
+    are left as they are. A schema that contains other combining keywords, such as `allOf`, is returned unchanged,
+    because a property that is unknown in one branch may be required by another branch.
 
     Args:
         schema: JSON schema. It is not changed in place.
@@ -166,10 +167,10 @@ def rebase_refs(schema: Any, path: str) -> Any:
 
 
 def _close_all(schema: Any) -> Any:
-    """Return a copy of a schema in which all objects that list properties have `additionalProperties`.
+    """Return a copy of a schema in which objects that list their properties forbid unlisted properties.
 
-    The value is false unless the schema sets another value. Objects with `anyOf`, `oneOf` or `$ref` are left as they
-    are.
+    This sets `additionalProperties` to false, unless the schema sets another value. Objects with `anyOf`, `oneOf` or
+    `$ref` are left as they are.
     """
     done = _rewritten(schema, lambda _, value: _close_all(value))
     if (
@@ -189,11 +190,11 @@ def _json_types(schema: Any) -> Any:
 
 
 def _rewritten(schema: Any, rewrite: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of a schema in which `rewrite(keyword, value)` replaces the value of each keyword, at one level.
+    """Return a copy of a schema in which `rewrite(keyword, value)` replaces the value of each keyword.
 
-    The keyword is "" for each element of a list and for each named subschema, such as those in `properties`. Values
-    that are plain data, such as the value of `enum`, are copied unchanged. To reach deeper levels, `rewrite` calls this
-    function again.
+    Only the keywords at the top level are visited. To reach deeper levels, `rewrite` calls this function again. For
+    each element of a list, and for each named subschema, such as those in `properties`, the keyword is "". Values
+    that are plain data, such as the value of `enum`, are copied unchanged.
     """
     if isinstance(schema, list):
         return [rewrite("", each) for each in schema]

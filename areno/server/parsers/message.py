@@ -1,7 +1,7 @@
 """Parsing of the text that a model wrote into reasoning, content and tool calls.
 
-`ToolCallParser` is the base class of the parsers of all families. It parses a finished text (`parse`) or a text that
-arrives in pieces (`stream`), with the same result.
+`ToolCallParser` is the base class of the parsers of all families. The method `parse` parses a finished text, and
+`stream` parses a text that arrives in pieces. Both methods have the same result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ParsedMessage:
     """The parts of a model's message.
 
     Attributes:
-        content: The text. None if there is only reasoning or a tool call.
+        content: The text. None if there is no text, but reasoning or a tool call. "" for an empty message.
         reasoning_content: The text between `<think>` and `</think>`. None without reasoning.
         tool_calls: The calls, in order.
     """
@@ -92,14 +92,14 @@ class ToolCallParser:
         in_reasoning: bool = False,
         message_id: str | None = None,
     ) -> ParsedMessage:
-        """Parse a finished text.
+        """Parse a finished text into reasoning, content and tool calls.
 
         Args:
             text: The model's output.
             tools: Tools offered to the model, in OpenAI's form. [] treats calls as text. None accepts any function
                 name.
             in_reasoning: Whether the prompt ended with `<think>`.
-            message_id: Prefix of the ids of the calls. None takes a random prefix.
+            message_id: Text that becomes part of the id of each call, call_MESSAGE_ID_NUMBER. None takes a random text.
 
         Returns:
             Content, reasoning and tool calls.
@@ -112,13 +112,14 @@ class ToolCallParser:
     ) -> MessageStream:
         """Return an incremental parser for a text that arrives in pieces.
 
-        The deltas add up to the result of `parse`, however the text is split.
+        The deltas that the parser returns add up to the result of `parse`, however the text is split into pieces.
 
         Args:
             tools: Tools offered to the model, in OpenAI's form. [] treats calls as text. None accepts any function
                 name.
             in_reasoning: Whether the prompt ended with `<think>`.
-            message_id: Prefix of the ids of the calls. None takes a random prefix.
+            message_id: Text that becomes part of the id of each call, call_MESSAGE_ID_NUMBER. None takes a random
+                text.
         """
         return MessageStream(self, schemas_of(tools), in_reasoning, message_id or uuid.uuid4().hex)
 
@@ -132,8 +133,9 @@ class ToolCallParser:
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (index of the opening tag, index of the first character after the tag). If no tag is found, (index, None):
-            the text from this index on may be the beginning of a tag, and the text before it contains no tag.
+            A tuple (index of the opening tag, index of the first character after the tag). If no tag is found, the
+            result is (index, None). Then the text before this index contains no tag, and the text from this index on
+            may be the beginning of a tag that has not arrived completely.
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:
@@ -156,7 +158,7 @@ class ToolCallParser:
         raise NotImplementedError("the family has tags but does not read calls")
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of the family's tool calls.
+        """Add rules for tool calls in this family's format to a grammar.
 
         Args:
             lark: Grammar under construction, to which the rules are added.
@@ -179,7 +181,7 @@ class MessageStream:
         family: Parser of the model's family.
         tools: Function name -> JSON schema of the arguments. {} treats calls as text. None accepts any name.
         in_reasoning: Whether the prompt ended with `<think>`.
-        message_id: Prefix of the ids of the calls.
+        message_id: Text that becomes part of the id of each call, call_MESSAGE_ID_NUMBER.
     """
 
     def __init__(self, family: ToolCallParser, tools: Tools | None, in_reasoning: bool, message_id: str):
@@ -211,7 +213,7 @@ class MessageStream:
         return deltas
 
     def _message(self, in_reasoning: bool) -> Reading[None]:
-        """Parse the whole message and append its deltas to `_deltas`.
+        """Parse the whole message and append its deltas to `self._deltas`.
 
         This is a generator that yields while more text is needed.
         """
@@ -227,7 +229,10 @@ class MessageStream:
         yield from self._content()
 
     def _reasoning(self) -> Reading[None]:
-        """Emit the reasoning up to `</think>` as deltas. A generator that yields while more text is needed."""
+        """Parse the reasoning up to `</think>` and append its deltas to `self._deltas`.
+
+        This is a generator that yields while more text is needed.
+        """
         source = self._source
         yield from source.skip_newlines()
         while True:
@@ -246,7 +251,7 @@ class MessageStream:
         source.forget()
 
     def _content(self) -> Reading[None]:
-        """Emit the content and the tool calls after the reasoning as deltas.
+        """Parse the content and the tool calls after the reasoning, and append their deltas to `self._deltas`.
 
         This is a generator that yields while more text is needed.
         """
@@ -273,10 +278,11 @@ class MessageStream:
             is_fresh = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:
-        """Read the calls after the opening tag `text[start:after_tag]`, and emit them as deltas.
+        """Read the calls after an opening tag, and append them as deltas to `self._deltas`.
 
-        Return whether there was a call. If there was none, the tag is emitted as content. This is a generator for
-        `yield from`.
+        `start` and `after_tag` are the indices of the tag's first character and of the first character after the
+        tag, in the text of `self._source`. Return whether there was a call. If there was none, the tag becomes
+        content. This is a generator for `yield from`.
         """
         source = self._source
         source.at = after_tag
@@ -295,9 +301,10 @@ class MessageStream:
         return True
 
     def _emit_to(self, end: int, reasoning: bool = False) -> None:
-        """Emit the text from the cursor to index `end` as a delta, and drop the text up to `end` from the source.
+        """Append the text from the cursor to index `end` as a delta to `self._deltas`.
 
-        The delta is of the reasoning if `reasoning` is True, else of the content.
+        The delta is reasoning if `reasoning` is True, else content. The text before `end` is then dropped from
+        `self._source`.
         """
         source = self._source
         if text := source.text[source.at : end]:

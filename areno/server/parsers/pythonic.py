@@ -57,8 +57,9 @@ class PythonicParser(ToolCallParser):
             after_call: Whether `at` is directly after a call.
 
         Returns:
-            (index of the opening tag, index of the first character after the tag). If no tag is found, (index, None):
-            the text from this index on may be the beginning of a tag, and the text before it contains no tag.
+            A tuple (index of the opening tag, index of the first character after the tag). If no tag is found, the
+            result is (index, None). Then the text before this index contains no tag, and the text from this index on
+            may be the beginning of a tag that has not arrived completely.
         """
         if is_fresh and not after_call:
             at = after_space(text, at)
@@ -90,7 +91,7 @@ class PythonicParser(ToolCallParser):
         return calls if tools is None or tag or all(name in tools for name, _ in calls) else None
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of a list of calls, without tags.
+        """Add rules for a list of calls, without tags, to a grammar.
 
         Args:
             lark: Grammar under construction, to which the rules are added.
@@ -106,9 +107,10 @@ class PythonicParser(ToolCallParser):
 
 
 def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
-    """Return the grammar of a call name(key=value, ...).
+    """Add rules for a call name(key=value, ...) to `lark`, and return the name of the rule that matches the call.
 
-    The keys must be in the schema's order. Optional keys may be missing.
+    `schema` is the JSON schema of the arguments. The keys must be in the schema's order. Optional keys may be
+    missing.
     """
     required = frozenset(schema.get("required") or ())
     first = after = '""'  # the remaining arguments: before any argument is written, and after one is
@@ -123,10 +125,10 @@ def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
 
 
 def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return the grammar of an argument's value: True or False for a boolean, and JSON for all other types.
+    """Return the grammar expression for the value of an argument.
 
-    The JSON is limited to string escapes that mean the same in Python. `root` is the schema with the definitions that
-    `schema` refers to.
+    A boolean is True or False, and a value of any other type is JSON. The JSON may contain only string escapes that
+    mean the same in Python. `root` is the schema with the definitions that `schema` refers to.
     """
     if types_of(resolved(schema, root)) == {"boolean"} and "enum" not in schema and "const" not in schema:
         return f"({lark.literal('True')} | {lark.literal('False')})"
@@ -154,7 +156,7 @@ class _Literals:
         return calls
 
     def _call(self) -> Reading[RawCall]:
-        """Read name(key=value, ...)."""
+        """Read a call `name(key=value, ...)`, and return (name, arguments as JSON text)."""
         name = yield from self._word()
         yield from self._expect("(")
         arguments: dict[str, Any] = {}
@@ -187,9 +189,10 @@ class _Literals:
             raise Malformed
 
     def _ends(self, closing: str, items: Any) -> Reading[bool]:
-        """Skip the closing bracket, or the comma before the next item. Return whether it was the closing bracket.
+        """Skip the closing bracket, or the comma before the next item. Return True after the bracket, else False.
 
-        `items` has the items read so far. A comma may precede the closing bracket.
+        `items` has the items read so far, because a comma is needed only after an item. A comma may precede the
+        bracket.
         """
         if items:
             yield from self._source.skip_space()
@@ -200,7 +203,7 @@ class _Literals:
         return (yield from self._source.accept(closing))
 
     def _value(self, depth: int) -> Reading[Any]:
-        """Read any literal."""
+        """Read any literal. `depth` is the number of lists and dicts around the literal."""
         yield from self._source.skip_space()
         char = yield from self._source.peek()
         if depth > MAX_NESTED or not char:
@@ -219,7 +222,11 @@ class _Literals:
         return _WORDS[word]
 
     def _list(self, opening: str, depth: int) -> Reading[Any]:
-        """Read a list or a tuple and return a list. For a value in parentheses, `(value)`, return the value."""
+        """Read a list or a tuple, which begins with the bracket `opening`, and return a list.
+
+        For a value in parentheses, `(value)`, return the value. `depth` is the number of lists and dicts around the
+        list.
+        """
         closing = "]" if opening == "[" else ")"
         items: list[Any] = []
         yield from self._expect(opening)
@@ -231,7 +238,7 @@ class _Literals:
         return items[0] if bare else items
 
     def _dict(self, depth: int) -> Reading[dict[str, Any]]:
-        """Read a dict whose keys are strings."""
+        """Read a dict whose keys are strings. `depth` is the number of lists and dicts around the dict."""
         items: dict[str, Any] = {}
         yield from self._expect("{")
         while not (yield from self._ends("}", items)):

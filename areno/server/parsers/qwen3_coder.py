@@ -40,18 +40,19 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 class Qwen3CoderParser(ToolCallParser):
     """Parser for Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
-    The tag `<tool_call>` around the function is optional, because these models sometimes omit it. If the schema allows
-    no string but the value is not JSON, the value becomes a string, which the tool will refuse.
+    The tag `<tool_call>` around the function is optional, because these models sometimes omit it. The JSON schema of
+    a tool names the type of each parameter. If this type is not a string, but the value that the model wrote is not
+    valid JSON, the value is passed on as a string. The tool will then refuse this argument.
     """
 
     name = "qwen3_coder"
     tags = (OPEN, FUNCTION)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
-        """Read one function and the closing tag.
+        """Read one call and its closing tags.
 
         Args:
-            source: Cursor directly after the opening tag. It is moved past the calls.
+            source: Cursor directly after the opening tag. It is moved past the call.
             tag: The opening tag, `<tool_call>` or `<function=`.
             tools: Function name -> JSON schema of the arguments. None accepts any name. An unknown function is accepted
                 only after `<tool_call>`.
@@ -93,9 +94,9 @@ class Qwen3CoderParser(ToolCallParser):
             return None
 
     def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
-        """Return the grammar of calls in XML form.
+        """Add rules for calls in XML form to a grammar.
 
-        Strings have no quotes, so only `enum` and `const` of their schemas are enforced.
+        String values have no quotes, so the grammar enforces only the keywords `enum` and `const` of their schemas.
 
         Args:
             lark: Grammar under construction, to which the rules are added.
@@ -109,7 +110,10 @@ class Qwen3CoderParser(ToolCallParser):
         return in_tags(lark, call, many)
 
     def _function(self, lark: Lark, name: str, schema: Schema) -> str:
-        """Return the grammar of a call to one function."""
+        """Add rules for a call of the function `name` to `lark`, and return the name of the top rule.
+
+        `schema` is the JSON schema of the arguments.
+        """
         parts, required = [lark.literal(f"{FUNCTION}{name}>\n")], frozenset(schema.get("required") or ())
         for key, each in properties_of(schema).items():
             if set(key + name) & set("<>\n"):
@@ -146,7 +150,11 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return the grammar of a parameter's value and its closing tag."""
+    """Return the grammar expression for a parameter's value and the closing tag after the value.
+
+    `schema` is the schema of the parameter, and `root` is the schema of all arguments, in which references are
+    looked up.
+    """
     target = resolved(schema, root)
     types, end = types_of(target), lark.literal(f"\n{END_PARAMETER}\n")
     choices = [target["const"]] if "const" in target else target.get("enum")
@@ -159,7 +167,12 @@ def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
 
 
 def _typed(text: str, schema: Schema) -> Any:
-    """Convert the text of a parameter to the type in its schema. Text that is not JSON stays a string."""
+    """Convert the text of a parameter's value to the type that the parameter's `schema` names.
+
+    If the schema names no type, the result is the text, or the value in `enum` whose JSON is the text. If the schema
+    allows a string, the result is the text, or None for "null" where the schema also allows null. Otherwise the text
+    is parsed as JSON. Text that is not JSON stays a string.
+    """
     types, word = types_of(schema), text.strip().lower()
     if not types and isinstance(schema.get("enum"), list):
         return next((each for each in schema["enum"] if each == text or dump_json(each) == text), text)

@@ -1,7 +1,7 @@
 """Reading of text and JSON schemas for the tool-call parsers.
 
-`Cursor` reads a text that is still being sampled. Most of its methods are generators, to be called with `yield from`.
-They yield while the result depends on text that has not arrived. So a parser is written once, as if it had the whole
+`Cursor` reads a text that is still being sampled. Most of its methods are generators for `yield from`. Such a method
+yields while its result depends on text that has not arrived. So a parser is written once, as if it had the whole
 text, and gives the same result for a stream. The functions after `Cursor` read the JSON of calls and the schemas of
 tools.
 """
@@ -53,8 +53,8 @@ def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
 class Cursor:
     """A reading position in a text that is still being sampled.
 
-    All methods but `forget` are generators for `yield from`. They yield while their result needs text that has not
-    arrived.
+    All methods but `forget` are generators for `yield from`. Such a method yields while its result needs text that has
+    not arrived.
 
     Attributes:
         text: All text so far, without the text dropped by `forget`.
@@ -70,23 +70,34 @@ class Cursor:
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Reading[str]:
-        """Return the next character, or "" at the end of the text. A generator that yields until more text arrives."""
+        """Return the next character, or "" at the end of the text.
+
+        This is a generator for `yield from`, which yields until the next character arrives or the text ends.
+        """
         while self.at == len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def skip_space(self) -> Reading[None]:
-        """Skip whitespace. A generator that yields while more whitespace may arrive."""
+        """Skip whitespace.
+
+        This is a generator for `yield from`, which yields while more whitespace may arrive.
+        """
         while (yield from self.peek()).isspace():
             self.at = after_space(self.text, self.at)
 
     def skip_newlines(self) -> Reading[None]:
-        """Skip newlines. A generator that yields while more newlines may arrive."""
+        """Skip newlines.
+
+        This is a generator for `yield from`, which yields while more newlines may arrive.
+        """
         while (yield from self.peek()) == "\n":
             self.at += 1
 
     def looks_at(self, word: str) -> Reading[bool]:
-        """Return whether `word` comes next. A generator that yields until this is certain.
+        """Return whether `word` comes next.
+
+        This is a generator for `yield from`, which yields until the result is certain.
 
         Args:
             word: The text to look for.
@@ -96,7 +107,9 @@ class Cursor:
         return self.text.startswith(word, self.at)
 
     def accept(self, word: str) -> Reading[bool]:
-        """Skip `word` if it comes next, and return whether it did. A generator that yields until this is certain.
+        """Skip `word` if it comes next, and return whether it was skipped.
+
+        This is a generator for `yield from`, which yields until the result is certain.
 
         Args:
             word: The text to look for.
@@ -109,13 +122,13 @@ class Cursor:
     def until(self, mark: str) -> Reading[str | None]:
         """Return the text before the next `mark`, and move the cursor past the mark.
 
-        This is a generator that yields until the mark arrives.
+        This is a generator for `yield from`, which yields until the mark arrives or the text ends.
 
         Args:
             mark: The text to look for.
 
         Returns:
-            The text before the mark. If the whole text has arrived without the mark, None, and the cursor is not
+            The text before the mark. If the text ends without the mark, the result is None, and the cursor is not
             moved.
         """
         start = searched = self.at
@@ -128,9 +141,10 @@ class Cursor:
         return self.text[start:found]
 
     def json_object(self) -> Reading[str | None]:
-        """Return the text of the JSON object at the cursor, and move the cursor past it.
+        """Return the text of the JSON object at the cursor, and move the cursor past the object.
 
-        This is a generator that yields until the end of the object arrives. Only brackets and strings are checked.
+        This is a generator for `yield from`, which yields until the end of the object arrives. Only brackets and
+        strings are checked, so the result may be invalid JSON.
 
         Returns:
             The text, or None if the text at the cursor cannot be a JSON object.
@@ -153,7 +167,11 @@ class Cursor:
                 return self.text[start : self.at] if char == "}" else None
 
     def _json_string(self) -> Reading[bool]:
-        """Move past a string whose opening quote has been read. Return False if the string is invalid."""
+        """Move the cursor past a JSON string whose opening quote has been read.
+
+        Return False if the string is invalid, else True. This is a generator for `yield from`, which yields until
+        the closing quote arrives.
+        """
         while (char := (yield from self.peek())) != '"':
             if char < " ":  # the end, or a control character, which JSON does not allow in a string
                 return False
@@ -237,7 +255,8 @@ def properties_of(schema: Schema) -> dict[str, Schema]:
     """Return the properties of an object schema, as name -> JSON schema.
 
     Args:
-        schema: Schema of an object. It may consist of the properties alone, as some tools write it.
+        schema: Schema of an object. Some tools write only the properties, without the object schema around them.
+            This form is accepted, too.
     """
     is_bare = "properties" not in schema and not isinstance(schema.get("type"), str)
     properties = schema if is_bare else schema.get("properties")
@@ -254,7 +273,8 @@ def resolved(schema: Schema, root: Schema) -> Schema:
         root: The whole schema, in which references are looked up.
 
     Returns:
-        The referenced schema. `schema` itself if it has no reference or the reference cannot be followed.
+        The schema to which the references lead. If `schema` has no reference, `schema` itself. If a reference cannot
+        be followed, the schema that contains this reference.
     """
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref")
