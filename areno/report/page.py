@@ -90,7 +90,10 @@ def _title(runs: Sequence[RunReader]) -> str:
 
 
 def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """Choose the charts of the report. Most scalars that are constant over all steps of all runs get no chart.
+    """Choose the charts of a report, and collect the constant scalars.
+
+    A scalar that has the same value in all steps of all runs is constant. It gets no chart, unless it belongs to a
+    predefined chart.
 
     Args:
         metrics: The recorded scalars of each run, by name.
@@ -200,8 +203,9 @@ def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> 
 def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
     """Return the values that the table of samples shows for one sample.
 
-    These are step, number in the step, group, the fields in _INDEX, the beginning of the task, and the beginning of the
-    completion. Without a task, the end of the prompt is shown, because few-shot examples come before the question.
+    The values are the step, the number of the sample in the step, the group, the fields of the sample that the constant
+    _INDEX names, the beginning of the task, and the beginning of the completion. For a sample without a task, the end
+    of the prompt takes the place of the task, because few-shot examples come before the question.
     """
     task = task_of(sample)
     return [

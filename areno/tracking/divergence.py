@@ -38,12 +38,12 @@ class History:
 
     @property
     def was(self) -> float:
-        """Return the mean over the first FIRST steps."""
+        """Return the mean of the scalar over the first FIRST steps."""
         return mean(self.first)
 
     @property
     def is_now(self) -> float:
-        """Return the mean over the last LAST steps."""
+        """Return the mean of the scalar over the last LAST steps."""
         return mean(self.last[-LAST:])
 
 
@@ -268,7 +268,7 @@ class Divergence:
         return {"kept": kept, "told": list(self._warned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the recorded values and the names of given warnings from an earlier session.
+        """Restore the recorded values and the names of given warnings, so that a resumed run does not repeat warnings.
 
         Args:
             state: A dictionary returned by `state_dict`.
