@@ -130,11 +130,12 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return key of the setting -> name of its flag, for error messages.
+    """Return key of the setting -> name of its flag, so that error messages can name the flag.
 
     Args:
         algorithm: The algorithm.
-        settings: Settings that the user gave as key=value. These are left out, since the user knows them by key.
+        settings: Settings that the user gave as key=value. They are left out of the result, so that error messages name
+            them by key.
     """
     names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
     for setting in settings:

@@ -280,7 +280,7 @@ def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str]
 
 
 def _number(text: str) -> float | None:
-    """Return a text as a finite number, or None if it is not one."""
+    """Return a text as a finite number, or None if the text is not a finite number."""
     with suppress(ValueError):
         return value if math.isfinite(value := float(text)) else None
     return None

@@ -28,7 +28,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Let Ctrl-C raise a KeyboardInterrupt again, which the command handles after its imports."""
+    """Let Ctrl-C raise a KeyboardInterrupt again, as before `begin`. Commands call this after their imports."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

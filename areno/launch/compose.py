@@ -175,7 +175,9 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
 
 @contextmanager
 def mention_version(folder: Path) -> Iterator[None]:
-    """Extend a ConfigError in the `with` block by the version of areno that wrote the run, if it is another version.
+    """Add the version of areno that wrote a run to a ConfigError in the `with` block.
+
+    The error is unchanged if the version is the same as the version in use.
 
     Args:
         folder: Folder of the run.
@@ -528,7 +530,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
         Args:
             config: The composed configuration.
-            problems: Problems found before. The Composition gets these and the problems found during the conversion.
+            problems: Problems found before. The Composition gets these problems and the problems found by the
+                conversion.
         """
         found = list(problems)
         raw = OmegaConf.to_container(config)
@@ -555,8 +558,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         """Yield a problem for each override that has no effect because a section is null.
 
         Args:
-            group: Key of the section that is null. Overrides in this section have no effect, nor do overrides in
-                sections that are used only together with it.
+            group: Key of the section that is null. Overrides in this section have no effect. Overrides in sections that
+                are used only together with this section have no effect either.
         """
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
@@ -567,7 +570,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
 @contextmanager
 def _logging_kept() -> Iterator[None]:
-    """Restore the root logger, which Hydra changes when it prints."""
+    """Restore the root logger at the end of a `with` block, because Hydra changes the logger when it prints."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

@@ -138,7 +138,7 @@ def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
 
 
 def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
-    """Return the samples of a run as gzipped JSON in base64.
+    """Return the samples of a run in a packed form, which is gzipped JSON in base64.
 
     If the samples do not fit, the per-token values are left out first. Then whole steps are left out at equal
     distances, except for the first and the last step.
@@ -149,8 +149,8 @@ def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
 
     Returns:
         A dictionary with these keys.
-        "index": packed list of the rows in the table of samples, one row for each sample.
-        "steps": step -> packed list of its samples.
+        "index": packed list with a row for each sample, as the table of samples shows it.
+        "steps": step -> packed list of the samples of this step.
         "left_out": sentence about the samples that did not fit, or "".
     """
     steps = run.sampled_steps()

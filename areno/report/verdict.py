@@ -42,10 +42,10 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def settings_today(run: RunReader) -> Mapping[str, Any]:
-    """Return the settings of a run, with each setting that areno has since renamed under its new name.
+    """Return the settings of a run under the names that areno uses now. Recorded names may be older.
 
     Args:
-        run: The run. If its algorithm is unknown, its settings are returned with the recorded names.
+        run: The run. If its algorithm is unknown, the settings are returned under the recorded names.
     """
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
@@ -216,9 +216,9 @@ def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, l
 
 
 def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
-    """Treat runs that do not belong to one sweep as a sweep over the settings in which they differ.
+    """Return the results of runs without a common sweep, as a Sweep over the settings in which the runs differ.
 
-    The objective of this sweep is the main scalar that most of the runs have recorded.
+    The objective of the Sweep is the main scalar that most of the runs have recorded.
     """
     choices = [(name, choose) for name, (_, choose) in NAMES.items() if choose] + [_FALLBACK]
     scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))

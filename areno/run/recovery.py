@@ -150,7 +150,7 @@ class StateWriter:
         return True
 
     def poll(self, wait: bool = False) -> None:
-        """Complete the state that is being written, if all its files are written.
+        """Complete the training state that is being written, if the engine has written all files of the state.
 
         Does nothing if no state is being written.
 

@@ -173,7 +173,8 @@ class EarlierRun:
     def can_resume(self) -> bool:
         """Whether the run can be resumed.
 
-        This is the case if it has a folder of training states, or if it has left no results and can start again.
+        A run can be resumed if it has a folder of training states. A run that has left no results can be resumed too,
+        by starting again.
         """
         return self.states.has_begun or not run_folder.has_results(self.folder)
 
@@ -194,11 +195,11 @@ class EarlierRun:
             raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if the folder holds a run of another algorithm.
+        """Raise ConfigError if this run belongs to another algorithm.
 
         Args:
             recipe: Name of the algorithm that is to resume the run.
-            key: The setting or flag that named the folder, for the message.
+            key: The setting or flag by which the user named the folder of the run, for the message.
         """
         meant = recipe_of(self.folder)
         if meant not in ("", recipe):

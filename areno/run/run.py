@@ -219,8 +219,8 @@ class Run:
     def end_step(self, stats: Mapping[str, float]) -> None:
         """Log the metrics train/* and time/* of the step, and do the actions that are due after it.
 
-        These are, in this order: write a training state, save a checkpoint, evaluate. Logs a warning if training
-        diverges.
+        The actions are, in this order: write a training state, save a checkpoint, evaluate. If training diverges, a
+        warning is logged.
 
         A Ctrl-C or SIGTERM that arrived during the step raises KeyboardInterrupt here, or before a phase of the next
         step.

@@ -176,7 +176,7 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
     """Return a warning if some rewards of a step are NaN, infinite or too large for float32.
 
     Args:
-        n: The number of such rewards.
+        n: The number of rewards that are NaN, infinite or too large.
         n_samples: The number of samples in the step.
         reward: The name of the reward functions or the reward model, for the message.
 

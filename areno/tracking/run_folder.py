@@ -233,7 +233,10 @@ class NewFolder:
             raise _unwritable(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove the files and folders of a run that failed before it had results. If it has results, do nothing."""
+        """Remove the files and folders of a run that failed before it had results.
+
+        Does nothing if the run has results.
+        """
         entries = [path for path in self.path.glob("*") if path not in self.before]
         try:
             made = [*entries, *(path for entry in entries if entry.is_dir() for path in _below(entry))]
@@ -453,7 +456,7 @@ class RunFiles:
     def sync(self) -> None:
         """Flush the files of the run to disk (fsync).
 
-        These are the files that `sizes` lists, and the sample files that changed since the last call.
+        The files that `sizes` lists are flushed, and the sample files that changed since the last call.
         """
         for _, path in self._growing():
             sync(path)

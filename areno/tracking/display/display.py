@@ -210,7 +210,8 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
 def end_table(run: RunReader, title: str) -> Table:
     """Return a table with the first, the best and the last value of the most important scalars.
 
-    A scalar is left out if its values equal those of an earlier row, as for accuracy and a reward of 0 or 1.
+    A scalar that has a best value is left out if its values equal those of an earlier row, as for accuracy and a reward
+    of 0 or 1.
 
     Args:
         run: The reader of the run.
