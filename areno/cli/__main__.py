@@ -1,6 +1,7 @@
-"""The command `areno`, which runs a subcommand. A subcommand is a module here with `add_arguments` and `run`.
+"""The command `areno`, which runs one of its subcommands.
 
-Only the module of the subcommand is imported, and no subcommand imports torch before it runs, so that --help is fast.
+Each subcommand is a module of this package with the functions `add_arguments` and `run`. Only the module of the
+subcommand in use is imported, and no subcommand imports torch before it runs, so that --help is fast.
 
 Exit codes: 0 done, 1 the work failed or something is missing, 2 the command line is wrong, 130 interrupted.
 """
@@ -107,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """Yield (name, help) of each command."""
+    """Yield (name, help text) of each subcommand."""
     for commands in COMMANDS.values():
         yield from commands.items()
 
 
 def _fill(parser: argparse.ArgumentParser, name: str) -> Any:
-    """Add the arguments of a command to a parser, and return the module of the command."""
+    """Add the arguments of the subcommand `name` to its parser, and return the module of the subcommand."""
     module = import_module(f"areno.cli.{name}")
     module.add_arguments(parser)
     return module
@@ -137,9 +138,9 @@ def _top() -> argparse.ArgumentParser:
 
 
 def _complete() -> None:
-    """Print the completions of a command line for the shell, and end the process.
+    """Print completions of the command line that the user is typing, and end the process.
 
-    argcomplete reads the command line from the environment, see `areno completion`.
+    The shell calls this through argcomplete, with the command line in the environment variable COMP_LINE.
     """
     import argcomplete
 

@@ -8,16 +8,16 @@ from areno.bench import arguments as of_bench
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno bench` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno bench`, to which the arguments are added.
     """
     of_bench.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print the results.
+    """Run the benchmark that the command line describes, and print its results.
 
     Args:
         arguments: The parsed command line.

@@ -42,10 +42,10 @@ def findings(path: Path) -> Iterator[Finding]:
     """Check a model folder without reading weights.
 
     Args:
-        path: The folder, or its config.json, which is then checked alone.
+        path: The model folder. If this is the path of a config.json, only this file is checked.
 
     Yields:
-        A result for each checked part, and for each problem.
+        A Finding for each checked part, and for each problem.
     """
     from areno.models.adapters import is_adapter
 
@@ -63,7 +63,10 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
-    """Yield a finding with the text that `work` returns, or a finding for each problem that it raises."""
+    """Call `work`, and yield a Finding about `part` with the text that `work` returns.
+
+    If `work` raises an ArenoError, yield a Finding with `is_wrong` set for each problem in this error instead.
+    """
     try:
         yield Finding(part, work())
     except ArenoError as error:
@@ -72,7 +75,10 @@ def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
 
 
 def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
-    """Read config.json, append it to `config`, and return a description of the model."""
+    """Read the configuration of a model, append it to `config`, and return a description of the model.
+
+    The configuration comes from config.json in `folder`. Raises CheckpointError if the folder holds only adapters.
+    """
     from areno.models.adapters import base_of, is_adapter
     from areno.models.cost import parameters
     from areno.models.registry import has_value_head, load_config
@@ -87,7 +93,7 @@ def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
 
 
 def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
-    """Yield a Finding for each kind of layer in the model that is not plain attention."""
+    """Yield a Finding if layers have sliding-window attention, and one if layers have a recurrent state."""
     from areno.models.cost import state_bytes
 
     windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
@@ -102,7 +108,13 @@ def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
 
 
 def _weights(folder: Path, config: list[TransformerConfig]) -> str:
-    """Compare the headers of the weight files with the model, if `config` is not empty, and describe the result."""
+    """Check the weight files in a model folder from their headers, and return a description of the weights.
+
+    Args:
+        folder: The model folder.
+        config: The configuration of the model, to whose parameters the weights are compared. If the list is empty, the
+            weights are only counted.
+    """
     import torch
 
     from areno.models.folder import tensor_files
@@ -131,10 +143,10 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno check` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno check`, to which the arguments are added.
     """
     parser.description = (
         "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
@@ -158,7 +170,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class _Report:
-    """Prints the lines of the check, and collects the parts that failed."""
+    """Prints a line for each checked part of areno.
+
+    Attributes:
+        debug: Whether to print the traceback of an error.
+        failed: Names of the parts whose check failed.
+    """
 
     debug: bool
     failed: list[str] = field(default_factory=list)
@@ -167,7 +184,10 @@ class _Report:
         print(f"{mark:<5} {name:<18} {text}", flush=True)
 
     def attempt(self, name: str, work: Callable[[], str]) -> bool:
-        """Call `work`, print its text or its error, and return whether it succeeded."""
+        """Call `work`, print the outcome, and return whether `work` succeeded.
+
+        The printed line contains `name` and the text that `work` returns, or the error that it raises.
+        """
         try:
             self.line("ok", name, work())
         except Exception as error:  # a broken installation may raise anything, and the user needs to see it
@@ -187,7 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: The parsed command line.
 
     Returns:
-        The exit code, 1 if a part does not work, otherwise 0.
+        The exit code: 1 if a part of the installation or of the model does not work, otherwise 0.
     """
     from areno.tracking.run_log import RunLog
 
@@ -311,7 +331,10 @@ def _rewards() -> str:
 
 
 def _model(report: _Report, arguments: argparse.Namespace) -> None:
-    """Try to load the model, to sample, to train and to save. A failure skips the steps that depend on it."""
+    """Try to load the tiny model that areno includes, to sample from it, to train it and to save it.
+
+    Each outcome is printed. After a failure, the attempts that depend on the failed attempt are left out.
+    """
     from areno.files.paths import find_file
 
     folder = find_file(_MODEL, "model")

@@ -8,10 +8,10 @@ from areno.report.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno compare` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno compare`, to which the arguments are added.
     """
     parser.description = (
         "Prints the settings and the versions of packages in which runs differ, and the first, the best and the last "
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables of differences.
+    """Print tables of the differences between runs.
 
     Args:
         arguments: The parsed command line.

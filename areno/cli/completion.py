@@ -10,10 +10,10 @@ _SHELLS = ("bash", "zsh", "fish", "powershell")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno completion` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno completion`, to which the arguments are added.
     """
     parser.description = (
         "Prints shell code that completes commands, flags, task names and settings on TAB. "
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the shell code.
+    """Print shell code that completes the command line of `areno` on TAB.
 
     Args:
         arguments: The parsed command line.

@@ -14,10 +14,10 @@ _GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno env` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno env`, to which the arguments are added.
     """
     parser.description = (
         "Prints the versions of areno and the packages that it uses, the extras that are installed, the devices, and "
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the facts about this installation.
+    """Print versions, extras, devices and kernels of this installation.
 
     Args:
         arguments: The parsed command line.
@@ -48,7 +48,12 @@ def environment() -> dict[str, Any]:
     """Return facts about this installation, as JSON values.
 
     Returns:
-        A dictionary with the keys "versions", "extras", "cpu", "devices" and "kernels".
+        A dictionary with these keys.
+        "versions": package -> version, or None if it is not known.
+        "extras": extra of areno -> {"installed": bool, "missing": list of requirements}.
+        "cpu": the numbers "cores" and "torch_threads".
+        "devices": one dictionary for each GPU.
+        "kernels": name of the "attention" kernel, and whether "flash_attn" and "triton" are installed.
     """
     import torch
 

@@ -42,12 +42,12 @@ def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperi
 
 
 def evaluate_model(config: PolicyExperimentConfig, folder: Path, step: int = 0) -> Mapping[str, float]:
-    """Sample and score every validation set in valid_dataset.
+    """Sample and score completions for every validation set in the setting valid_dataset.
 
     Args:
         config: Settings of the evaluation.
-        folder: A new folder, which gets logs/ and eval/<step>.jsonl.
-        step: Training step of the checkpoint, which names the file. 0 if the step is not known.
+        folder: A new folder, in which the log (logs/) and the scored samples (eval/<step>.jsonl) are written.
+        step: Training step of the checkpoint, for <step> in the file name. 0 if the step is not known.
 
     Returns:
         The metrics by name, without the prefix eval/.
@@ -81,10 +81,10 @@ _TASK, _RECIPE = "prompts", "gspo"  # for models of runs without rewards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno evaluate` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno evaluate`, to which the arguments are added.
     """
     parser.description = (
         "Samples answers of a checkpoint to the rows of valid_dataset, scores them with the reward of its run, prints "
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate the model, and print the metrics.
+    """Evaluate the model that the command line names, and print its metrics.
 
     Args:
         arguments: The parsed command line.
@@ -172,8 +172,8 @@ def _found(named: str) -> tuple[Path | None, str, int]:
         named: Folder of a run (its latest checkpoint is taken), checkpoint, model folder or hub id.
 
     Returns:
-        (folder of the run or None, model folder or hub id, training step or 0). None and 0 mean that no run saved the
-        model, or that its step is not known.
+        (folder of the run, model folder or hub id, training step). The folder of the run is None if the model is not in
+        the folder of a run. The step is 0 if the name of the model folder contains no step.
 
     Raises:
         ArenoError: The run has no checkpoint, or the folder holds no model.
@@ -227,7 +227,8 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
     """Compose the settings of the evaluation.
 
     Args:
-        of_run: Folder of the run whose settings are used. None, or a run without rewards, uses the default task.
+        of_run: Folder of the run whose settings are used. If None, or if the run has no rewards, the default task is
+            used.
         model: Model folder or hub id.
         arguments: The parsed command line.
         settings: Settings from the command line, as key=value.

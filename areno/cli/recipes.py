@@ -6,10 +6,10 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno recipes` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno recipes`, to which the arguments are added.
     """
     parser.description = (
         "Lists the algorithms, the tasks and the tested runs with the algorithms that each is for, and the named "
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the lists.
+    """Print the lists of algorithms, tasks and tested runs.
 
     Args:
         arguments: The parsed command line.

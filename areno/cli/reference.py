@@ -1,4 +1,6 @@
-"""Write the generated parts of the documentation: `make reference`, or `python -m areno.cli.reference docs`.
+"""Write the generated parts of the documentation.
+
+Run this module by `make reference` or `python -m areno.cli.reference docs`.
 
 docs/reference/config.md is generated completely from the dataclasses of the recipes. In docs/reference/cli.md, the
 tables of flags between two comments are generated, and the other text is written by hand.

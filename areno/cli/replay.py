@@ -17,10 +17,10 @@ _SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno replay` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno replay`, to which the arguments are added.
     """
     parser.description = (
         "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Recompute the log-probabilities of the sample, and print a table of its tokens.
+    """Recompute the log-probabilities of a recorded sample, and print a table of its tokens.
 
     Args:
         arguments: The parsed command line.

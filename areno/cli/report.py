@@ -6,10 +6,10 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno report` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno report`, to which the arguments are added.
     """
     parser.description = (
         "Writes one HTML page that needs no network and no other file: the verdict, curves, samples with their tokens, "
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and print its path.
+    """Write an HTML page about runs, and print the path of the page.
 
     Args:
         arguments: The parsed command line.

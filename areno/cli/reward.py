@@ -35,10 +35,10 @@ reads beside them, such as solutions. Exit code 1 says that some samples could n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno reward` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno reward`, to which the arguments are added.
     """
     parser.description, parser.formatter_class = _ABOUT, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -79,16 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score the samples and print the rewards.
+    """Score recorded samples with reward functions, and print the rewards.
 
     Args:
         arguments: The parsed command line.
 
     Returns:
-        The exit code, 1 if a sample has no reward.
+        The exit code: 1 if a sample has no reward, otherwise 0.
 
     Raises:
-        ArenoError: The functions or the samples cannot be read.
+        ArenoError: The reward functions or the samples cannot be read.
     """
     with keys_renamed(_FLAGS.get):
         return _run(arguments)
@@ -122,7 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> Any:
-    """Return the reward settings of the command line."""
+    """Return the configuration section `reward`, built from the arguments of the command line."""
     from areno.config.rollout import OnlyReward
     from areno.launch.hints import hint
     from areno.schema.build import build
@@ -249,7 +249,10 @@ def _messages(said: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _print_errors(outcomes: Sequence[Any]) -> int:
-    """Print to stderr why samples have no reward, with the tracebacks of the first failed samples.
+    """Print to stderr why samples have no reward, with the error messages of the first failed samples.
+
+    Args:
+        outcomes: The RewardOutcome of each sample.
 
     Returns:
         The exit code: 1 if a sample has no reward, otherwise 0.

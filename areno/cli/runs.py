@@ -8,10 +8,10 @@ from areno.report.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno runs` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno runs`, to which the arguments are added.
     """
     parser.description = (
         "Lists the runs below a folder, those of sweeps among them: when they began, whether they are completed, how "
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table of runs.
+    """Print a table of the runs below a folder.
 
     Args:
         arguments: The parsed command line.

@@ -46,7 +46,11 @@ _POLL_S = 1.0  # seconds between two checks that the workers are alive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of `areno serve` to its parser.
+
+    Args:
+        parser: Parser of `areno serve`, to which the arguments are added.
+    """
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = (
         "Serves a Hugging Face folder, such as a checkpoint of a run, at http://HOST:PORT/v1: chat/completions, "
@@ -141,7 +145,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(kind: type, least: float, most: float = float("inf")) -> Any:
-    """Return an argparse type that reads a number and checks that it is in [least, most]."""
+    """Return an argparse type that reads a number of type `kind` and checks that it is in [least, most]."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -271,14 +275,14 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
 
 @contextmanager
 def _signals() -> Iterator[_Shutdown]:
-    """Stop the server on SIGINT or SIGTERM within a `with` block.
+    """Let SIGINT and SIGTERM stop the server within a `with` block.
 
-    The first signal sets `asked`, so that requests in progress can finish. A second signal, or a signal before the
-    server accepts requests, raises KeyboardInterrupt at once. If the process still runs after the time limit of the
-    shutdown, for example because a thread hangs, the process is killed.
+    The first signal sets the event `asked` of the yielded state, and requests in progress can finish. A second signal,
+    or a signal before the server accepts requests, raises KeyboardInterrupt at once. If the process still runs after
+    the time limit of the shutdown, for example because a thread hangs, the process is killed.
 
     Yields:
-        The state of the shutdown, whose `limit_s` the caller sets when the server accepts requests.
+        The state of the shutdown. The caller sets its `limit_s` when the server accepts requests.
     """
     shutdown, timers = _Shutdown(), list[threading.Timer]()
 

@@ -28,10 +28,10 @@ tasks that --config-name can name. The run first prints the command of the recip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser.
+    """Add the arguments of `areno train` to its parser.
 
     Args:
-        parser: Parser of the subcommand, to which the flags are added.
+        parser: Parser of `areno train`, to which the arguments are added.
     """
     parser.description = _ABOUT
     parser.usage = "%(prog)s --ckpt MODEL --dataset-path DATA [flags] [key=value ...]"
@@ -130,11 +130,12 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return key of the setting -> name of its flag, for error messages.
+    """Return key of the setting -> name of its flag, so that error messages can name the flag.
 
     Args:
         algorithm: The algorithm.
-        settings: Settings that the user gave as key=value. These are left out, since the user knows them by key.
+        settings: Settings that the user gave as key=value. They are left out of the result, so that error messages name
+            them by key.
     """
     names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
     for setting in settings:

@@ -76,8 +76,9 @@ class Flag:
 
     Attributes:
         name: The flag with its dashes.
-        value: The value that a switch sets. None for a flag that takes a value from the user.
-        negative: Whether there is also a --no- form.
+        value: The value that the flag sets, for a switch (a flag without an argument). None for a flag that takes an
+            argument from the user.
+        negative: Whether there is also a --no- form of the flag.
         keys: Name of the recipe -> rows (key, type, default, help) of the settings that the flag sets in this
             recipe.
     """
@@ -89,7 +90,7 @@ class Flag:
 
     @property
     def row(self) -> Row:
-        """The row of the first setting that the flag sets."""
+        """The row (key, type, default, help) of the first setting that the flag sets."""
         return next(iter(self.keys.values()))[0]
 
     @property
@@ -167,7 +168,8 @@ def overrides(
     Args:
         algorithm: Name of the algorithm.
         given: Name of each given flag -> its value as text, or a bool for a switch.
-        own_task: Whether the user named a task file or a run to resume. The settings in that file are not known here.
+        own_task: Whether the user named a task file or a run to resume. If True, a setting without a flag may have
+            another value than its default, because this function does not read that file or run.
         cls: The configuration class of the algorithm.
 
     Returns:
@@ -223,15 +225,16 @@ def with_settings(
 
 
 def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
-    """Yield key=value for each setting of a flag that passes its value on.
+    """Yield key=value for each setting that a flag sets to the value of the flag.
 
-    A switch passes on the value that it stands for, or false. With `own_task`, --mini-bs also sets max_tokens_per_mb to
-    null, because a value in the task would take precedence.
+    With `own_task`, --mini-bs also sets max_tokens_per_mb to null, because a value of max_tokens_per_mb in the task
+    file would take precedence over mini_bs.
 
     Args:
         flag: The flag.
         settings: Rows of the settings that the flag sets.
-        value: Value of the flag as text, or a bool for a switch.
+        value: Value of the flag as text. For a switch, True sets the settings to `flag.value`, and False sets them to
+            false.
         own_task: Whether the user named a task file or a run to resume.
     """
     if flag.name == "--kl-loss-type":
@@ -253,7 +256,18 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
 
 
 def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
-    """Return (settings, problems) for --min-lr, which becomes min_lr_ratio, a fraction of --lr."""
+    """Translate --min-lr to the setting actor.optimizer.min_lr_ratio, which is a fraction of --lr.
+
+    Args:
+        value: Value of --min-lr as text.
+        lr: Value of --lr as text, or None if the flag is not given.
+        own_task: Whether the user named a task file or a run to resume, whose learning rate is not known here. Then
+            --min-lr needs --lr.
+
+    Returns:
+        (settings, problems): the setting as key=value, and a problem if --min-lr cannot be used. Both are empty if --lr
+        is wrong, because the check of the settings reports that.
+    """
     if lr is None and own_task:
         return [], [Problem("--min-lr", "is a share of --lr; give that too")]
     least, peak = _number(value), OptimizerConfig().lr if lr is None else _number(lr)
@@ -267,7 +281,7 @@ def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str]
 
 
 def _number(text: str) -> float | None:
-    """Return a text as a finite number, or None if it is not one."""
+    """Return a text as a finite number, or None if the text is not a finite number."""
     with suppress(ValueError):
         return value if math.isfinite(value := float(text)) else None
     return None

@@ -200,7 +200,7 @@ def remove_empty(folders: list[Path]) -> None:
 
 @contextmanager
 def as_checkpoint_error(folder: Path, action: str, key: str) -> Iterator[None]:
-    """Convert a disk error in the `with` block to a CheckpointError that names the folder and its setting.
+    """Convert a disk error (OSError or SafetensorError) in the `with` block to a CheckpointError.
 
     The message is "<key>: <folder> cannot <action>: <reason>; ...".
 

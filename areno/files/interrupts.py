@@ -28,13 +28,13 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Let Ctrl-C raise a KeyboardInterrupt again, which the command handles after its imports."""
+    """Let Ctrl-C raise a KeyboardInterrupt again, as before `begin`. Commands call this after their imports."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(number: int, frame: object) -> None:
-    """End the process after Ctrl-C."""
+    """Handle Ctrl-C: print `interrupted` and end the process at once, with exit code 130."""
     # An exception could be swallowed or replaced by the import of a library.
     os.write(2, b"interrupted\n")
     os._exit(130)
@@ -131,8 +131,8 @@ class Stop:
     in a script without these handlers SIGTERM still ends the process. Outside the main thread nothing is delayed.
 
     Args:
-        report: Called with the message for the user when a signal is delayed. None writes the message to stderr. The
-            function must not take a lock.
+        report: Called by the signal handler when a signal is delayed, with a message for the user (bytes in UTF-8).
+            None writes the message to stderr. The function must not take a lock.
     """
 
     def __init__(self, report: Callable[[bytes], object] | None = None) -> None:
@@ -174,7 +174,10 @@ class Stop:
             self._is_interruptible = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: delay the first one and interrupt at the second."""
+        """Handle a signal: delay the first signal, and interrupt at the second signal.
+
+        Inside `interruptible`, the first signal interrupts, too.
+        """
         if self._received is not None or self._is_interruptible:
             self._received = number
             self._cancel()

@@ -48,13 +48,16 @@ def absolute(folder: str | Path | None) -> Path | None:
 
 @contextmanager
 def model_setting(key: str) -> Iterator[None]:
-    """Let a CheckpointError in the `with` block name the setting of the model that the block reads.
+    """Make a CheckpointError in the `with` block name the setting `key`.
 
-    The code for models raises errors about the setting actor.path. This function replaces that name by `key`, and adds
-    `key` to errors that name no setting.
+    The code that reads models raises errors about the setting actor.path. Use this function where the model comes from
+    another setting. It replaces actor.path by `key`, and adds `key` to problems that name no setting.
 
     Args:
         key: Name of the setting that holds the model folder or hub id.
+
+    Raises:
+        CheckpointError: The block raised it.
     """
     try:
         yield

@@ -113,7 +113,14 @@ class _Part:
 
 
 def _check(text: str, loader: Any) -> None:
-    """Raise YamlFault if the values, with aliases expanded, are too many, too deeply nested or endless."""
+    """Raise YamlFault if a YAML text has too many values, too deep nesting, or a wrong alias.
+
+    An alias is wrong if it has no anchor before it, or if it stands inside the value that it repeats.
+
+    Args:
+        text: The text. An alias counts as a full copy of the value that it repeats.
+        loader: The loader class of PyYAML.
+    """
     named: dict[str, _Part] = {}
     outer = [_Part(None)]  # the file, and the collections that are open
     total = 0
@@ -142,7 +149,16 @@ def _check(text: str, loader: Any) -> None:
 
 
 def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) -> _Part:
-    """Return the part that an alias repeats. Raises YamlFault if the part is not complete before the alias."""
+    """Return the part of the YAML file that an alias repeats.
+
+    Args:
+        event: The AliasEvent of PyYAML.
+        named: Anchor -> part, for the complete parts before the alias.
+        outer: Parts that contain the alias, outermost first.
+
+    Raises:
+        YamlFault: The alias repeats a part that contains it, or has no anchor before it.
+    """
     if event.anchor in named:
         return named[event.anchor]
     within = any(part.anchor == event.anchor for part in outer)
@@ -151,7 +167,10 @@ def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) 
 
 
 def _check_size(event: Any, total: int, levels: int) -> None:
-    """Raise YamlFault for too many values or too deep nesting."""
+    """Raise YamlFault if `total` values or `levels` levels of nesting are too many.
+
+    The message has the line number of `event`, an event of PyYAML.
+    """
     line = event.start_mark.line + 1
     if total > MAX_VALUES:
         raise YamlFault(f"line {line}: it has more than {MAX_VALUES:,} values (each alias counts as a full copy)")

@@ -59,7 +59,9 @@ def run_recipe(module: str) -> NoReturn:
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:
-    """Run an algorithm that the script of this process defines, with its command-line arguments, and end the process.
+    """Run an algorithm with the command-line arguments of this process, and end the process.
+
+    Call this at the end of a script that defines an algorithm.
 
     Args:
         algorithm: The algorithm.
@@ -88,10 +90,10 @@ def run(
         names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
 
     Returns:
-        The exit code.
+        The exit code. It is 1 if a run of a sweep failed.
 
     Raises:
-        SystemExit: A run failed, and its error was printed.
+        SystemExit: A single run failed, or the options are wrong. The error was printed.
     """
     args = _parser(command).parse_intermixed_args(arguments)
     try:
@@ -185,7 +187,17 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> None:
-    """Print the configuration as YAML, with ??? for missing required values. Raises ConfigError for other problems."""
+    """Print the configuration as YAML, with ??? for missing required values.
+
+    Args:
+        algorithm: The algorithm, whose configuration class checks the values.
+        session: Composes the configuration.
+        package: Dotted key of the part to print. None prints the whole configuration.
+        resolve: Whether to resolve interpolations.
+
+    Raises:
+        ConfigError: There is no such part, or the configuration has problems other than missing values.
+    """
     from areno.launch.compose import to_yaml
 
     composition = session.compose()
@@ -273,7 +285,19 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
 def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
-    """Run the jobs of a sweep, several at a time, in separate processes. `config`: settings of the first job."""
+    """Run the jobs of a sweep in separate processes, `session.n_jobs` at a time.
+
+    Args:
+        algorithm: The algorithm to run.
+        command: The command that starts the algorithm.
+        session: Starts the jobs.
+        folder: The folder of the sweep.
+        sweep: Receives the result of each job.
+        config: Settings of the first job, from which the devices of each process are chosen.
+
+    Raises:
+        ConfigError: The settings use a Ray cluster, or there are too few GPUs.
+    """
     from areno.launch.compose import N_JOBS
 
     if config.scheduler.type == "ray":
@@ -320,14 +344,14 @@ def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) ->
 def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
     """Run one job and return its objective.
 
-    A failure is printed and raised as SystemExit, which Hydra does not print again.
+    If the job fails, its error is printed, and SystemExit is raised, which Hydra does not print again.
 
     Args:
         algorithm: The algorithm to run.
         command: The command that starts the algorithm.
-        job: The run.
-        folder: The folder of the run or of its sweep.
-        explicit: Whether the user named the folder with --resume.
+        job: The job: the settings, the overrides and the folder of one run.
+        folder: The folder of the run. For a job of a sweep, the folder of the sweep.
+        explicit: Whether the user named the run with --resume.
     """
     from areno.run import resume
     from areno.tracking.run_log import RunLog
@@ -369,7 +393,11 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:
-    """Append the number of a run in a sweep to the paths and the hub repository that its settings name."""
+    """Give a run of a sweep its own output paths and hub repository.
+
+    The number of the run is appended to saver.path, stats_logger.tensorboard.path and saver.push_to_hub, unless they
+    are null.
+    """
     for section in (config.saver, config.stats_logger.tensorboard):
         if section.path is not None:
             section.path = str(Path(section.path) / str(number))

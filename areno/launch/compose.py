@@ -69,12 +69,12 @@ _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError
 
 @dataclass
 class Composition:
-    """The configuration composed from files and command line, before the check.
+    """The configuration composed from files and command line, before its values are checked.
 
     Attributes:
         data: Plain values with interpolations resolved. Keys without a value are left out.
         raw: The same values, with interpolations and ??? not resolved.
-        problems: Problems found in files and in the command line. `build` adds the problems of values.
+        problems: Problems found in files and in the command line. `build` finds further problems in the values.
         variant: (name, file) of the choice `variant=name`, a YAML file with the settings of a published method. None if
             no variant is chosen.
         output_dir: Folder of the run or the sweep. None if the settings that name the folder are wrong.
@@ -122,7 +122,17 @@ class Job:
 
 @dataclass
 class _CommandLine:
-    """The user's overrides, rewritten for Hydra. `sample` is the first combination of a sweep."""
+    """The user's overrides, sorted and rewritten for Hydra.
+
+    Attributes:
+        lines: The overrides for Hydra. In a sweep, an override may list several values.
+        sample: The same overrides with the values of the first combination of the sweep.
+        values: Keys of the settings that the user sets, without config groups.
+        deletions: Keys that the user deletes.
+        given: Key -> name by which the user gave the setting.
+        chosen: Config groups for which the user made a choice.
+        problems: Problems of wrong or unreadable overrides.
+    """
 
     lines: list[str] = field(default_factory=list)
     sample: list[str] = field(default_factory=list)
@@ -133,7 +143,7 @@ class _CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: str, sample: str | None = None) -> None:
-        """Add an override to `lines` and to `sample`.
+        """Append an override to `self.lines` and to `self.sample`.
 
         Args:
             line: The override. In a sweep, it may list several values.
@@ -165,7 +175,9 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
 
 @contextmanager
 def mention_version(folder: Path) -> Iterator[None]:
-    """Extend a ConfigError in the `with` block by the version of areno that wrote the run, if it is another version.
+    """Add the version of areno that wrote a run to a ConfigError in the `with` block.
+
+    The error is unchanged if the version is the same as the version in use.
 
     Args:
         folder: Folder of the run.
@@ -188,7 +200,7 @@ def to_yaml(data: dict[Any, Any]) -> str:
     """Convert values to YAML text that Hydra reads as the same values.
 
     Args:
-        data: Plain values, or with interpolations as text.
+        data: Nested dictionaries of plain values. An interpolation is a text such as "${seed}".
 
     Returns:
         The text.
@@ -299,11 +311,15 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             raise ConfigError([*self._command_line.problems, Problem("", explain(error))]) from error
 
     def run(self, job: Callable[[Job], Any]) -> None:
-        """Call `job` once, or in a sweep once for each combination, one after another in this process.
+        """Call `job` once for a single run, or once for each combination of a sweep.
+
+        The calls are made in this process, one after another. If `job` raises JobFailed in a sweep, the next
+        combinations are still called, and JobFailed is raised at the end.
 
         Args:
-            job: Function that does a run. It returns the objective or, if the run is in another process, a Future of
-                the objective. It may raise ArenoError, SystemExit and exceptions of its own classes.
+            job: Function that does a run and returns its objective, or starts the run in another process and returns a
+                Future of the objective. It must raise errors of the run as ArenoError, SystemExit or JobFailed, because
+                an OSError or ValueError from `job` would be reported as an error of Hydra.
 
         Raises:
             ConfigError: Hydra fails.
@@ -323,7 +339,14 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             raise ConfigError(explain(error)) from error
 
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
-        """Set `n_jobs`, the number of runs at the same time, from Hydra's launcher. Yield a problem if it is wrong."""
+        """Copy the setting hydra.launcher.n_jobs to `self.n_jobs`, the number of runs at the same time.
+
+        Args:
+            config: The composed configuration, with the section `hydra`.
+
+        Yields:
+            A problem if the setting is not a positive integer, or is given for a single run.
+        """
         launcher = config.hydra.launcher
         if not isinstance(launcher, DictConfig):
             yield Problem("hydra.launcher", f"is {launcher!r}; a section is expected")
@@ -340,7 +363,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     @property
     def sweep(self) -> list[str]:
-        """The overrides of a sweep, in the form in which Hydra writes them to multirun.yaml."""
+        """The overrides that start a sweep, in the form in which Hydra writes them to multirun.yaml.
+
+        Overrides of Hydra's own settings are left out.
+        """
         return [line for line in self._command_line.lines if not line.startswith("hydra")]
 
     def show_info(self, topic: str) -> None:
@@ -411,7 +437,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     @cached_property
     def _command_line(self) -> _CommandLine:
-        """The overrides, sorted into groups, values and deletions. Wrong or unreadable overrides become problems."""
+        """The user's overrides, sorted and rewritten. Its `problems` list wrong or unreadable overrides."""
         self._check_config_name()
         line = _CommandLine()
         groups = yaml_files.groups(self.config_dir)
@@ -436,7 +462,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return line
 
     def _look_up_defaults(self) -> None:
-        """Find the groups in the defaults lists of the files. Raises ConfigError if a defaults list is wrong."""
+        """Look up the config groups in the defaults lists of the YAML files, for `_is_listed`.
+
+        Raises ConfigError if a defaults list is wrong.
+        """
         self._check_config_name()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
@@ -501,7 +530,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
         Args:
             config: The composed configuration.
-            problems: Problems found before. The Composition gets these and the problems found during the conversion.
+            problems: Problems found before. The Composition gets these problems and the problems found by the
+                conversion.
         """
         found = list(problems)
         raw = OmegaConf.to_container(config)
@@ -528,8 +558,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         """Yield a problem for each override that has no effect because a section is null.
 
         Args:
-            group: Key of the section that is null. Overrides in this section have no effect, nor do overrides in
-                sections that are used only together with it.
+            group: Key of the section that is null. Overrides in this section have no effect. Overrides in sections that
+                are used only together with this section have no effect either.
         """
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
@@ -540,7 +570,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
 @contextmanager
 def _logging_kept() -> Iterator[None]:
-    """Restore the root logger, which Hydra changes when it prints."""
+    """Restore the root logger at the end of a `with` block, because Hydra changes the logger when it prints."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

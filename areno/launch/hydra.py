@@ -119,12 +119,12 @@ class SearchPath(SearchPathPlugin):
 
 @contextmanager
 def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]:
-    """Check each YAML file before Hydra reads it, and rename settings that have an earlier name.
+    """Check each YAML file before Hydra reads it, and give renamed settings in it their current names.
 
     Hydra has no hook for this, so the class that reads files is replaced in Hydra's registry during the `with` block.
 
     Args:
-        cls: The dataclass of the configuration, which declares earlier names.
+        cls: The dataclass of the configuration, which declares the earlier names of renamed settings.
         problems: List to which a problem is added for each setting that a file sets under both names.
 
     Raises:
@@ -159,16 +159,16 @@ def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]
 
 
 def renamed_keys(cls: type[Section], config: DictConfig, section: str, problems: list[Problem]) -> DictConfig:
-    """Rename the settings of a file that have an earlier name to their current name.
+    """Give each setting that a file sets under an earlier name its current name.
 
     Args:
-        cls: The dataclass of the configuration, which declares earlier names.
+        cls: The dataclass of the configuration, which declares the earlier names of renamed settings.
         config: The content of the file.
         section: Dotted key of the section that the file fills. "" for the whole configuration.
-        problems: List to which a problem is added for each setting that has both names.
+        problems: List to which a problem is added for each setting that the file sets under both names.
 
     Returns:
-        The content with current names. The same object if nothing was renamed.
+        The content with current names. If no setting was renamed, this is the object `config` itself.
     """
     values = OmegaConf.to_container(config)
     assert isinstance(values, dict)
@@ -180,17 +180,17 @@ _MAX_VALUES = 30_000
 
 
 def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
-    """Yield (key, plain value) of a node, with interpolations resolved.
+    """Yield (key, value) for each key of a configuration or section, with interpolations resolved.
 
     Missing values, interpolations that fail, and Hydra's own section are left out.
 
     Args:
         node: A composed configuration, or a section of it.
-        prefix: Dotted key of the node with a dot at its end. "" for the whole configuration.
+        prefix: Dotted key of the section with a dot at its end. "" for the whole configuration.
         problems: List to which a problem is added for each interpolation that fails.
 
     Yields:
-        (key, value), where sections are dictionaries.
+        (key, value), where the value of a section is a dictionary.
     """
     for key in node:
         full = f"{prefix}{key}"
@@ -241,11 +241,11 @@ def check_references(raw: Mapping[Any, Any]) -> None:
 
 
 def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
-    """Return the path that a reference ${key} points to, as a tuple of names.
+    """Return the path of the value that a reference ${key} points to, as a tuple of names.
 
     Args:
         path: Path of the value that contains the reference.
-        key: Key in the reference. A key that begins with dots is relative to the section around `path`.
+        key: Key in the reference. A key that begins with dots is relative to the section that contains `path`.
     """
     names = key.lstrip(".")
     n_dots = len(key) - len(names)

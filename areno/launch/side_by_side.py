@@ -228,7 +228,15 @@ class SideBySide:
         return running.future
 
     def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
-        """Read the output of a run until the run ends, and set the result or the error of its Future."""
+        """Pass on the output of a run until the run ends. Then set its Future, and free its devices and threads.
+
+        Args:
+            running: The process of the run, its Future, and its part of the devices and threads.
+            number: Number of the run in its sweep, from 0.
+            output: Pipe with stdout and stderr of the run.
+            result: Pipe with (objective or None, reason of a failure) from the run.
+            ended: Called with the objective and the reason when the run has ended.
+        """
         try:
             found: float | Exception = self._followed(running.process, number, output, result, ended)
         except Exception as error:
@@ -244,7 +252,18 @@ class SideBySide:
         running.done.set()
 
     def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
-        """Report the lines of a run until it ends, and return its objective. Raises JobFailed if the run failed."""
+        """Pass each line that a run writes to `self._told` until the run ends, and return the objective of the run.
+
+        Args:
+            process: The process of the run.
+            number: Number of the run in its sweep, from 0.
+            output: Pipe with stdout and stderr of the run.
+            result: Pipe with (objective or None, reason of a failure) from the run.
+            ended: Called with the objective and the reason when the run has ended.
+
+        Raises:
+            JobFailed: The run failed.
+        """
         error: Exception | None = None
         for line in _lines(output, process.sentinel):
             try:
@@ -296,7 +315,13 @@ class SideBySide:
 
 
 def _run(output: Any, result: Any, work: Work) -> None:
-    """Do a run in its process, and send the result to the driver."""
+    """Do a run in the process that was started for the run.
+
+    Args:
+        output: Pipe that receives stdout and stderr of this process.
+        result: Pipe that receives the value that `work` returns.
+        work: Function that does the run, and returns (objective or None, reason of a failure).
+    """
     os.setsid()  # Ctrl-C goes to the driver alone, which passes it on
     for number in (1, 2):
         os.dup2(output.fileno(), number)
@@ -322,7 +347,12 @@ def _end_with(parent: Any) -> None:
 
 
 def _lines(output: Any, sentinel: Any) -> Iterator[str]:
-    """Yield the lines that a run writes until it ends."""
+    """Yield the lines that a run writes until its process ends.
+
+    Args:
+        output: Pipe with stdout and stderr of the run.
+        sentinel: Sentinel of the process, as in `multiprocessing.Process.sentinel`.
+    """
     rest = b""
     # What the run has started may hold its output open when it has ended.
     while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MAX_LINE_BYTES)):

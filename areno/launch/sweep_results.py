@@ -140,7 +140,15 @@ class Sweep:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of sweep.json: objective, mode, best run, runs and averages, both sorted, best first."""
+        """Return the content of sweep.json.
+
+        Returns:
+            A dictionary with these keys.
+            "objective" and "mode": the attributes of the sweep.
+            "best": number of the best run. None if no run has an objective.
+            "runs": best first, for each run, its number as "run", "objective", "status" and "overrides".
+            "averages": best first, the attributes of each Average.
+        """
         return {
             "objective": self.objective,
             "mode": self.mode,
@@ -210,7 +218,7 @@ class Sweep:
         return text.getvalue()
 
     def _link_events(self) -> None:
-        """Link `tensorboard/<number overrides>` to the event files of each run.
+        """In the folder of the sweep, link `tensorboard/<number overrides>` to the event files of each run.
 
         TensorBoard shows the name of the link as the name of the run.
         """

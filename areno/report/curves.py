@@ -131,9 +131,9 @@ _TIMES, _WHOLE_TIME = "time/", "time/step"
 def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
     """Group recorded scalars into charts, and charts under headings.
 
-    Each scalar without a predefined chart gets its own chart under the heading "More". For one run, the phases of a
-    step are stacked in one chart. For several runs, the chart has only the time of the whole step, because stacks
-    cannot be drawn over each other.
+    Each scalar without a predefined chart gets its own chart under the heading "More". For one run, one chart stacks
+    the durations of the phases of a step. For several runs, this chart shows only the duration of the whole step,
+    because stacks cannot be drawn over each other.
 
     Args:
         names: Names of the scalars that the runs have recorded.
@@ -161,13 +161,14 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
 def downsampled(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
     """Reduce a curve to about `most` points.
 
-    The curve is cut into intervals of steps, and the minimum and maximum of each interval are kept, so no peak is lost.
+    The points are divided into intervals of equally many consecutive points. The minimum and the maximum of each
+    interval are kept, so no peak is lost. A curve that has at most `most` points is returned unchanged.
 
     Args:
         steps: Steps of the curve, ascending.
         values: Value at each step. NaN stands for a value that was not finite. It is kept only if its interval has no
             finite value.
-        most: Approximate number of points to keep. A curve with no more points is returned unchanged.
+        most: Approximate number of points to keep.
 
     Returns:
         The steps and the values of the kept points.

@@ -90,7 +90,10 @@ def _title(runs: Sequence[RunReader]) -> str:
 
 
 def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """Choose the charts of the report. Most scalars that are constant over all steps of all runs get no chart.
+    """Choose the charts of a report, and collect the constant scalars.
+
+    A scalar that has the same value in all steps of all runs is constant. It gets no chart, unless it belongs to a
+    predefined chart.
 
     Args:
         metrics: The recorded scalars of each run, by name.
@@ -135,7 +138,7 @@ def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
 
 
 def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
-    """Return the samples of a run as gzipped JSON in base64.
+    """Return the samples of a run in a packed form, which is gzipped JSON in base64.
 
     If the samples do not fit, the per-token values are left out first. Then whole steps are left out at equal
     distances, except for the first and the last step.
@@ -146,8 +149,8 @@ def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
 
     Returns:
         A dictionary with these keys.
-        "index": packed list of the rows in the table of samples, one row for each sample.
-        "steps": step -> packed list of its samples.
+        "index": packed list with a row for each sample, as the table of samples shows it.
+        "steps": step -> packed list of the samples of this step.
         "left_out": sentence about the samples that did not fit, or "".
     """
     steps = run.sampled_steps()
@@ -200,8 +203,9 @@ def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> 
 def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
     """Return the values that the table of samples shows for one sample.
 
-    These are step, number in the step, group, the fields in _INDEX, the beginning of the task, and the beginning of the
-    completion. Without a task, the end of the prompt is shown, because few-shot examples come before the question.
+    The values are the step, the number of the sample in the step, the group, the fields of the sample that the constant
+    _INDEX names, the beginning of the task, and the beginning of the completion. For a sample without a task, the end
+    of the prompt takes the place of the task, because few-shot examples come before the question.
     """
     task = task_of(sample)
     return [

@@ -278,9 +278,17 @@ def _compute_advantage(
     algorithm: Algorithm,
     missing: list[str],
 ) -> None:
-    """Compute the advantage of the sample from the recorded rewards of its step, if the settings allow it.
+    """Compute the advantage of a sample from the recorded rewards of its step, if the settings allow it.
 
     Set `row.advantages`, or add to `missing` why the advantage is unknown.
+
+    Args:
+        row: The recorded row of the sample.
+        samples: All recorded samples of the step.
+        number: Index of the sample in `samples`.
+        config: Settings of the run.
+        algorithm: The algorithm of the run.
+        missing: Descriptions of unknown values, for the user. This function appends to the list.
     """
     own = algorithm.advantage_fn is not None  # which may read any field of the rows
     if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:

@@ -42,17 +42,17 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def settings_today(run: RunReader) -> Mapping[str, Any]:
-    """Return the settings of a run, with each setting that areno has since renamed under its new name.
+    """Return the settings of a run under the names that areno uses now. Recorded names may be older.
 
     Args:
-        run: The run. If its algorithm is unknown, its settings are returned with the recorded names.
+        run: The run. If its algorithm is unknown, the settings are returned under the recorded names.
     """
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Shorten each path to its last components, with just as many components as make all names different.
+    """Shorten each path to its last components, as few as suffice to make all names different.
 
     Args:
         paths: Folders of runs.
@@ -129,10 +129,11 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
 
 def best_of(metrics: Mapping[str, Series]) -> Headline | None:
-    """Return the first, best and last value of the scalar that runs are compared by.
+    """Return the first, best and last value of the scalar that a run is compared by.
 
-    This is the first recorded scalar among the evaluation results and the reward. A run of SFT or DPO without
-    evaluation uses the accuracy or the loss of training instead.
+    The scalar is the first of these that the run has recorded: accuracy, reward or loss of the evaluation, or the
+    reward of the rollouts. A run that has recorded none of these scalars, such as SFT or DPO without evaluation, is
+    compared by its training accuracy or training loss.
 
     Args:
         metrics: The scalars of the run, by name.
@@ -145,7 +146,10 @@ def best_of(metrics: Mapping[str, Series]) -> Headline | None:
 
 
 def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
-    """Return the verdict of a single run: its state, and how its main scalar has changed."""
+    """Return the result of `verdict` for a single run.
+
+    The dictionary describes the status of the run, and how its main scalar has changed.
+    """
     steps, taken = last_step(metrics), seconds(run)
     state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
     state = ", ".join(filter(None, (run.status(), state)))
@@ -167,7 +171,8 @@ def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[st
 def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
     """Return the results of the sweep that all runs belong to, and sentences about the runs that have no result.
 
-    The first value is None if the runs do not belong to one sweep, or if its sweep.json is missing or damaged.
+    The first value is None if the runs do not belong to one sweep, or if the sweep.json of their sweep is missing or
+    damaged.
     """
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
@@ -211,9 +216,9 @@ def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, l
 
 
 def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
-    """Treat runs that do not belong to one sweep as a sweep over the settings in which they differ.
+    """Return the results of runs without a common sweep, as a Sweep over the settings in which the runs differ.
 
-    The objective of this sweep is the main scalar that most of the runs have recorded.
+    The objective of the Sweep is the main scalar that most of the runs have recorded.
     """
     choices = [(name, choose) for name, (_, choose) in NAMES.items() if choose] + [_FALLBACK]
     scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))
@@ -229,21 +234,21 @@ def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]])
 
 
 def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
-    """Return the last finite value of an evaluation scalar, or the mean of the last 5 values of a training scalar.
+    """Return the last finite value of an evaluation scalar, or the mean of the last 5 finite values of another scalar.
 
-    The result is None without a finite value.
+    Returns None if there is no finite value.
     """
     finite = [value for value in metrics.get(scalar, Series([], [])).values if math.isfinite(value)]
     return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
 
 
 def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
-    """Return the dictionary of `verdict` for several runs.
+    """Return the result of `verdict` for several runs.
 
     Args:
         sweep: The results of the runs.
         names: Name of each run.
-        notes: Sentences that the dictionary contains in addition to its own.
+        notes: Sentences to add to "notes".
         kind: The first words of "about", such as "a sweep of".
     """
     better = "more" if sweep.mode == "max" else "less"
@@ -274,9 +279,9 @@ def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -
 
 
 def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the ranking of the settings of a sweep by their mean over seeds, best first.
+    """Return "places" in the result of `verdict`: the settings, ranked by their mean over seeds, best first.
 
-    If no setting has several seeds, return the ranking of the single runs.
+    If no setting has several seeds, rank the single runs.
     """
     values = {one.number: one.objective for one in sweep.outcomes}
     found = [(one.overrides, one.mean, one.std, one.runs) for one in sweep.averages()]
@@ -304,9 +309,14 @@ def _title(overrides: Mapping[str, str]) -> str:
 
 
 def _lead(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Return the sentence that compares the best setting with the second.
+    """Return a sentence that compares the best setting with the second best.
 
-    If the settings have several seeds, it also compares their difference with the standard deviation over seeds.
+    If a setting has several seeds, the sentence also compares the difference of the two results with the standard
+    deviation over seeds.
+
+    Args:
+        first: The best setting, an entry of "places" in the result of `verdict`.
+        second: The second best setting, likewise.
     """
     lead = abs(first["value"] - second["value"])
     if lead == 0:

@@ -119,8 +119,8 @@ class Ranking:
     def kept(self, steps: Iterable[int]) -> set[int]:
         """Return the steps whose checkpoints must not be removed.
 
-        These are the newest saver.keep and the best saver.keep_best. All are kept if saver.keep is null, or if a metric
-        is set and no step has a value yet.
+        The newest `saver.keep` checkpoints and the best `saver.keep_best` checkpoints are kept. All checkpoints are
+        kept if saver.keep is null, or if saver.best_metric is set and no step has a value yet.
 
         Args:
             steps: Steps with a checkpoint. Steps that were never added to the ranking are left out of the result.
@@ -263,10 +263,10 @@ class Saver:
         config: The section saver of the settings.
         default_dir: Folder of the checkpoints if saver.path is null.
         is_written: Returns whether the files of the last `save` are complete, and raises CheckpointError if they cannot
-            be written. The default is for files that are never written in the background.
+            be written. The default returns True, for a `save` whose files are complete when it returns.
 
     Attributes:
-        saved_step: Step of the newest complete checkpoint. None before the first.
+        saved_step: Step of the newest complete checkpoint. None before the first checkpoint.
         due: Returns whether to save after a step, see Trigger.due.
     """
 
@@ -285,14 +285,17 @@ class Saver:
         self._claim = ExitStack()
 
     def claim(self, run_dir: Path) -> None:
-        """Make the folder, lock it for this run until `release`, and clean up after a crash of the same run.
+        """Make the folder of the checkpoints, and lock it for this run until `release`.
+
+        If an earlier process of the same run has crashed, its unfinished checkpoints are removed, and a checkpoint that
+        it was replacing is restored.
 
         Args:
             run_dir: Folder of the run.
 
         Raises:
-            CheckpointError: The folder cannot be written.
-            ConfigError: The folder is in use by a running run, or holds checkpoints of another run.
+            CheckpointError: The folder of the checkpoints cannot be written.
+            ConfigError: Another process uses this folder, or it holds checkpoints of another run.
         """
         with as_checkpoint_error(self.folder, "be written", _KEY), ExitStack() as claim:
             claim.callback(remove_empty, make_folders(self.folder))
@@ -320,12 +323,15 @@ class Saver:
             self._claim = claim.pop_all()
 
     def refuse_checkpoints(self) -> None:
-        """Raise ConfigError if the folder has checkpoints. Called by a new run, because these are from another run."""
+        """Raise ConfigError if the folder of the checkpoints holds any checkpoints.
+
+        A new run calls this method. It has saved nothing yet, so the checkpoints are from another run.
+        """
         if self._has_checkpoints():
             raise self._belongs("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
-        """Unlock the folder, and remove an unfinished checkpoint.
+        """Unlock the folder of the checkpoints, and remove an unfinished checkpoint.
 
         The folder is removed too if `claim` made it and it is empty.
         """
@@ -335,17 +341,17 @@ class Saver:
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Write the checkpoint of a step.
 
-        Waits for an unfinished checkpoint first. A Ctrl-C or SIGTERM is raised either before the folder gets its final
-        name, or after `latest` and `saved_step` refer to it.
+        If the previous checkpoint is unfinished, this method waits for it first. A Ctrl-C or SIGTERM is raised either
+        before the folder gets its final name, or after the link `latest` and `self.saved_step` name the new checkpoint.
 
         Args:
             write: Writes the files of the checkpoint into the folder that it is called with. With saver.mode async or
-                auto, it may return before the files are complete; a later `poll` or `finish` then gives the folder its
-                final name.
+                auto, `write` may return before the files are complete. A later `poll` or `finish` then gives the folder
+                its final name.
             step: Number of the step.
 
         Returns:
-            The folder of the checkpoint, step-<step>.
+            The final path of the checkpoint, step-<step>.
 
         Raises:
             CheckpointError: The checkpoint cannot be written. No partial files remain.

@@ -115,8 +115,9 @@ def over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         found: Name of a set -> name of a metric -> value.
 
     Returns:
-        The value of each set as <set>/<metric>, and its mean over the sets that have it as <metric>. Each set has
-        the same weight in the mean. For num_sequences, <metric> is the sum.
+        <set>/<metric> -> the value of the metric for the set, and <metric> -> the mean of the metric over the sets that
+        have the metric. Each set has the same weight in the mean. For num_sequences, the sum takes the place of the
+        mean.
     """
     scalars: dict[str, float] = {}
     for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):

@@ -51,9 +51,11 @@ class Trigger:
         return is_due
 
     def state_dict(self) -> dict[str, float]:
-        """Return the number of epochs and the seconds since the action was last due, for a resumed run.
+        """Return the counters on which `due` depends, for a resumed run.
 
-        The time between two processes of a run does not count towards freq_secs.
+        Returns:
+            "epochs_ended": the number of epochs that have ended. "seconds_since_last": the seconds since the action was
+            last due. The time between two processes of a run does not count as such seconds.
         """
         return {"epochs_ended": self.epochs_ended, "seconds_since_last": self._clock() - self._last}
 

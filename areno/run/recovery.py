@@ -71,7 +71,13 @@ class RecoverableEngine(Protocol):
 class _Write:
     """A training state that is being written.
 
-    `thread` is None until the engine has written its files. After that, it is the thread that completes the folder.
+    Attributes:
+        step: Step of the state.
+        folder: Unfinished folder of the state.
+        record: The data for run.json.
+        alarm: Timer that logs a warning if writing takes too long.
+        thread: Thread that completes the folder. None until the engine has written its files.
+        error: Exception raised in `thread`, if any.
     """
 
     step: int
@@ -144,7 +150,7 @@ class StateWriter:
         return True
 
     def poll(self, wait: bool = False) -> None:
-        """Complete the state that is being written, if all its files are written.
+        """Complete the training state that is being written, if the engine has written all files of the state.
 
         Does nothing if no state is being written.
 
@@ -269,8 +275,11 @@ class Recovery(AbstractContextManager["Recovery"]):
         models_recorded: False from the moment a model is trained until the next call of `remember`, otherwise True.
 
     Raises:
-        ConfigError: On entering the context, if another process runs the same run, if its settings, model or data
-            differ, or if recover.mode does not fit the folder.
+        ConfigError: On entering the context, if another process runs the same run; if the current settings, models or
+            data differ from those in the newest state and a resumed run does not accept the change; or if recover.mode
+            is "off" and the folder has states, or "resume" and it has none.
+        CheckpointError: On entering the context, if all states are damaged or missing, or the newest has another
+            format.
     """
 
     def __init__(
@@ -358,16 +367,16 @@ class Recovery(AbstractContextManager["Recovery"]):
             logger.info("changed: version of %s: %s -> %s", name, before.get(name), self._versions[name])
 
     def load(self) -> dict[str, Any] | None:
-        """Load the newest complete state into the engine, and truncate the files of the run to its step.
+        """Load the newest complete training state into the engine, and truncate the files of the run to its step.
 
         A state with damaged files is renamed, and the next older state is tried.
 
         Returns:
-            The state dict that was passed to `remember`. None if there is no state, so that the run starts from its
-            first step.
+            The state dict that `remember` received before the state was written. None if no state was ever written, or
+            if recover.mode is off. The run then starts from its first step.
 
         Raises:
-            CheckpointError: All states are damaged or missing, or have another format.
+            CheckpointError: States were written, but all are damaged or missing, or the newest has another format.
         """
         begun_at, self._begun_at = self._begun_at or self.files.sizes(), {}
         while self.is_on and (state := self.states.newest() if self.resumes else None) is not None:
@@ -429,7 +438,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.writer.poll(wait=True)  # by now it is known whether all ranks had written a state in progress
 
     def remember(self, run: Mapping[str, Any]) -> None:
-        """Record the state dict of the run in memory. The next state that is written to disk contains it.
+        """Record the state dict of the run in memory. The next training state that is written to disk contains it.
 
         Args:
             run: The state dict of the run, without weights.
@@ -445,9 +454,10 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.models_recorded = True
 
     def write(self, step: int, due: bool) -> None:
-        """Start to write a state to disk if it is due, with what `remember` recorded last.
+        """Start to write a training state to disk if it is due.
 
-        If the previous state is still being written, the due state is written by a later call.
+        The state contains the state dict that `remember` received last. If the previous state is still being written, a
+        later call writes the due state.
 
         Args:
             step: The step that has just ended.
@@ -457,7 +467,9 @@ class Recovery(AbstractContextManager["Recovery"]):
             self._waiting = not self.writer.begin(step, self._last)
 
     def write_now(self, step: int) -> None:
-        """Write a state to disk with what `remember` recorded last, and block until it is complete.
+        """Write a training state to disk, and block until it is complete.
+
+        The state contains the state dict that `remember` received last.
 
         Args:
             step: The step that has just ended.
@@ -466,10 +478,10 @@ class Recovery(AbstractContextManager["Recovery"]):
             self.writer.write(step, self._last)
 
     def write_at_interrupt(self, step: int) -> None:
-        """Write a last state when the run ends early, with what `remember` recorded last.
+        """Write a last training state when the run ends early.
 
-        If a model has been trained since the last `remember`, the weights do not fit that record. Then nothing is
-        written, and the current step is lost.
+        The state contains the state dict that `remember` received last. If a model has been trained since then, the
+        weights do not fit this state dict. In this case nothing is written, and the current step is lost.
 
         Args:
             step: The current step, for the warning about a lost step.
@@ -487,9 +499,10 @@ class Recovery(AbstractContextManager["Recovery"]):
             logger.warning("the state of step %d could not be written: %s", last, error)
 
     def poll(self) -> None:
-        """Complete the state that is being written, if its files are ready. Call this often while a step runs.
+        """Complete the training state that is being written, if its files are ready.
 
-        Calls within 0.5 seconds of the last check do nothing.
+        Call this often while a step runs. If the previous check was less than 0.5 seconds ago, the call does
+        nothing.
         """
         now = time.monotonic()
         if self.is_on and now - self._polled_at > _POLL_EVERY_S:

@@ -68,12 +68,12 @@ _KINDS = {key: found for found, keys in _LISTED.items() for key in keys.split()}
 
 @dataclass(frozen=True)
 class Change:
-    """One setting whose value differs between an earlier session (process) of a run and this session.
+    """One setting whose value differs between an earlier process of a run and this process.
 
     Attributes:
         key: Dotted name of the setting.
-        before: Value in the earlier session.
-        now: Value in this session.
+        before: Value in the earlier process.
+        now: Value in this process.
         kind: Whether a resumed run accepts the change. "harmless": always. "explicit": only if the user names the run
             by --resume. "never": not at all.
         effect: Effect of the change on the run, in words.
@@ -101,13 +101,13 @@ class Change:
 
 
 def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ between two sessions (processes) of a run, in the order of the fields.
+    """Return the settings that differ between two processes of a run, in the order of the fields of `cls`.
 
     Args:
         cls: The configuration class.
-        before: Settings of the earlier session. Settings may have names that areno has since renamed. Missing settings
+        before: Settings of the earlier process. Settings may have names that areno has since renamed. Missing settings
             have their defaults.
-        now: Settings of this session.
+        now: Settings of this process.
     """
     before = with_current_names(cls, before)
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
@@ -128,7 +128,7 @@ def _kind(key: str) -> tuple[Kind, str]:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, old value, new value) of each setting that differs.
 
-    A section that is null in only one of the two counts as one setting.
+    If a section is null in `old` or `new` but not in both, the whole section is yielded as one setting.
     """
     for name in {**new, **old}:
         one, other = old.get(name), new.get(name)
@@ -173,7 +173,8 @@ class EarlierRun:
     def can_resume(self) -> bool:
         """Whether the run can be resumed.
 
-        This is the case if it has a folder of training states, or if it has left no results and can start again.
+        A run can be resumed if it has a folder of training states. A run that has left no results can be resumed too,
+        by starting again.
         """
         return self.states.has_begun or not run_folder.has_results(self.folder)
 
@@ -194,11 +195,11 @@ class EarlierRun:
             raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if the folder holds a run of another algorithm.
+        """Raise ConfigError if this run belongs to another algorithm.
 
         Args:
             recipe: Name of the algorithm that is to resume the run.
-            key: The setting or flag that named the folder, for the message.
+            key: The setting or flag by which the user named the folder of the run, for the message.
         """
         meant = recipe_of(self.folder)
         if meant not in ("", recipe):
@@ -208,8 +209,8 @@ class EarlierRun:
         """Check that the run can be resumed with a configuration.
 
         Args:
-            config: Settings of the session that is to resume the run.
-            recipe: Name of the algorithm of that session. None does not check the algorithm.
+            config: Settings of the process that is to resume the run.
+            recipe: Name of the algorithm of that process. None does not check the algorithm.
             explicit: Whether the user has named the run by --resume, and so accepts changes of kind "explicit" (see
                 Change).
 
@@ -336,7 +337,7 @@ def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> 
 
 
 def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
-    """Return the overrides of a sweep in a form that can be compared with those of an earlier start.
+    """Return the overrides of a sweep in a form that can be compared with the overrides of an earlier start.
 
     Renamed settings get their current names. trial_name is left out, because it may be the start time of the sweep.
     """
@@ -351,14 +352,14 @@ def accept_changes(
 
     Args:
         earlier: The run to resume.
-        config: Settings of the session that resumes it.
+        config: Settings of the process that resumes the run.
         recipe: Name of the algorithm whose command was called.
         overrides: Overrides of the command line.
         explicit: Whether the user has named the run by --resume. If True, the overrides are added to the recorded
             overrides of the run. If False, they replace the recorded overrides.
 
     Returns:
-        The settings that differ from the earlier session.
+        The settings that differ from the recorded settings of the run.
 
     Raises:
         ConfigError: The run is in progress, belongs to another algorithm, or a change is not accepted.
@@ -394,8 +395,8 @@ def print_result(
 
     Args:
         earlier: The run, which may have finished.
-        config: Settings of the run in this session.
-        changed: Settings that differ from the earlier session.
+        config: Settings of the run in this process.
+        changed: Settings that differ from the earlier process of the run.
         command: The command of the run's algorithm, such as "python -m areno.recipes.gspo".
 
     Returns:
@@ -455,7 +456,7 @@ def print_resume_command(command: str, folder: Path) -> None:
 def print_sweep_command(folder: Path) -> None:
     """Print how to resume a sweep that has ended early or has failed runs.
 
-    Prints nothing if no unfinished run of the sweep has a training state.
+    Prints nothing unless the sweep has an unfinished run with a training state.
 
     Args:
         folder: Folder of the sweep.

@@ -219,8 +219,8 @@ class Run:
     def end_step(self, stats: Mapping[str, float]) -> None:
         """Log the metrics train/* and time/* of the step, and do the actions that are due after it.
 
-        These are, in this order: write a training state, save a checkpoint, evaluate. Logs a warning if training
-        diverges.
+        The actions are, in this order: write a training state, save a checkpoint, evaluate. If training diverges, a
+        warning is logged.
 
         A Ctrl-C or SIGTERM that arrived during the step raises KeyboardInterrupt here, or before a phase of the next
         step.
@@ -242,10 +242,13 @@ class Run:
         self._save_and_evaluate(state)
 
     def _save_and_evaluate(self, state_is_due: bool = False) -> None:
-        """Write a training state if it is due. Then save a checkpoint and evaluate, if `_todo` lists these actions.
+        """Write a training state if it is due. Then do the actions in `self._todo`: save a checkpoint, evaluate.
 
-        Each finished action is removed from `_todo` and recorded, so that a resumed run repeats only the unfinished
-        actions.
+        Each finished action is removed from `self._todo` and recorded, so that a resumed run repeats only the
+        unfinished actions.
+
+        Args:
+            state_is_due: Whether a training state is due.
         """
         self.recovery.remember(self.state_dict())
         self.recovery.write(self.step, state_is_due)
@@ -277,8 +280,8 @@ class Run:
     def finish(self, numbers: Mapping[str, int]) -> None:
         """End the run, and log how its main metrics changed.
 
-        Before that, save a checkpoint and evaluate, unless this was done after the last step, and write a training
-        state.
+        Before that, save a checkpoint if the last step has none, evaluate if there was no evaluation after the last
+        step, and write a training state.
 
         Args:
             numbers: Name in the history -> number of last values to average for the log line.
@@ -357,7 +360,8 @@ class Run:
     def close(self) -> None:
         """Close the trackers and the log.
 
-        If the run has not finished, first log its last step, its last checkpoint and its last training state.
+        If the run has not finished, first log its current step and the steps of its last checkpoint and last training
+        state.
         """
         if self.step and not self._has_ended:
             log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)

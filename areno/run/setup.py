@@ -256,7 +256,7 @@ class Setup(Generic[Config]):
         )
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
-        """Open the run, and log warnings about learning-rate schedules that do not fit its length."""
+        """Open the run, and log a warning for each learning-rate schedule that does not fit the length of the run."""
         config, trains = self.config, self._loop.trains
 
         def token_text(token: int) -> str:
@@ -315,7 +315,7 @@ class Setup(Generic[Config]):
             roles: Role -> specification of each model to load beside the actor.
 
         Raises:
-            WorkerLost: A worker is lost, and no retry is left or the workers are local.
+            WorkerLost: A worker is lost, and either no retry is left or the workers are local processes.
         """
         while True:
             try:
@@ -346,7 +346,16 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
 
 
 def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: ExitStack) -> RewardPool | None:
-    """Start the reward processes. Returns None if no function gives a reward."""
+    """Start the processes that call the reward functions.
+
+    Args:
+        config: Settings of the run.
+        reward_fn: Reward functions to use in place of reward.fn. None uses reward.fn.
+        stack: Receives the processes, to end them.
+
+    Returns:
+        The processes. None if the run has no rewards, or if only a reward model or the agents give rewards.
+    """
     if not isinstance(config, PolicyExperimentConfig):
         return None
     if reward_fn is None and config.reward.fn is None and (config.reward.path or config.agent.fn) is not None:

@@ -137,7 +137,7 @@ class States:
             The state. None if no state was ever written.
 
         Raises:
-            CheckpointError: All states are damaged or missing, or the newest has another format.
+            CheckpointError: States were written, but all are damaged or missing, or the newest has another format.
         """
         for step in self.steps():
             if damage := find_damage(self._of(step)):
@@ -220,7 +220,9 @@ class States:
         return folder
 
     def finish(self, folder: Path, step: int, record: Mapping[str, Any]) -> Path:
-        """Sync a filled folder to disk, make it the state of its step, and remove states beyond the newest `keep`.
+        """Sync a filled folder to disk, make it the state of its step, and remove old states.
+
+        The newest `self.keep` states are kept.
 
         Args:
             folder: The folder that `begin` or `begin_again` returned. The engine has already synced its files.

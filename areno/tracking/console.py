@@ -62,7 +62,7 @@ class Progress:
         return self
 
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
-        """Show the new totals. If there is no bar, log a line, but at most every `interval_s` seconds.
+        """Show the new totals in the bar. If there is no bar, log a line, but at most every `interval_s` seconds.
 
         Args:
             done: The work done since the start, in `unit`.

@@ -38,12 +38,12 @@ class History:
 
     @property
     def was(self) -> float:
-        """Return the mean over the first FIRST steps."""
+        """Return the mean of the scalar over the first FIRST steps."""
         return mean(self.first)
 
     @property
     def is_now(self) -> float:
-        """Return the mean over the last LAST steps."""
+        """Return the mean of the scalar over the last LAST steps."""
         return mean(self.last[-LAST:])
 
 
@@ -176,7 +176,7 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
     """Return a warning if some rewards of a step are NaN, infinite or too large for float32.
 
     Args:
-        n: The number of such rewards.
+        n: The number of rewards that are NaN, infinite or too large.
         n_samples: The number of samples in the step.
         reward: The name of the reward functions or the reward model, for the message.
 
@@ -268,7 +268,7 @@ class Divergence:
         return {"kept": kept, "told": list(self._warned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the recorded values and the names of given warnings from an earlier session.
+        """Restore the recorded values and the names of given warnings, so that a resumed run does not repeat warnings.
 
         Args:
             state: A dictionary returned by `state_dict`.

@@ -192,7 +192,11 @@ class RunReader:
         return sorted({step for step, _ in self._evaluations()})
 
     def _evaluations(self, name: str | None = None) -> Iterator[tuple[int, Path]]:
-        """Yield (step, file) for each evaluation. name: the validation set, or None for all sets."""
+        """Yield (step, file) for each evaluation.
+
+        Args:
+            name: The name of the validation set. None yields the files of all sets.
+        """
         for path in sorted(self.path.glob(f"eval/{name or '**'}/*.jsonl")):
             if path.stem.isdecimal():
                 yield int(path.stem), path
@@ -262,7 +266,8 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
         paths: Folders of runs or sweeps. A sweep stands for all of its runs.
 
     Returns:
-        The folders of the runs, in the order of `paths`. It is not checked whether they hold runs.
+        The folders of the runs, in the order of `paths`. A path that is not a sweep is returned unchecked, even if it
+        is not the folder of a run.
     """
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):

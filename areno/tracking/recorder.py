@@ -82,8 +82,7 @@ class ServiceTracker(Tracker):
         """Collect the finite scalars of a step, and queue them for the service when the step is complete.
 
         Args:
-            step: The number of the step. A number other than that of the previous call also completes the previous
-                step.
+            step: The number of the step. The first call with a new number also completes the previous step.
             scalars: Values by name. The scalar END_OF_STEP marks the end of the step.
         """
         if step != self._step:
@@ -97,7 +96,7 @@ class ServiceTracker(Tracker):
         """Drop the scalars of the incomplete step, and send the scalar RESUMED to mark where the run resumes.
 
         Args:
-            step: The last step of the earlier session that is kept.
+            step: The last step that the training state contains. The run repeats the later steps.
         """
         self._scalars = {}
         self.log(step, {RESUMED: step})

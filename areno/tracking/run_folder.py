@@ -132,7 +132,10 @@ def _yaml(path: Path) -> Any:
 
 
 def _mapping(path: Path, found: Any) -> dict[str, Any]:
-    """Check that a value read from `path` is a mapping, and return it. None becomes {}. Raises ArenoError."""
+    """Return `found`, which was read from `path`, as a dictionary with text keys. None becomes {}.
+
+    Raises ArenoError if `found` is neither a mapping nor None.
+    """
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -141,7 +144,10 @@ def _mapping(path: Path, found: Any) -> dict[str, Any]:
 
 
 def _lines(path: Path, found: Any) -> list[str]:
-    """Check that a value read from `path` is a list of texts, and return it. None becomes []. Raises ArenoError."""
+    """Return `found`, which was read from `path`, as a list of texts. None becomes [].
+
+    Raises ArenoError if `found` is neither None nor a list of scalars.
+    """
     if found is None:
         return []
     if not isinstance(found, list) or any(isinstance(line, (list, dict)) for line in found):
@@ -175,19 +181,19 @@ class NewFolder:
 
     Attributes:
         path: The folder.
-        before: The paths that existed before the folder was made, among the folder itself, its parents and its
-            files. `discard` does not remove them.
+        before: Paths that existed before the folder was made: the folder itself, its parents, or entries in the folder.
+            `discard` does not remove these paths.
     """
 
     path: Path
     before: frozenset[Path]
 
     def of_run(self, run_dir: Path) -> NewFolder:
-        """Return a NewFolder for one run, and make its folder if it does not exist.
+        """Return a NewFolder for one run, and make the folder of the run if it does not exist.
 
         Args:
-            run_dir: This folder itself for a single run, or a folder inside it for a run of a sweep. Hydra may have
-                made it already.
+            run_dir: The folder of the run: `self.path` for a single run, or a folder inside `self.path` for a run of a
+                sweep. Hydra may have made it already.
 
         Raises:
             ConfigError: The folder cannot be made, or holds an earlier run.
@@ -227,7 +233,10 @@ class NewFolder:
             raise _unwritable(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove the files and folders of a run that failed before it had results. If it has results, do nothing."""
+        """Remove the files and folders of a run that failed before it had results.
+
+        Does nothing if the run has results.
+        """
         entries = [path for path in self.path.glob("*") if path not in self.before]
         try:
             made = [*entries, *(path for entry in entries if entry.is_dir() for path in _below(entry))]
@@ -447,7 +456,7 @@ class RunFiles:
     def sync(self) -> None:
         """Flush the files of the run to disk (fsync).
 
-        These are the files that `sizes` lists, and the sample files that changed since the last call.
+        The files that `sizes` lists are flushed, and the sample files that changed since the last call.
         """
         for _, path in self._growing():
             sync(path)
@@ -460,11 +469,12 @@ class RunFiles:
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
         """Remove everything that was written after a step, so that the run can repeat the later steps.
 
-        Log lines written after the step move to logs/dropped.log, except for the lines of the current session.
+        Log lines that an earlier session wrote after the step move to logs/dropped.log. Log lines of the current
+        session stay. A session begins when the process starts, or when it restarts lost workers.
 
         Args:
             step: The step to return to. Sample files of later steps are removed.
-            sizes: The file sizes that `sizes` returned at the end of the step.
+            sizes: The file sizes that `sizes` returned at the end of this step.
             until: The file sizes that `sizes` returned at the start of the current session.
         """
         for name, path in list(self._growing()):

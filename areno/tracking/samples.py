@@ -72,8 +72,8 @@ class SampleFiles(Tracker):
 
     Args:
         folder: The folder for the files.
-        most: The largest number of samples per step. If a step has more, whole groups are chosen at random. None writes
-            all samples.
+        most: The largest number of samples per step. If a step has more, whole groups (all samples of a prompt) are
+            chosen at random, see `chosen`. None writes all samples.
         token_text: Returns the text for a token id.
     """
 
@@ -105,9 +105,10 @@ class SampleFiles(Tracker):
 
 
 class EvalFiles(Tracker):
-    """Writes all samples of each evaluation to <folder>/<name>/<step>.jsonl, one line per sample.
+    """Writes all samples of each evaluation to a file, one line per sample.
 
-    `name` is the validation set. A file appears only when it is complete.
+    The file is <folder>/<set>/<step>.jsonl, where <set> is the name of the validation set. If there is only one set, it
+    is <folder>/<step>.jsonl. A file appears only when it is complete.
 
     Args:
         folder: The folder for the files.
@@ -202,7 +203,7 @@ def _runs(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _replay(trajectory: Trajectory) -> dict[str, object]:
-    """Return the JSON form of a trajectory, with everything needed to rebuild its rows without a model."""
+    """Return an agent's trajectory as JSON values, from which its training rows can be rebuilt without a model."""
     rows = [
         {
             "tokens": row.tokens,
@@ -299,7 +300,7 @@ def _line(sample: ScoredSample) -> dict[str, object]:
 def _task(item: PromptItem) -> str:
     """Return the beginning of the last user message, or of the prompt if there are no messages.
 
-    The result is "" if this text equals `item.text`, the prompt after the chat template, or if it is not a string.
+    The result is "" if this text is not a string, or if it equals `item.text`, the prompt after the chat template.
     """
     asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
     text = asked[-1] if asked else item.prompt

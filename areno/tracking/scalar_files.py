@@ -150,7 +150,7 @@ class TensorBoard(_ScalarFile):
         self._append_texts(step, f"eval_samples/{name}" if name else "eval_samples", samples)
 
     def _append_texts(self, step: int, tag: str, samples: Sequence[ScoredSample]) -> None:
-        """Write the first sample of each of the first _TEXTS groups as one text under `tag`."""
+        """Write one sample for each of the first _TEXTS prompts, all together as one text named `tag`."""
         first = {sample.group: sample for sample in reversed(samples)}
         shown = sorted(first.values(), key=lambda sample: sample.group)[:_TEXTS]
         if shown:

@@ -200,7 +200,7 @@ class Board(Tracker):
             self._samples = []
 
     def recall(self, name: str, value: float) -> None:
-        """Add a value that an earlier session of the run recorded.
+        """Add a value that the run recorded before it was resumed.
 
         Args:
             name: The name of the scalar.

@@ -36,8 +36,9 @@ _SETTINGS_LINES = 4  # of the panel at the start
 def chosen_console(setting: str) -> Console:
     """Return the kind of console output of a run: "live", "lines", "full" or "quiet".
 
-    If stderr cannot show the live display, "auto" and "live" become "lines". Otherwise "auto" becomes "live", except if
-    a program that imports areno handles areno's log records. Then it becomes "lines".
+    The settings "auto" and "live" both choose "live" if stderr can show the live display, and "lines" otherwise. "auto"
+    also chooses "lines" if a program that imports areno handles areno's log records. Other settings are returned
+    unchanged.
 
     Args:
         setting: The value of stats_logger.console.
@@ -108,7 +109,7 @@ class Display(Tracker):
         """Replace the shown scalars by the values that the run recorded up to and including `step`.
 
         Args:
-            step: The last step of the earlier session that is kept.
+            step: The last step that the training state contains. The run repeats the later steps.
         """
         with self._harmless():
             self.board.forget()
@@ -124,7 +125,10 @@ class Display(Tracker):
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """End the display if the `with` block raises an exception, so that the run continues."""
+        """Catch an exception in the `with` block, so that the run continues.
+
+        After an exception, the live display ends, and log lines are shown.
+        """
         try:
             yield
         except Exception as error:
@@ -206,7 +210,8 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
 def end_table(run: RunReader, title: str) -> Table:
     """Return a table with the first, the best and the last value of the most important scalars.
 
-    A scalar is left out if its values equal those of an earlier row, as for accuracy and a reward of 0 or 1.
+    A scalar that has a best value is left out if its values equal those of an earlier row, as for accuracy and a reward
+    of 0 or 1.
 
     Args:
         run: The reader of the run.

@@ -23,7 +23,7 @@ class Row:
     Attributes:
         title: The text before the value.
         name: The name of the scalar, such as "train/loss".
-        share: Whether the value is a fraction to be shown in percent.
+        share: True if the value is a fraction, which is shown in percent.
         is_main: Whether the row is among the important rows at the top.
     """
 
@@ -91,7 +91,7 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
 
 
 def rows_of(look: Snapshot) -> list[Row]:
-    """Return the rows of the display, one for each known scalar that the run has recorded.
+    """Return the rows of the display, one for each scalar that the display knows and the run has recorded.
 
     If several scalars have the same values, such as accuracy and a reward of 0 or 1, only the first gets a row. The
     loss is left out if there are rewards.
