@@ -66,7 +66,7 @@ class Problem:
         """Return a copy whose key is inside of a section, such as "tp_size" -> "engine.tp_size".
 
         Args:
-            prefix: Dotted name of the section. It becomes the key if the problem has none.
+            prefix: Dotted name of the section. If the problem has no key, `prefix` becomes the key.
         """
         return type(self)(f"{prefix}.{self.key}" if self.key else prefix, self.template, *self.args)
 
@@ -207,13 +207,14 @@ _FILE_ERRORS = {
 def as_file_error(error: BaseException) -> ArenoError | None:
     """Return an ArenoError for an error of the file system, such as a missing permission or a full disk.
 
-    The cause is the user's machine, so a traceback would not help.
+    Such an error comes from the user's machine, so a traceback would not help.
 
     Args:
         error: Any error.
 
     Returns:
-        The error with path and reason as its message. None if `error` is not such an OSError, or names no file.
+        An error with path and reason as its message. None if `error` is not an error of the file system, or names no
+        file.
     """
     if not isinstance(error, OSError) or error.errno not in _FILE_ERRORS or error.filename is None:
         return None

@@ -287,7 +287,7 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
     """
     written = message.get("tool_calls") or []
     if not written:
-        result = await _call(environment.answer, message.get("content") or "")
+        method, result = "answer", await _call(environment.answer, message.get("content") or "")
     else:
         names = {_name_of(tool) for tool in environment.tools}
         calls = [_read_call(each, names) for each in written]
@@ -295,7 +295,7 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
         valid = [call for call in calls if isinstance(call, Call)]
         if not valid:
             return False
-        result = await _call(environment.step, valid)
+        method, result = "step", await _call(environment.step, valid)
     if not isinstance(result, tuple) or len(result) != 3:
         raise DataError(f"an environment returned {result!r}; expected (messages, reward, whether it is done)")
     messages, reward, done = result
@@ -305,7 +305,7 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
         episode.rewards.append(reward_number(reward, "an environment returned the reward"))
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(str(error)) from error
-    episode.messages += _checked_messages(messages, "step")
+    episode.messages += _checked_messages(messages, method)
     return bool(done)
 
 

@@ -307,7 +307,7 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig) -> 
     own = sampling.logprob_temperature
     if others := {row.temperature for row in rows} - {own}:
         text = "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate"
-        logger.warning(text, ", ".join(map(str, others)), own)
+        logger.warning(text, ", ".join("several" if each is None else f"{each:g}" for each in others), own)
 
 
 def call_start(parser: ToolCallParser, text: str) -> int:

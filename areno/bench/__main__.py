@@ -85,18 +85,19 @@ def configure_logging() -> None:
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
     """Run one benchmark, and return its results.
 
-    Most kinds of work measure the device first, then areno, then each library of `--against`.
+    Most kinds of work measure the device first, then areno, then each library that `--against` names.
 
     Args:
         settings: The parsed command line.
-        folder: Temporary folder, for the configuration of a model that is given by the name of its shape.
+        folder: Temporary folder. If the command line gives the name of a shape, such as "qwen3-4b", instead of a model
+            folder, the configuration of such a model is written here.
 
     Returns:
         The results. `report.record` describes them, except for kinds of work with results of their own, such as
         "serve".
 
     Raises:
-        ConfigError: The rows are longer than the model's context.
+        ConfigError: The shape is unknown, or the rows (prompt plus completion) are longer than the model's context.
     """
     path, random_init = model_folder(settings.shape, folder)
     config = load_config(path)
@@ -125,9 +126,15 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _run_other(name: str, settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """Run the work with the library `name`, and return its figures by name.
+    """Run the benchmark's work with the library `name`, and return the library's figures by name.
 
     The memory of the library is free when the function returns.
+
+    Args:
+        name: Name of the library, such as "vllm".
+        settings: The parsed command line.
+        folder: Path of the model folder.
+        random_init: Whether to draw random weights instead of loading weights.
     """
     log_progress(f"{name}: starting {settings.shape} on {settings.device}")
     other = _OTHERS[name](settings, folder, random_init)

@@ -98,8 +98,9 @@ class ArenoContender:
         """Run two short rollouts right after the start, and return how long the first tokens took.
 
         Returns:
-            `start_s`, and `first_token_s` and `second_token_s`: seconds from the start of the engine until every sample
-            has one and two tokens.
+            Seconds by name, all counted from the beginning of the engine's start. `start_s`: until the engine is
+            started. `first_token_s`: until the first rollout has one token for every sample. `second_token_s`: until
+            the second rollout, which follows the first, has two tokens for every sample.
         """
         work, out = self._settings.work, {"start_s": self.start_s}
         for name, max_new in (("first_token_s", 1), ("second_token_s", 2)):
@@ -130,7 +131,7 @@ class ArenoContender:
         """Run one rollout phase, from `begin_rollout` to `end_rollout`.
 
         Args:
-            work: The batch.
+            work: The batch, described by the lengths of its prompts and completions.
             prompts: Token ids of each prompt.
             **params: Further fields of `SamplingParams`.
 
@@ -232,11 +233,14 @@ def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) ->
 
 
 def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the mean and largest absolute difference of log-probabilities between rollout and scoring.
+    """Return how far the log-probabilities of the rollout are from those of scoring.
 
     Args:
         rows: Rows with the log-probabilities of the rollout. Prompt tokens are left out.
-        scored: Log-probability of each token of each row.
+        scored: For each row, the log-probability of each token as `ArenoContender.logprobs` returns it.
+
+    Returns:
+        `logp_abs_diff_mean` and `logp_abs_diff_max`: the mean and the largest absolute difference.
     """
     differences = [
         abs(drawn - rescored)
@@ -249,6 +253,13 @@ def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]])
 
 def _profile(ours: ArenoContender, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
     """Trace each timed phase once, and write the kernel tables to the file that `--profile` names.
+
+    Args:
+        ours: The contender whose engine does the work.
+        settings: The parsed command line.
+        timed: The measured times, which name the phases to trace. The rows of the last repeat are trained on and scored
+            again.
+        figures: Figures that include the seconds of each phase without the profiler, as "<phase>_s".
 
     Returns:
         "<phase>_idle_share" -> fraction of the phase in which the device was idle, between 0 and 1.
@@ -311,7 +322,7 @@ def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, 
     """Summarize the times of several ways to sample the same batch.
 
     Args:
-        work: The batch.
+        work: The batch, described by the lengths of its prompts and completions.
         seconds: Name of the way -> seconds of each repeat.
         base: Name of the way that the others are compared with.
 

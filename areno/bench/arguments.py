@@ -167,7 +167,7 @@ class Settings:
 
     Attributes:
         kind: Kind of work, such as "rollout" or "step".
-        work: The batch.
+        work: The batch, described by the lengths of its prompts and completions.
         device: First device, by its name in torch.
         dtype: Dtype of the weights, by its name in torch.
         copies: Numbers of model copies to simulate, for the work "driver".
@@ -216,7 +216,7 @@ class Settings:
 
     @property
     def n_copies(self) -> int:
-        """Number of copies of the model that sample. Each samples its share of the batch."""
+        """Number of copies of the model. In a rollout, each copy samples its share of the batch."""
         return self.world_size // self.tp_size
 
     @property
@@ -335,7 +335,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Check parsed arguments, fill in the defaults, and return the settings.
 
     Args:
-        args: Arguments parsed by a parser from `add_arguments`.
+        args: Arguments from a parser to which `add_arguments` has added the arguments of the benchmark.
 
     Raises:
         ConfigError: An argument is wrong. The message names the argument.
@@ -359,7 +359,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> None:
-    """Raise ConfigError for the first argument that is wrong or does not fit the others."""
+    """Raise ConfigError for the first argument that is wrong or does not fit the other arguments.
+
+    Args:
+        args: The parsed arguments.
+        device: Value of `--device`, or the default device.
+        against: Names of the libraries that `--against` lists.
+    """
     import torch
 
     kind = args.work

@@ -49,7 +49,7 @@ class Rates:
         return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the least seconds to move bytes and compute FLOPs at the same time, which is the longer of both.
+        """Return the least seconds to move bytes and compute FLOPs at the same time: the longer of the two times.
 
         Args:
             n_bytes: Number of bytes read plus bytes written.
@@ -66,7 +66,7 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
 
     Args:
         cost: Sizes and FLOPs of the model.
-        work: The batch.
+        work: The batch, described by the lengths of its prompts and completions.
         rates: Rates of all devices together.
         shared: Whether the samples of a prompt read its keys and values together.
         copies: Number of copies of the model, each with its share of the samples.
@@ -87,7 +87,15 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
 
 
 def _seen(cost: Cost, lengths: np.ndarray | int) -> np.ndarray:
-    """Return the number of keys that the last query attends to in rows of these lengths, averaged over layers."""
+    """Return the number of keys that the last token of a row attends to, averaged over the attention layers.
+
+    Args:
+        cost: Sizes of the model, which include the attention windows of the layers.
+        lengths: Number of tokens of each row.
+
+    Returns:
+        One number for each element of `lengths`.
+    """
     return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
 
 
@@ -96,7 +104,7 @@ def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
 
     Args:
         cost: Sizes and FLOPs of the model.
-        work: The batch.
+        work: The batch, described by the lengths of its prompts and completions.
         rates: Rates of all devices together.
         copies: Number of copies of the model, each with its share of the prompts.
     """
@@ -112,13 +120,15 @@ def floors(cost: Cost, work: Work, rates: Rates, kind: str, copies: int = 1) -> 
 
     Args:
         cost: Sizes and FLOPs of the model.
-        work: The batch.
+        work: The batch, described by the lengths of its prompts and completions.
         rates: Rates of all devices together.
         kind: Kind of work: "rollout", "train", "step" or "logprob". Other kinds give an empty result.
         copies: Number of copies of the model.
 
     Returns:
-        Values by name: `*_s` in seconds, `*_tok_s` in tokens per second, `*_flops` in FLOPs.
+        Values by name: "<phase>_s" in seconds, "<phase>_tok_s" in tokens per second, "<phase>_flops" in FLOPs. For
+        rollout and decode, <phase> is followed by `_ordinary`, or by `_shared` if the samples of a prompt read its
+        keys and values together. `train_needed_flops` counts the LM head only for sampled tokens.
     """
     out: dict[str, float] = {}
     if kind in ("rollout", "step"):
@@ -156,7 +166,7 @@ def synchronize(device: str) -> None:
 
 
 def device_name(device: str) -> str:
-    """Return the GPU's name, or the number of CPU threads in use.
+    """Return the name of a GPU or, for the CPU, a text with the number of threads in use.
 
     Args:
         device: Name of the device in torch.
@@ -194,9 +204,9 @@ def measured_rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def _best_s(body: Callable[[], object], device: str, times: int) -> float:
-    """Return the seconds of one call of `body`.
+    """Return the seconds of one call of `body`, averaged over the fastest of five rounds.
 
-    They come from the best of five rounds of `times` calls each, after a warm-up round.
+    A round makes `times` calls and waits until the device has finished them. A warm-up round runs first.
     """
 
     def one_round() -> None:

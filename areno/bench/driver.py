@@ -89,7 +89,8 @@ class SimulatedWorkers:
             *args: Positional arguments of the method.
 
         Returns:
-            The simulated result, once for each data-parallel rank. None for methods that are not simulated.
+            A list that holds the simulated result once for each data-parallel rank. The elements are None for a method
+            that is not simulated.
         """
         return self.call_each(method, [args] * self.spec.layout.dp_size)
 
@@ -98,11 +99,12 @@ class SimulatedWorkers:
 
         Args:
             method: Name of the worker's method.
-            args: A tuple of positional arguments for each data-parallel rank. All tuples are pickled. Only the first is
-                used.
+            args: A tuple of positional arguments for each data-parallel rank. All tuples are pickled, but only the
+                first tuple is used.
 
         Returns:
-            The simulated result, once for each data-parallel rank. None for methods that are not simulated.
+            A list that holds the simulated result once for each data-parallel rank. The elements are None for a method
+            that is not simulated.
         """
         packed = [pack(method, each) for each in args]
         answers: dict[str, Callable[..., Any]] = {
@@ -208,7 +210,7 @@ class SimulatedWorkers:
         )
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Free all batch slots, and return the limits on requests in the rollout phase."""
+        """Begin a rollout phase in which no sample runs yet, and return the limits on requests in this phase."""
         n_slots = -(-spec.max_running // self.spec.layout.dp_size)
         self._slots = [[0.0] * n_slots for _ in range(self.spec.layout.dp_size)]
         self._n_tokens = [0] * self.spec.layout.dp_size
@@ -243,9 +245,10 @@ def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, 
         random_init: Ignored, since simulated devices have no weights.
 
     Returns:
-        For each number of copies, medians over the training steps in seconds: `idle` (all devices wait for the driver),
-        `outside` (the part of a step outside of rollout and training), `cpu` (CPU time of the driver's main thread),
-        and the `time/*` metrics of the run.
+        For each number of copies, under a name such as "2 copies, 512 samples": medians over the training steps
+        after the first, in seconds. They are `idle` (all devices wait for the driver), `outside` (the part of a step
+        outside of rollout and training), `cpu` (CPU time of the driver's main thread), and the `time/*` metrics of
+        the run.
     """
     del random_init
     found = {}
@@ -269,7 +272,11 @@ def driver_page(found: dict[str, dict[str, float]]) -> str:
 
 
 def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
-    """Run the training loop on `n_copies` simulated copies of the model, and return the medians of its times."""
+    """Run the training loop on `n_copies` simulated copies of the model, and return the medians of the loop's times.
+
+    Returns:
+        Seconds by name, as `run_driver` describes them.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)

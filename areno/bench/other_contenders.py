@@ -5,8 +5,9 @@ sdpa attention:
 
 - Rollout: `generate` with its KV cache. Prompts are repeated for every sample and padded on the left. The
   log-probabilities come from the scores from which `generate` samples.
-- Training: micro-batches of whole rows, logits of the trained part, a policy-gradient loss on the gathered log-softmax,
-  and torch's fused AdamW on weights of the same dtype.
+- Training: micro-batches of whole rows. Logits are computed only for the tokens after the shortest prompt of a
+  micro-batch. The loss is a policy gradient on the gathered log-softmax, and the optimizer is torch's fused AdamW on
+  weights of the same dtype.
 
 If memory runs out, the number of prompts or rows computed at once is halved. All work is still done, so tokens per
 second stay comparable.
@@ -87,7 +88,13 @@ class TransformersContender:
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """Return the peak memory in GiB (on CUDA), and how many prompts and rows were computed at once."""
+        """Return the memory use, and how much of the batch was computed at once.
+
+        Returns:
+            Figures by name. On CUDA: `peak_memory_gib`. With a rollout: `prompts_at_once` (prompts per call of
+            `generate`) and `parts` (number of calls). With training or scoring: `rows_at_once` (rows per
+            micro-batch).
+        """
         settings, out = self._settings, {}
         if self.device.startswith("cuda"):
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -102,7 +109,7 @@ class TransformersContender:
         """Sample all prompts, as many at once as fit in memory.
 
         Args:
-            work: The batch.
+            work: The batch, described by the lengths of its prompts and completions.
             prompts: Token ids of each prompt.
 
         Returns:
@@ -168,9 +175,9 @@ class TransformersContender:
         return {}
 
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
-        """Compute the gradients of all rows.
+        """Compute the gradients of the loss over all rows, in micro-batches.
 
-        Returns True, so that `_try_in_memory` can tell success from None.
+        Always returns True, because `_try_in_memory` returns None to report that memory ran out.
         """
         self.model.zero_grad(set_to_none=True)
         n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)
@@ -229,13 +236,17 @@ def _padded(rows: Sequence[Any]) -> Tensor:
 
 
 def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
-    """Return `body(*args)`, or None if device memory ran out. Frees cached memory in the latter case.
+    """Call `body(*args)` and return its result, or return None if device memory ran out.
+
+    Before None is returned, the memory that the CUDA allocator caches is freed.
 
     Args:
-        at_once: Number of rows or prompts that `body` computes at once. If memory runs out with 1, EngineError is
-            raised.
+        at_once: Number of rows or prompts that `body` computes at once.
         body: Function to call.
         *args: Arguments of `body`.
+
+    Raises:
+        EngineError: Memory ran out although `at_once` is 1.
     """
     try:
         return body(*args)
@@ -331,7 +342,7 @@ class VllmContender:
         """Sample all prompts with one call of `LLM.generate`.
 
         Args:
-            work: The batch.
+            work: The batch, described by the lengths of its prompts and completions.
             prompts: Token ids of each prompt.
 
         Returns:

@@ -139,8 +139,8 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
         phase: Name of the phase.
         spans: Time intervals of the kernels.
         wall_s: Seconds that the phase took while it was traced.
-        plain_wall_s: Seconds that the same work takes without the profiler, which slows down the host. Idle time is
-            computed from these.
+        plain_wall_s: Seconds that the phase takes without the profiler, which slows down the host. The idle time in
+            the table is `plain_wall_s` minus the time of the kernels.
     """
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)

@@ -36,8 +36,14 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
         settings: The parsed command line.
         cost: Sizes and FLOPs of the model.
         rates: Measured speed of one device.
-        results: Figures of each contender, by its name. The figures of "areno" are extended by their share of the
-            floor, which is the least time that the devices need.
+        results: Name of a library ("areno" or one that `--against` names) -> figures of the library by name. The entry
+            "areno" is replaced by one that also has figures relative to the floor, which is the least time that the
+            devices need.
+
+    Returns:
+        The settings, package versions, sizes of the model, `rates`, `floors`, the figures under the name of each
+        library, and `ratio`: name of another library -> phase -> areno's tokens per second divided by those of the
+        library.
     """
     rates = rates.of(settings.world_size)
     floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
@@ -85,8 +91,10 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
         rates: Measured speed of all devices together.
 
     Returns:
-        Percentages of the floor's speed, and model FLOPs utilizations between 0 and 1: `mfu` counts 6 FLOPs for each
-        parameter and token, `needed_mfu` counts the LM head only for trained tokens.
+        Figures by name, for the phases in `ours`. Names with `percent_of`: speed in percent of the floor's speed.
+        `train_tflop_s`: TFLOP/s in training. `mfu` and `needed_mfu`: model FLOPs utilization in training, between 0 and
+        1. `mfu` counts 6 FLOPs for each parameter and token. `needed_mfu` counts the LM head only for trained
+        tokens.
     """
     out: dict[str, float] = {}
     if "rollout_s" in ours:
@@ -128,7 +136,11 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _contender(figures: dict[str, Any]) -> list[str]:
-    """Return the lines of the page for one contender, without its name."""
+    """Return the lines of text about one library, without the name of the library.
+
+    Args:
+        figures: Figures of the library by name.
+    """
     lines = [_phase(phase, figures) for phase in _PHASES if f"{phase}_s" in figures]
     start = f"{figures['start_s']:.1f} s, warm-up {figures['warm_up_s']:.1f} s"
     if "first_token_s" in figures:
@@ -161,7 +173,12 @@ def _contender(figures: dict[str, Any]) -> list[str]:
 
 
 def _phase(phase: str, figures: dict[str, Any]) -> str:
-    """Return the line of the page for one phase, such as "train"."""
+    """Return the line of text about one phase of a library's work, such as "train".
+
+    Args:
+        phase: Name of the phase.
+        figures: Figures of the library by name.
+    """
     text = f"{_speed(phase, figures)} (spread {100 * figures[f'{phase}_spread']:.1f} %)"
     if phase == "rollout":
         text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
@@ -177,10 +194,10 @@ def _phase(phase: str, figures: dict[str, Any]) -> str:
 
 
 def _speed(phase: str, figures: dict[str, Any]) -> str:
-    """Return the tokens per second and the seconds of a phase as text."""
+    """Return the tokens per second and the seconds of a phase as text. `figures`: figures of a library by name."""
     return f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
 
 
 def _line(name: str, text: str) -> str:
-    """Return a line with a name in the first column."""
+    """Return a line of text that has `name` in its first column, followed by `text`."""
     return f"  {name:18} {text}"

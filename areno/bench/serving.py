@@ -252,13 +252,16 @@ def run_serving(settings: Settings, folder: str, random_init: bool) -> dict[str,
 def _measure(
     settings: Settings, drawn: Texts, direct: Callable[..., None], ask: Callable[..., LoadResult]
 ) -> dict[str, dict[str, float]]:
-    """Time the three ways of sampling in turn, and return their figures.
+    """Time sampling directly on the engine, by HTTP clients, and by streaming HTTP clients.
 
     Args:
         settings: The parsed command line.
         drawn: Source of random texts.
         direct: Function that samples a list of texts on the engine.
         ask: Function of (texts, number of clients, whether to stream) that samples the texts over HTTP.
+
+    Returns:
+        The figures that `run_serving` returns.
     """
     work, n_clients = settings.work, settings.clients
     seconds: dict[str, list[float]] = {"direct": [], "answers": [], "streams": []}
@@ -285,7 +288,11 @@ def _measure(
 
 
 def _first_token(seconds: list[float]) -> dict[str, float]:
-    """Return the median and the 99th percentile of the seconds to the first token, as named figures."""
+    """Return the median and the 99th percentile of the seconds to the first token.
+
+    Returns:
+        `first_token_median_s` and `first_token_p99_s`.
+    """
     median, late = np.percentile(seconds, [50, 99])
     return {"first_token_median_s": float(median), "first_token_p99_s": float(late)}
 

@@ -80,9 +80,19 @@ def run_states(settings: Settings, model: str, random_init: bool, folder: Path) 
 
 
 def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -> dict[str, float]:
-    """Time a step alone and a step after `save_state`, and return the seconds by name.
+    """Time a step alone, and then a call of `save_state` followed by another step.
 
     The state may still be written when the second step ends. The wait for the end of the write is not timed.
+
+    Args:
+        ours: The contender whose engine does the work.
+        settings: The parsed command line.
+        repeat: Index of the repeat, which sets the prompts.
+        path: Folder to write the state to.
+
+    Returns:
+        Seconds by name: `step` (the step alone), `save` (the call of `save_state`), `state_step` (the call and the
+        second step together).
     """
     taken = {"step": _timed(lambda: _step(ours, settings, 2 * repeat))}
     started = time.perf_counter()
@@ -94,7 +104,11 @@ def _repeat(ours: ArenoContender, settings: Settings, repeat: int, path: Path) -
 
 
 def _resumed(settings: Settings, model: str, random_init: bool, path: Path) -> dict[str, float]:
-    """Time the load of the state at `path` in a new engine, and the first step of the engine."""
+    """Start a new engine, load the state at `path`, and run one step.
+
+    Returns:
+        Seconds by name: `load_s`, `resume_s` and `resumed_step_s`, as `run_states` describes them.
+    """
     for file in path.iterdir():
         _evict_from_page_cache(file)
     started = time.perf_counter()

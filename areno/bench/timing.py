@@ -66,7 +66,7 @@ class Timed:
         seconds: Name of the phase -> seconds in each timed repeat. Phases are rollout, prefill (a separate rollout of
             one token for each sample), train, logprob and step (rollout and train).
         stats: Statistics returned by `Contender.train` in each repeat.
-        rows: Rows of the last repeat.
+        rows: Training rows of the last repeat.
     """
 
     warm_up_s: float = 0.0
@@ -106,7 +106,7 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
     Args:
         contender: The library to time.
         kind: Kind of work: "rollout", "train", "step" or "logprob".
-        work: The batch.
+        work: The batch, described by the lengths of its prompts and completions.
         repeats: Number of timed repeats.
         warm_up: A shorter batch for the warm-up. None uses `work`.
     """

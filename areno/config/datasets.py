@@ -113,7 +113,7 @@ class ValidSetConfig(DatasetConfig):
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
-        """Report a section without a source of rows."""
+        """Report that the section has neither a path nor a loader, so that there are no rows to read."""
         if not self.is_given:
             yield Missing("path", f"{MISSING_ROWS}; for a run without evaluation, use valid_dataset=null")
 
@@ -125,7 +125,7 @@ def set_name_problems(names: Collection[Any]) -> Iterator[str]:
         names: Keys of the setting `sets`, of any type.
 
     Yields:
-        The text of each problem, which follows the key of the setting in a message.
+        The text of each problem. A message puts the key of the setting `sets` before this text.
     """
     if not names:
         yield "is empty; at least one set is expected"
@@ -147,7 +147,7 @@ class ValidDatasetConfig(ValidSetConfig):
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
-        """Report a single set without a source of rows. Named sets check their own sources."""
+        """Report that a single set has neither a path nor a loader. Named sets check their own sources."""
         return super().something_to_read() if self.sets is None else iter(())
 
     @check

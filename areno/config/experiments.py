@@ -21,7 +21,7 @@ LossFn = Callable[..., Any]
 
 @dataclass(kw_only=True)
 class ExperimentConfig(Section):
-    """Settings that every run has. The subclass of a recipe adds more settings, and defines the loss."""
+    """Settings that every run has. Each recipe has a subclass that adds settings and defines the loss."""
 
     experiment_name: str = setting(help="Name of the experiment, and of the folder that holds its runs")
     trial_name: str | None = setting(
@@ -78,13 +78,13 @@ class ExperimentConfig(Section):
 
     @build_check
     def evaluation_of_nothing(self) -> Iterator[Problem]:
-        """Report an eval/* scalar in saver.best_metric if nothing is evaluated."""
+        """Report that saver.best_metric is an eval/* metric although nothing is evaluated."""
         if self.valid_dataset is None and (metric := self.saver.best_metric or "").startswith("eval/"):
             yield _EVALUATION.problem("saver.best_metric", metric, None)
 
     @build_check
     def metric_of_the_evaluator(self) -> Iterator[Problem]:
-        """Report evaluator.metric or saver.best_metric if evaluation does not measure it."""
+        """Report that evaluator.metric or saver.best_metric names a metric that evaluation does not measure."""
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
 
     def optimizers(self) -> list[models.OptimizerConfig]:
@@ -155,7 +155,8 @@ class ExperimentConfig(Section):
         """Return the metric by which a sweep compares runs.
 
         Returns:
-            (description of the metric, mode). The mode is "max" if larger values are better, otherwise "min".
+            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
+            if larger values are better, otherwise "min".
         """
         return self._objective("eval/loss", "train/loss of the last step", "min")
 
@@ -232,7 +233,8 @@ class PreferenceExperimentConfig(ExperimentConfig):
         """Return the metric by which a sweep compares runs.
 
         Returns:
-            (description of the metric, mode). The mode is "max" if larger values are better, otherwise "min".
+            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
+            if larger values are better, otherwise "min".
         """
         return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
 
@@ -285,13 +287,14 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Return the metric by which a sweep compares runs.
 
         Returns:
-            (description of the metric, mode). The mode is "max" if larger values are better, otherwise "min".
+            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
+            if larger values are better, otherwise "min".
         """
         return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
 
     @check
     def eval_gconfig_of_greedy(self) -> Iterator[Problem]:
-        """Report a temperature of a greedy evaluation, which does not use it."""
+        """Report that eval_gconfig sets a temperature although evaluation is greedy and does not use a temperature."""
         if self.eval_gconfig is not None:
             yield from self.eval_gconfig.unused_in_evaluation("eval_gconfig")
 
@@ -303,7 +306,8 @@ class PolicyExperimentConfig(ExperimentConfig):
             groups: Index of the group of each row. The samples of one prompt are a group.
 
         Returns:
-            For each row, an array with one advantage per trained token. With a critic, (advantages, returns).
+            A list with an array for each row, which has one advantage per trained token. For an algorithm with a
+            critic, a tuple of two such lists: (advantages, returns).
 
         Raises:
             ConfigError: The class defines no advantages.
@@ -380,7 +384,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_minibatches(self) -> bool:
-        """Return whether ppo_n_minibatches does not divide the rows of a step."""
+        """Return whether actor.ppo_n_minibatches cannot divide the rows of a step evenly."""
         return self.rows_per_step % self.actor.ppo_n_minibatches != 0
 
 
@@ -417,5 +421,5 @@ class CriticExperimentConfig(KLExperimentConfig):
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
     def uneven_critic_minibatches(self) -> bool:
-        """Return whether the critic's ppo_n_minibatches does not divide the rows of a step."""
+        """Return whether critic.ppo_n_minibatches cannot divide the rows of a step evenly."""
         return self.rows_per_step % self.critic.ppo_n_minibatches != 0

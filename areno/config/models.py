@@ -104,7 +104,8 @@ _DEVIATION = Needs("std_level", so="nothing is divided by a deviation")
 class NormConfig(Section):
     """Normalisation of rewards or advantages: (x - mean) / (std + eps).
 
-    Mean and standard deviation are each taken over the group (the samples of a prompt) or the batch, or left out.
+    The mean and the standard deviation are each computed over the group (the samples of a prompt) or over the batch.
+    Each can also be left out.
     """
 
     mean_level: Literal["batch", "group"] | None = setting(
@@ -134,7 +135,7 @@ class NormConfig(Section):
 
 @dataclass(kw_only=True)
 class UpdatedModelConfig(Section):
-    """Settings of a trained model and of its updates, without adapters."""
+    """Settings of a trained model and of its updates, except the settings of adapters."""
 
     path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
@@ -182,7 +183,7 @@ class UpdatedModelConfig(Section):
         "the rows; set it",
     )
     def schedule_of_unknown_length(self) -> bool:
-        """Return whether the learning rate decays over all updates although their number cannot be known."""
+        """Return whether the learning rate decays over all updates although the number of updates cannot be known."""
         unknown = self.gradient_accumulation_steps is not None and self.mb_spec.max_tokens_per_mb is not None
         decays = self.optimizer.lr_scheduler_type != "constant"
         return unknown and decays and self.optimizer.lr_decay_steps is None
@@ -316,14 +317,14 @@ class PolicyConfig(ModelConfig):
         "the batch into optimizer steps; set only one of them",
     )
     def two_ways_to_cut_the_batch(self) -> bool:
-        """Return whether two settings both determine the number of optimizer steps per batch."""
+        """Return whether ppo_n_minibatches and gradient_accumulation_steps both set the optimizer steps per batch."""
         return self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
         """The argument `old_logprobs` of Trainer.train, always "recompute" in this class.
 
-        Importance ratios, if there are any, then divide by probabilities that a training pass computed before the
+        If the loss has importance ratios, they divide by probabilities that a training pass computes before the
         update.
         """
         return "recompute"

@@ -1,4 +1,4 @@
-"""Settings of the importance ratio: what it compares, and how stale or mismatched rollouts are corrected.
+"""Settings of the importance ratio: which policies it compares, and how stale or mismatched rollouts are corrected.
 
 The actors of GRPO, GSPO and PPO have these settings (`RatioConfig`). Settings of what a loss does with the ratio, such
 as the clip range, stand beside the formulas in `areno.loss_fns.surrogates`. Imports no torch.
@@ -17,7 +17,11 @@ from areno.schema.fields import Needs, Section, check, forbid, setting
 
 @dataclass(kw_only=True)
 class RejectionSamplingConfig(Section):
-    """How the decoupled loss masks or truncates tokens or rows with extreme importance weights."""
+    """Corrections of tokens or rows with extreme importance weights, in the decoupled PPO loss.
+
+    Such tokens or rows are masked, or their weights are clamped. The importance weight is the probability of a token
+    under the proximal policy (before the update), divided by that under the behaviour policy (of the rollout).
+    """
 
     level: Literal["token", "sequence"] = setting(
         "token", help="Compare each token with the bounds (token), or each row as a whole (sequence)"
@@ -50,7 +54,7 @@ class RejectionSamplingConfig(Section):
 
     @check
     def a_kl_of_zero_passes(self) -> Iterator[Problem]:
-        """Report a lower bound that rejects tokens on which both policies agree."""
+        """Report a lower bound that rejects tokens on which the proximal and the behaviour policy agree."""
         if self.lower is None or self.metric == "ratio":
             return
         if self.metric != "kl_k1":
@@ -60,13 +64,17 @@ class RejectionSamplingConfig(Section):
 
     @forbid("lower", "is {self.lower}, but it must be less than upper={self.upper}")
     def bounds_out_of_order(self) -> bool:
-        """Return whether no value lies between the bounds."""
+        """Return whether `lower` is not less than `upper`, so that no value lies between the bounds."""
         return self.lower is not None and self.lower >= self.upper
 
     @forbid("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
     def ratio_of_one_outside(self) -> bool:
-        """Return whether the bounds reject a ratio of 1, at which both policies agree."""
-        return self.metric == "ratio" and (self.upper <= 1 or (self.lower or 0.5) >= 1 or (self.lower or 0.5) <= 0)
+        """Return whether metric=ratio is set with bounds that reject a ratio of 1, or with a negative `lower`.
+
+        The ratio is 1 for tokens on which the proximal and the behaviour policy agree.
+        """
+        below = self.lower is not None and not 0 < self.lower < 1
+        return self.metric == "ratio" and (self.upper <= 1 or below)
 
 
 @dataclass(kw_only=True)
@@ -119,10 +127,10 @@ class RatioConfig(PolicyConfig):
         "it to recompute",
     )
     def loglinear_decides_late(self) -> bool:
-        """Return whether rejection_sampling or m2_threshold is set together with loglinear.
+        """Return whether prox_logp_method=loglinear is set together with rejection_sampling or m2_threshold.
 
-        Both need proximal log-probabilities before the update. prox_logp_method=loglinear computes these only during
-        the update.
+        The latter two need proximal log-probabilities before the update, but loglinear computes such log-probabilities
+        only during the update.
         """
         needed = self.rejection_sampling is not None or self.m2_threshold is not None
         return self.prox_logp_method == "loglinear" and needed
@@ -133,7 +141,7 @@ class RatioConfig(PolicyConfig):
         "recompute_logprob out",
     )
     def decoupled_from_the_rollout(self) -> bool:
-        """Return whether the decoupled loss would use the behaviour policy as its proximal policy."""
+        """Return whether the decoupled PPO loss would use the behaviour policy as its proximal policy."""
         return self.use_decoupled_loss and not self.recompute_logprob
 
     @property
@@ -147,10 +155,11 @@ class RatioConfig(PolicyConfig):
 
     @property
     def clip_against_rollout(self) -> float | None:
-        """Lower clip range if ratios divide by rollout or interpolated probabilities.
+        """Lower clip range if ratios divide by probabilities from the rollout, or interpolated ones.
 
-        Such probabilities differ from those of a training pass by rounding, which can exceed a narrow clip range. None
-        if ratios divide by the probabilities of a training pass, or if the loss does not clip.
+        The interpolation is between the probabilities of the rollout and of the current policy. None if ratios divide
+        by the probabilities of a training pass, or if the loss does not clip. Probabilities from the rollout differ by
+        rounding from those of a training pass, and this difference can exceed a narrow clip range.
         """
         updates_again = self.ppo_n_minibatches > 1 or self.gradient_accumulation_steps is not None
         interpolates = self.prox_logp_method == "loglinear" and updates_again

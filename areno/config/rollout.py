@@ -24,7 +24,14 @@ _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=
 
 
 def _edit(default: float, **declared: Any) -> Any:
-    """Declare a setting that changes logits in a way that the sampling kernel does not compute; see `LogitEdits`."""
+    """Declare a sampling setting that changes logits in a way that the sampling kernel does not compute.
+
+    The sampler computes the change with `LogitEdits` instead.
+
+    Args:
+        default: The default value, with which no logit changes.
+        **declared: Further arguments of `setting`.
+    """
     field = setting(default, **declared)
     field.metadata = MappingProxyType({**field.metadata, "edits_logits": True})
     return field
@@ -32,7 +39,7 @@ def _edit(default: float, **declared: Any) -> Any:
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
-    """Settings for sampling one completion. `gconfig` and the `SamplingParams` of a script both inherit this class.
+    """Settings for sampling one completion. Base class of the section `gconfig` and of a script's `SamplingParams`.
 
     Every sampling setting is declared here with its default and its bounds. Subclasses change only defaults and
     bounds.
@@ -191,9 +198,9 @@ class GenerationConfig(SamplingConfig):
     temperature: float = as_in(SamplingConfig, "temperature", ge=MIN_TEMPERATURE)
 
     def unused_in_evaluation(self, section: str) -> Iterator[Problem]:
-        """Yield a problem if a temperature is set for greedy evaluation, which does not use it.
+        """Yield a problem if a temperature is set although evaluation is greedy and does not use a temperature.
 
-        In training, the temperature of greedy samples still scales the logits.
+        In training, the temperature of greedy samples has an effect, because it still scales the logits.
 
         Args:
             section: Name of the section, "gconfig" or "eval_gconfig".
@@ -395,6 +402,6 @@ class RewardConfig(Section):
 
 @dataclass(kw_only=True)
 class OnlyReward(Section):
-    """The reward settings without a run, for commands that only score."""
+    """The section `reward` alone, for commands that score completions outside of a run."""
 
     reward: RewardConfig = setting(factory=RewardConfig, help="Reward function", required_in_build=True)

@@ -161,7 +161,7 @@ class SaverConfig(FrequencyConfig):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
-        """Return whether the setting path cannot be the path of a folder."""
+        """Return whether the value of the setting `path` cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 
@@ -211,8 +211,8 @@ class EvaluatorConfig(FrequencyConfig):
 class Layout:
     """How the ranks of an engine hold copies of a model: the sizes of tensor, data and context parallelism.
 
-    Rank r holds shard r % tp_size of copy r // tp_size. So the ranks of a copy are consecutive, and the first of them
-    is its leader.
+    Rank r holds shard r % tp_size of copy r // tp_size. So the ranks of a copy are consecutive. The first rank of a
+    copy is the copy's leader.
 
     Attributes:
         world_size: Number of ranks. Each rank has one device.
@@ -430,7 +430,7 @@ class ClusterConfig(Section):
 
     @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
     def no_path(self) -> bool:
-        """Return whether the setting fileroot cannot be the path of a folder."""
+        """Return whether the value of the setting `fileroot` cannot be the path of a folder."""
         return is_no_folder(self.fileroot)
 
 
@@ -467,7 +467,7 @@ class TensorBoardConfig(Section):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
-        """Return whether the setting path cannot be the path of a folder."""
+        """Return whether the value of the setting `path` cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 

@@ -29,8 +29,9 @@ def render_generation_prompt(
 ) -> str:
     """Render a prompt as text, up to the start of the assistant's next turn.
 
-    A control token inside a message gets a break (see control_tokens.py), so encode the text with
-    `ControlTokens.encode`.
+    A control token inside a message, such as a turn marker, gets a break: a random text that keeps the tokenizer from
+    recognising the control token. `ControlTokens.encode` removes the breaks, so encode the rendered text with that
+    method.
 
     Args:
         tokenizer: Tokenizer of the transformers library.
@@ -139,10 +140,11 @@ def assistant_spans(
 
 
 def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
-    """Return the special token that the template writes after an assistant's text, or by default the tokenizer's EOS.
+    """Return the special token that the chat template writes after an assistant's text.
 
-    The two tokens differ in base models (Qwen2.5: <|im_end|> and <|endoftext|>), and training must teach the
-    template's token.
+    If no such token is found, return the tokenizer's end-of-sequence token, or "" if the tokenizer has none. In base
+    models the template's token is not the end-of-sequence token (Qwen2.5: <|im_end|> and <|endoftext|>), and training
+    must teach the template's token.
     """
     answers = ((i, message) for i, message in enumerate(messages) if message["role"] == "assistant")
     texts = [i for i, answer in answers if not answer.get("tool_calls") and str(answer["content"]).strip()]
@@ -175,9 +177,20 @@ def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) ->
 
 
 def _split_after(tokenizer: Any, messages: list[Any], numbers: list[int], *options: Any) -> list[str]:
-    """Render messages, and split the text after the content of each message in `numbers`.
+    """Render messages, and split the text after the content of each message that `numbers` names.
 
-    `options` are the positional arguments of `render` from `tools` on.
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        messages: The messages.
+        numbers: Indices of the messages, ascending.
+        *options: Positional arguments of `render`, from `tools` on.
+
+    Returns:
+        The substrings of the rendered text. Each substring except the last ends with the content of a message, before
+        trailing spaces. If the template drops or repeats a content, there are not len(numbers) + 1 substrings.
+
+    Raises:
+        DataError: The content of a message in `numbers` is not a text, or the template raises an error.
     """
     marked = list(messages)
     for number in numbers:
@@ -193,9 +206,19 @@ def _split_after(tokenizer: Any, messages: list[Any], numbers: list[int], *optio
 def _turn_start(
     tokenizer: Any, before: list[Any], text: str, content_end: int | None, thinking: bool | None, tools: Any
 ) -> int | None:
-    """Return the character index at which the turn after the messages `before` starts, or None if it cannot be found.
+    """Return the character index at which the assistant's turn after the messages `before` starts.
 
-    `content_end` is the end of the content of the last message in `before`, None if unknown.
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        before: The messages before the turn.
+        text: The rendered conversation that contains the turn.
+        content_end: Character index in `text` after the content of the last message in `before`. None if unknown.
+        thinking: Value of the variable enable_thinking with which generation prompts are rendered. None keeps the
+            template's default.
+        tools: Tool definitions in OpenAI's format, or None.
+
+    Returns:
+        The index in `text`. None if the start of the turn cannot be found.
     """
     if not before:
         return None

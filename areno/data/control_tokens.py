@@ -62,7 +62,7 @@ def control_names(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _written(tokenizer: Any) -> str:
-    """Return the chat template and example conversations that it renders, as one text to search for markers."""
+    """Return the chat template and example conversations that it renders, as one text to search for control tokens."""
     texts = [str(tokenizer.chat_template)]
     for roles in _ROLES:
         messages = [{"role": role, "content": "a"} for role in roles]
@@ -99,7 +99,11 @@ def whole_names(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def _one_of(names: set[str]) -> str:
-    """Return an expression that matches any of the names, as a prefix tree, which is fast for many names."""
+    """Return the source of a regular expression that matches any of the names.
+
+    The expression also matches the beginning of a name if the text ends there. It is a prefix tree, which is fast for
+    many names.
+    """
     if "" in names:
         return ""
     branches = [f"{re.escape(first)}{_one_of(rests)}" for first, rests in sorted(_by_first(names).items())]
@@ -134,7 +138,8 @@ class ControlTokens:
         tokenizer: Tokenizer of the transformers library.
 
     Attributes:
-        names: Texts of the control tokens. Empty after `allow_control_tokens`, which turns the protection off.
+        names: Texts of the control tokens. Empty after a call of `allow_control_tokens`, so that `escape` changes
+            nothing.
         made_of: (chat template, vocabulary size) at construction, by which `control_tokens` notices changes.
     """
 
@@ -146,8 +151,9 @@ class ControlTokens:
     def escape(self, value: Any) -> Any:
         """Put a break into each control token in the texts of a value, at any depth.
 
-        An incomplete control token at the end of a text gets a break, too, because the template may write the rest of
-        the token after it.
+        A break is a random text that keeps the tokenizer from recognising the control token. `encode` removes it. An
+        incomplete control token at the end of a text gets a break, too, because the template may write the rest of the
+        token after it.
 
         Args:
             value: JSON value, such as a message or a list of tools.
@@ -164,7 +170,7 @@ class ControlTokens:
         return [self.escape(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _escape_text(self, text: str) -> str:
-        """Put breaks into the control tokens of a text."""
+        """Put a break (a random text) into each control token of a text, and return the text."""
         slices = [text[at : at + SLICE_CHARACTERS] for at in range(0, len(text), SLICE_CHARACTERS)]
         assert self._found is not None
         if not any(map(self._found.search, slices)):
@@ -172,7 +178,9 @@ class ControlTokens:
         return "".join([self._found.sub(rf"\g<0>{BREAK}", each) for each in slices])
 
     def escape_messages(self, messages: Sequence[Any]) -> list[Any]:
-        """Put breaks into messages, except into the text and the reasoning of the assistant.
+        """Put a break into each control token in messages, as `escape` does for other values.
+
+        The text and the reasoning of the assistant get no breaks.
 
         Args:
             messages: Messages of a conversation.
@@ -187,10 +195,11 @@ class ControlTokens:
         return escaped
 
     def encode(self, text: str) -> list[int]:
-        """Encode a rendered text, in which a control token with a break is ordinary text.
+        """Encode a rendered text without its breaks. A control token with a break is encoded as ordinary text.
 
         Args:
-            text: Rendered text. A text without breaks is encoded by the tokenizer itself, without added special tokens.
+            text: Rendered text, with or without breaks from `escape`. A text without breaks is encoded by the tokenizer
+                itself. No special tokens are added.
 
         Returns:
             The token ids.
@@ -205,7 +214,7 @@ class ControlTokens:
         The tokenizer must be a fast one.
 
         Args:
-            text: Rendered text, with or without breaks.
+            text: Rendered text, with or without breaks from `escape`.
 
         Returns:
             (token ids, offsets), where offsets has (start, end) for each token, as character indices in `text`.
@@ -216,15 +225,17 @@ class ControlTokens:
         return found["input_ids"], found["offset_mapping"]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
-        """Encode a rendered text like `encode`, and look up the offset of a token on demand.
+        """Encode a rendered text like `encode`, and return a function that finds the characters of a token.
 
-        Computing the offsets of all tokens would block other threads: 50 ms for 200,000 tokens.
+        The function exists because computing the offsets of all tokens would block other threads: 50 ms for 200,000
+        tokens. The tokenizer must be a fast one.
 
         Args:
-            text: Rendered text, with or without breaks.
+            text: Rendered text, with or without breaks from `escape`.
 
         Returns:
-            (token ids, function), where the function maps the index of a token to its (start, end) in `text`.
+            (token ids, function), where the function maps the index of a token to (start, end), as character indices in
+            `text`.
         """
         if BREAK in text:
             tokens, offsets = self._encode_apart(text)
@@ -233,10 +244,10 @@ class ControlTokens:
         return found["input_ids"], found.encodings[0].token_to_chars
 
     def _encode_apart(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a text with breaks, using the tokenizer and the aliases that `_plain` returns.
+        """Encode a text that contains breaks, with the second tokenizer and the aliases that `_plain` returns.
 
-        Control tokens without a break are replaced by their aliases first. Control tokens with a break stay ordinary
-        text.
+        Control tokens without a break are first replaced by their aliases, which the second tokenizer recognises.
+        Control tokens with a break stay ordinary text.
 
         Returns:
             (token ids, offsets), where offsets has (start, end) for each token, as character indices in `text`.
@@ -265,7 +276,7 @@ class ControlTokens:
         return tokens, offsets
 
     def _encode_slowly(self, text: str) -> list[int]:
-        """Encode a text with breaks with a slow tokenizer, which is written in Python."""
+        """Encode a text that contains breaks, if the tokenizer is a slow one, which is written in Python."""
         ids = {str(token): number for number, token in added_tokens(self._tokenizer).items()}
         tokens, words = list[int](), ""
         for piece, _ in self._pieces(text):
@@ -277,10 +288,12 @@ class ControlTokens:
         return tokens
 
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
-        """Split a text at its added tokens and breaks.
+        """Split a text at the breaks and at the tokens that must be encoded apart.
+
+        These tokens are the control tokens or, for a slow tokenizer, all added tokens.
 
         Yields:
-            (substring, start index in `text`). Added tokens are substrings of their own, and breaks are left out. The
+            (substring, start index in `text`). Each such token is a substring of its own, and breaks are left out. The
             last substring is empty.
         """
         at = 0
@@ -296,7 +309,7 @@ class ControlTokens:
 
     @cached_property
     def _borders(self) -> Any:
-        """The compiled regular expression of the places at which `_pieces` splits a text: added tokens and breaks."""
+        """The compiled regular expression that matches each break and each token at which `_pieces` splits a text."""
         names = self.names if self._tokenizer.is_fast else map(str, added_tokens(self._tokenizer).values())
         return whole_names([BREAK, *names])
 
@@ -304,13 +317,14 @@ class ControlTokens:
     def _plain(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
         """Make a second tokenizer that encodes the texts of control tokens as ordinary text.
 
-        It shares the vocabulary of the original tokenizer, so it takes little memory. To get the id of a control token,
-        write the alias of the control token in its place.
+        The second tokenizer shares the vocabulary of the original tokenizer, so it takes little memory. In the text to
+        encode, an alias of a control token stands for the control token itself.
 
         Returns:
-            (tokenizer, aliases, ids). `aliases` maps the text of each control token to its alias. `ids` maps token ids
-            of the second tokenizer to (text, token ids in the original tokenizer). The text is "" unless the original
-            vocabulary contains the text of the control token as a word, which is then split into letters.
+            (second tokenizer, aliases, ids). `aliases` maps the text of each control token to its alias. `ids` maps a
+            token id of the second tokenizer to (text, ids in the original tokenizer), for ids that must be replaced.
+            The text is "" for aliases and other added tokens. If the vocabulary contains the text of a control token as
+            an ordinary word, `ids` maps the id of that word to (text of the control token, ids of its letters).
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -351,7 +365,7 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 def allow_control_tokens(tokenizer: Any) -> None:
-    """Turn off the protection of a tokenizer: control tokens inside messages then act as control tokens.
+    """Let control tokens inside messages act as control tokens, by turning off the escaping of a tokenizer.
 
     Args:
         tokenizer: Tokenizer of the transformers library. All later encoding with this tokenizer is affected.

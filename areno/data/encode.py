@@ -61,7 +61,7 @@ def prompt_item(
 
     Args:
         tokenizer: Tokenizer of the transformers library.
-        row: A row of kind "prompt".
+        row: A row in areno's form: a prompt (text or messages), and optionally solutions and tools.
         index: Index of the row in its dataset.
         enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
         prompt_key: Name of the field with the prompt.
@@ -100,8 +100,8 @@ def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool |
         The row with token ids and prompt_mask.
 
     Raises:
-        DataError: The row cannot be rendered with the chat template, or assistant turns cannot be found in the
-            result.
+        DataError: The row cannot be rendered with the chat template, or the assistant turns cannot be found in the
+            rendered text.
     """
     if row.get("response") is not None:
         return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, _tools(row))
@@ -115,7 +115,8 @@ def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
 
     Args:
         tokenizer: Tokenizer of the transformers library.
-        row: A row of kind "dpo".
+        row: A row in areno's form, with the fields prompt, chosen and rejected. The prompt may be absent if chosen and
+            rejected are conversations that begin with it.
         index: Index of the row in its dataset.
 
     Returns:
@@ -152,7 +153,12 @@ def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, 
 
 
 def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequence:
-    """Concatenate pieces, each (token ids, whether the tokens are trained), into a training row."""
+    """Concatenate pieces of a conversation into a training row.
+
+    Args:
+        tokenizer: Tokenizer, whose end-of-sequence id is stored in the row.
+        pieces: (token ids, whether the tokens are trained) for each piece.
+    """
     return TrainSequence(
         tokens=[token for piece, _ in pieces for token in piece],
         prompt_mask=[not trained for piece, trained in pieces for _ in piece],
@@ -172,7 +178,7 @@ def _tools(row: Mapping[str, Any]) -> Any:
 
 
 def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any) -> TrainSequence:
-    """Encode a conversation, in which the assistant turns from message number `first` on are trained.
+    """Encode a conversation as a training row. The assistant turns from message index `first` on are trained.
 
     Trained text and other text are encoded separately, because in a rollout prompt and completion are separate, too.
     """
@@ -194,7 +200,12 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
 
 
 def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> list[tuple[list[int], bool]]:
-    """Encode a conversation whose chat template marks the assistant's text with {% generation %}."""
+    """Encode a conversation whose chat template marks the assistant's text with {% generation %}.
+
+    Returns:
+        (token ids, whether the tokens are trained) for consecutive pieces of the conversation. Marked text is trained
+        if it belongs to the messages from index `first` on.
+    """
 
     def turns(messages: list[Any]) -> list[tuple[list[int], bool]]:
         encoded = tokenizer.apply_chat_template(
@@ -253,7 +264,7 @@ def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tok
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Return whether the backend tokenizer decodes to the same text as transformers does."""
+    """Return whether the tokenizer's Rust backend decodes to the same text as transformers does."""
     return _decodes_by_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces
 
 

@@ -81,10 +81,11 @@ def raw_byte(text: str) -> int | None:
     """Find the first byte that is not UTF-8.
 
     Args:
-        text: Text decoded with the error handler surrogateescape.
+        text: Text decoded with the error handler surrogateescape, in which a surrogate character stands for each such
+            byte.
 
     Returns:
-        Index of the byte in `text`, or None if there is no such byte.
+        Index of the surrogate character in `text`, or None if there is no such character.
     """
     try:
         text.encode()
@@ -98,7 +99,7 @@ def not_utf8(text: str, place: int) -> str:
 
     Args:
         text: Text decoded with the error handler surrogateescape.
-        place: Index of the byte in `text`, as returned by `raw_byte`.
+        place: Index of the surrogate character in `text` that stands for the byte, as returned by `raw_byte`.
 
     Returns:
         The description, without the name of the file and the line.
@@ -114,13 +115,13 @@ _MAX_DEPTH = 300  # levels; json reads some more, depending on the version of Py
 def read_json(file: Path, shown: str, split: str) -> list[Row]:
     """Read rows from a JSON file.
 
-    The file must hold a list of rows, an object whose key `data` or `split` holds a list of rows, or one JSON value per
-    line.
+    The file must hold a list of rows, an object that has a list of rows under the key "data" or under the name of the
+    split, or one JSON value per line.
 
     Args:
         file: Path of the file.
         shown: Name of the file in error messages.
-        split: Name of the split, the key that is read if the file is an object without the key `data`.
+        split: Name of the split, the key that is read if the file is an object without the key "data".
 
     Returns:
         The values in the list. Rows are not checked here.
@@ -182,7 +183,7 @@ def read_jsonl(file: Path, shown: str) -> list[Row]:
 
 
 def _line(text: str, place: int) -> int:
-    """Return the line number, from 1, of a character index."""
+    """Return the line number, from 1, of the character at index `place` in a text."""
     return text.count("\n", 0, place) + 1
 
 
@@ -267,7 +268,20 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
 
 
 def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
-    """Describe the error in a CSV file, which is read again by a single thread in order to count rows."""
+    """Describe why a CSV file could not be read.
+
+    The file is read again by a single thread, in order to find the number of the faulty line or row.
+
+    Args:
+        error: The error from the first reading, which is described if the second reading finds no faulty line or row.
+        file: Path of the file.
+        shown: Name of the file in error messages.
+        parse: pyarrow's ParseOptions of the first reading. They are changed.
+        convert: pyarrow's ConvertOptions of the first reading.
+
+    Returns:
+        The description, without the name of the file.
+    """
     import pyarrow as pa
     from pyarrow import csv
 

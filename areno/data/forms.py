@@ -57,8 +57,8 @@ class Form:
 
     Attributes:
         name: Name of the form.
-        description: Short text for the log that says which fields become which.
-        convert: Function from a row to the fields of areno's form. The fields are added to the row.
+        description: Short text for the log that says which fields of the form become which of areno's fields.
+        convert: Function from a row to a dictionary of areno's fields, which are added to the row.
     """
 
     name: str
@@ -99,14 +99,14 @@ class Converted:
 
 
 def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
-    """Give columns of a dataset the names of areno's fields.
+    """Add areno's fields to the rows of a dataset, with the values of columns that have other names.
 
     Args:
         rows: The rows of the dataset.
         columns: Field of areno's form -> name of the column.
 
     Returns:
-        The rows with the fields added.
+        The rows with the fields added. The columns stay in the rows.
 
     Raises:
         DataError: The dataset lacks one of the columns.
@@ -142,7 +142,7 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
         kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
 
     Returns:
-        The form and its conversion. None if the rows are in areno's form or in an unknown form.
+        The form, which can convert rows. None if the rows are in areno's form or in an unknown form.
     """
     first: Any = rows[0]
     if not isinstance(first, Mapping):
@@ -151,7 +151,10 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
 
 
 def _for_prompts(there: set[str]) -> Form | None:
-    """Return the form of prompt rows with these columns, or None if it is areno's form or unknown."""
+    """Return the form of rows for reinforcement learning that have the columns `there`.
+
+    None if the rows are in areno's form or in an unknown form.
+    """
     if "prompt" in there:
         if "reward_model" in there and "solutions" not in there:
             return Form("verl", "solutions from reward_model.ground_truth", _ground_truth)
@@ -169,11 +172,11 @@ def _for_prompts(there: set[str]) -> Form | None:
 
 
 def _questions(there: set[str], question: str) -> Form | None:
-    """Return the form "questions" for rows with a question column and possibly an answer column.
+    """Return the form "questions", which converts a question and possibly an answer to {prompt, solutions}.
 
     Args:
-        there: Names of all columns.
-        question: Name of the question column.
+        there: Names of all columns of the rows.
+        question: Name of the column that holds the question.
 
     Returns:
         The form. None if the question column is `prompt` and there is no answer column, so that nothing is
@@ -188,7 +191,10 @@ def _questions(there: set[str], question: str) -> Form | None:
 
 
 def _for_answers(there: set[str]) -> Form | None:
-    """Return the form of supervised rows with these columns, or None if it is areno's form or unknown."""
+    """Return the form of rows for supervised fine-tuning that have the columns `there`.
+
+    None if the rows are in areno's form or in an unknown form.
+    """
     if "messages" in there or {"prompt", "response"} <= there:
         return None
     if {"prompt", "completion"} <= there:
@@ -207,7 +213,10 @@ def _for_answers(there: set[str]) -> Form | None:
 
 
 def _for_pairs(there: set[str]) -> Form | None:
-    """Return the form of preference pairs with these columns, or None if it is areno's form or unknown."""
+    """Return the form of rows for preference training that have the columns `there`.
+
+    None if the rows are in areno's form or in an unknown form.
+    """
     if {"conversations", "chosen", "rejected"} <= there:
         description = "prompt from conversations, answers from chosen and rejected"
         return Form("sharegpt", description, _sharegpt_pair)
@@ -221,13 +230,19 @@ def _for_pairs(there: set[str]) -> Form | None:
 
 
 def _ground_truth(row: Row) -> dict[str, Any]:
-    """Return the solutions of a row of verl, from reward_model.ground_truth."""
+    """Return {solutions: reward_model.ground_truth} for a row of verl. The value is None if the row lacks it."""
     model = row.get("reward_model")
     return {"solutions": model.get("ground_truth") if isinstance(model, Mapping) else None}
 
 
 def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
-    """Return the conversion of alpaca rows, whose output becomes the field `answer`."""
+    """Return the function that converts Alpaca rows to {prompt, solutions} or {prompt, response}.
+
+    The prompt is one text of instruction and input, or messages if the row has a system text or a history.
+
+    Args:
+        answer: Name of the field for the row's output: "solutions" or "response".
+    """
 
     def convert(row: Row) -> dict[str, Any]:
         instruction = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
@@ -245,7 +260,17 @@ def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
 
 
 def _completion(row: Row) -> dict[str, Any]:
-    """Convert the fields prompt and completion of TRL, each a text or a list of messages."""
+    """Convert a row of TRL, with the fields prompt and completion, for supervised fine-tuning.
+
+    Returns:
+        Areno's fields to add to the row. {response: the completion} if the completion is a text. Otherwise
+        {messages: the messages of the prompt and then those of the completion}, where a prompt that is a text becomes
+        one user message.
+
+    Raises:
+        DataError: The completion is neither a text nor a list. Or the completion is a list, and the prompt is neither a
+            text nor a list.
+    """
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return {"response": completion}
@@ -254,14 +279,23 @@ def _completion(row: Row) -> dict[str, Any]:
 
 
 def _question_of(messages: list[Any]) -> dict[str, Any]:
-    """Return {prompt: messages before the last answer, solutions: text of the last answer}, or only the prompt."""
+    """Split a conversation that ends with an answer of the assistant.
+
+    Returns:
+        {prompt: the messages before the answer, solutions: the text of the answer}. Only {prompt: all messages} if the
+        last message is not the assistant's.
+    """
     if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
         return {"prompt": messages}
     return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}
 
 
 def _sharegpt_pair(row: Row) -> dict[str, Any]:
-    """Convert a preference pair of ShareGPT."""
+    """Convert a ShareGPT row with a preference pair to {prompt, chosen, rejected}.
+
+    The prompt is a list of messages. An answer {from, value} becomes a list with one message. Any other answer is
+    kept.
+    """
     return {"prompt": sharegpt_messages(row)} | {
         name: [_sharegpt_message(row[name], name)] if isinstance(row.get(name), Mapping) else row.get(name)
         for name in ("chosen", "rejected")
@@ -287,7 +321,17 @@ def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
 
 
 def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
-    """Convert one turn {from, value}."""
+    """Convert one turn {from, value} to a message {role, content}.
+
+    A turn that calls tools becomes a message with empty content and tool_calls. A turn with a role is only copied.
+
+    Args:
+        turn: The turn.
+        where: Name of the turn in the row, such as "conversations[0]", which errors quote.
+
+    Raises:
+        DataError: The turn has another form, or `from` is unknown.
+    """
     if isinstance(turn, Mapping) and "role" in turn:  # some sets mix the two forms
         return dict(turn)
     speaker = turn.get("from") if isinstance(turn, Mapping) else None
@@ -329,7 +373,7 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _text(row: Row, name: str) -> str:
-    """Return a field as text, "" if the field is absent. Raises DataError for other types."""
+    """Return the field `name` of a row as text, "" if the row lacks the field. Raises DataError for other types."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise DataError(f"field {name} is {describe_value(value)}, not text")
@@ -337,7 +381,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _listed(row: Row, name: str) -> list[Any]:
-    """Return a field as a list. Raises DataError for other types."""
+    """Return the field `name` of a row as a list. Raises DataError for other types."""
     value = row.get(name)
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
         raise DataError(f"field {name} is {describe_value(value, name in row)}, not a list")
@@ -363,7 +407,7 @@ def prepare_rows(
         key: Configuration section whose settings `columns` and `loader` errors suggest. "" suggests nothing.
 
     Returns:
-        The rows. Converted rows are converted when they are read.
+        The rows. Rows in another form are converted each time that they are read.
 
     Raises:
         DataError: There are no rows, or rows do not have the form. The message shows the first faulty rows and how

@@ -132,7 +132,7 @@ class BatchLoader(Generic[Item]):
         self._preparer.start()
 
     def _wait_prepared(self) -> None:
-        """Wait for the thread that encodes rows."""
+        """Wait until the thread that encodes rows ahead of their use has ended."""
         if self._preparer is not None:
             self._preparer.join()
             self._preparer = None
@@ -164,7 +164,15 @@ class BatchLoader(Generic[Item]):
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
-        """Return (items of the batch at position `start`, number of skipped rows, position after the batch)."""
+        """Encode the rows of the batch that begins at position `start` of the epoch.
+
+        Args:
+            order: Indices of the rows in this epoch's order.
+            start: Position in `order` of the first row.
+
+        Returns:
+            (encoded rows, number of rows skipped as too long, position in `order` after the batch).
+        """
         self._wait_prepared()
         items: list[Item] = []
         place = start
@@ -191,7 +199,11 @@ class BatchLoader(Generic[Item]):
         yield from (item for index in range(len(self.rows)) if (item := self._item(index)) is not None)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the loader, right after the last batch that it yielded."""
+        """Return the position of the loader, right after the last batch that it yielded.
+
+        Returns:
+            {epoch, next, total_skipped_long}, where next is the position of the next row in this epoch's order.
+        """
         return {"epoch": self.epoch, "next": self._next, "total_skipped_long": self.total_skipped_long}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -231,7 +243,7 @@ class BatchLoader(Generic[Item]):
         return item
 
     def _row_error(self, index: int, error: DataError) -> DataError:
-        """Return an error with the dataset and the index of the row added to its message."""
+        """Return a copy of `error` whose message begins with the name of the dataset and the index of the row."""
         [problem] = error.problems
         text, args = (problem.template, problem.args) if problem.args else ("{}", (problem.message,))
         if self._setting != self.key:

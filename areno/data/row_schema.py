@@ -40,7 +40,7 @@ MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickli
 
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
-    """Check that a row has the form of its kind.
+    """Check that a row has the form that its kind of training needs.
 
     Args:
         row: The row.
@@ -77,7 +77,7 @@ def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
 
 
 def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
-    """Return the reason why a row lacks the fields of its kind, or None if it has them."""
+    """Return the reason why a row lacks the fields that its kind of training needs. None if it has all of them."""
     if not isinstance(row, Mapping):
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":
@@ -172,13 +172,14 @@ def with_text(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
-    """Split a DPO row into (prompt, chosen, rejected).
+    """Split a row for DPO into (prompt, chosen, rejected).
 
     Args:
-        row: A row of kind "dpo".
+        row: A row with the fields prompt, chosen and rejected. The prompt may be absent if chosen and rejected are
+            conversations that begin with it.
 
     Returns:
-        If the answers are text, the prompt unchanged and the two texts. Otherwise three lists of messages.
+        If the answers are text: the prompt unchanged and the two texts. Otherwise: three lists of messages.
 
     Raises:
         DataError: The row is not a valid pair.

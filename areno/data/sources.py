@@ -252,7 +252,10 @@ def _find(path: str, key: str) -> Path | None:
 
 
 def _check_split(config: DatasetConfig, path: str, key: str) -> None:
-    """Raise DataError if the setting split has no effect on the configured source."""
+    """Raise DataError if the setting `split` is set but has no effect on the source at `path`.
+
+    A data file other than .json has no splits, and a hub reference may name its split itself.
+    """
     file = existing_path(path)
     own = file is None and path.count(":") == 2
     if not config.is_default("split") and (own or (file is not None and file.is_file() and format_of(file) != ".json")):
@@ -264,7 +267,13 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
 
 
 def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
-    """Call the user's loader and return its rows."""
+    """Return the rows that the configured loader gives.
+
+    Args:
+        config: The configuration section of the dataset.
+        loader: Value of the setting `loader`: a function in a Python file, or verifiers:NAME.
+        key: Name of the configuration section, which errors quote.
+    """
     if loader.startswith(VERIFIERS):
         if config.dataset_kwargs:
             raise ConfigError(
@@ -306,7 +315,11 @@ def _takes_path(loader: Any) -> bool:
 
 
 def _as_rows(found: Any, split: str) -> Any:
-    """Return the result of a loader as rows, or None if it cannot be rows."""
+    """Return the result of a loader as rows, or None if it cannot be rows.
+
+    From a mapping that has the key `split`, such as a DatasetDict, the rows of this split are returned. Other iterables
+    become lists unless they are datasets.
+    """
     if isinstance(found, Mapping) and split in found:  # such as a DatasetDict
         found = found[split]
     if isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):

@@ -65,9 +65,10 @@ def _linears(config: TransformerConfig) -> dict[str, _Linear]:
 
 
 def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Return the sizes of the linear layers that may have adapters: name -> (outputs, inputs). Experts have none.
+    """Return the sizes of the linear layers that may have adapters: name -> (outputs, inputs).
 
-    Projections that the checkpoint stores as one matrix count as one layer, as in peft.
+    Experts cannot have adapters and are left out. Projections that the checkpoint stores as one matrix count as one
+    layer, as in peft.
 
     Args:
         config: the shape of the model.
@@ -93,7 +94,7 @@ def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
     Args:
         config: the shape of the model.
-        adapters: rank and targets.
+        adapters: the LoRA rank and the adapted modules.
         layout: how the model is divided over devices. The default is one device.
     """
     total = 0
@@ -111,7 +112,7 @@ def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
     Args:
         config: the shape of the model.
-        adapters: rank and targets.
+        adapters: the LoRA rank and the adapted modules.
         layout: how the model is divided over devices. The default is one device.
     """
     total = 0
@@ -123,7 +124,11 @@ def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def _adapted(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_Linear, list[list[int]]]]:
-    """Yield each linear layer with adapters, and its groups of projections (by index) that share an A."""
+    """Yield each linear layer that has adapters, with its projections grouped by the LoRA matrix A that they share.
+
+    Yields:
+        (layer, groups), where a group lists the indices of projections in the layer's `outputs`.
+    """
     for module, linear in _linears(config).items():
         stored = stored_modules(module, config)
         if groups := [group for name, group in stored.items() if name.rsplit(".", 1)[-1] in adapters.targets]:

@@ -48,7 +48,7 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 
     Args:
         model: the model, which is changed in place.
-        adapters: rank, scaling and targets.
+        adapters: the LoRA rank, the scaling factor and the adapted modules.
     """
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
@@ -138,7 +138,7 @@ def stored_adapters(model: Transformer) -> dict[str, Stored]:
 
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
-    """Disable all adapters within this context, so that the model computes the same as its base.
+    """Disable all adapters within this `with` block, so that the model computes the same as its base.
 
     CUDA graphs that were captured before keep using the adapters.
 
@@ -213,7 +213,7 @@ class PeftFolder(NamedTuple):
     """The contents of adapter_config.json.
 
     Attributes:
-        adapters: rank, scaling and targets.
+        adapters: the LoRA rank, the scaling factor and the adapted modules.
         base: the folder or hub id of the model that the adapters were trained on. "": not recorded.
     """
 
@@ -251,7 +251,9 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
-    """Read the adapter_config.json of a peft folder, and the adapted modules from its weight file.
+    """Read the adapter_config.json of a peft folder.
+
+    The names of the adapted modules are taken from the tensors in the folder's weight file.
 
     Args:
         path: the folder or hub id.
@@ -289,9 +291,15 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
 
 
 def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
-    """Return the adapted modules, from the names of the tensors. given: the field target_modules, a list or a regex.
+    """Return the adapted modules of a peft folder, such as q_proj, from the names of the tensors in its weight file.
 
-    Raises CheckpointError for tensors of unknown modules, and for modules that target_modules does not include.
+    Args:
+        folder: the peft folder.
+        model: the shape of the model that the adapters are for.
+        given: the field target_modules of adapter_config.json, a list of names or a regular expression.
+
+    Raises:
+        CheckpointError: a tensor belongs to a module that cannot have adapters, or that `given` does not include.
     """
     with opened(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
@@ -315,7 +323,12 @@ def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str
 
 
 def _is_named(module: str, given: object) -> bool:
-    """Return whether peft would adapt a module. given: the field target_modules, a list or a regex."""
+    """Return whether peft would adapt a module.
+
+    Args:
+        module: the full name of the module, such as "model.layers.0.self_attn.q_proj".
+        given: the field target_modules of adapter_config.json, a list of names or a regular expression.
+    """
     if isinstance(given, str) and given != "all-linear":
         try:
             return re.fullmatch(given, module) is not None
@@ -375,7 +388,7 @@ def adapter_writes(
     Args:
         model: a model with adapters.
         folder: the folder, created if needed.
-        adapters: rank, scaling and targets.
+        adapters: the LoRA rank, the scaling factor and the adapted modules.
         base: the folder or hub id of the base model, which is recorded in adapter_config.json.
         source: folders or hub ids to copy tokenizer files from. The first folder that has tokenizer files is used.
         dp: the ranks with copies of the model. Only the first copy is written. None: there is one copy.

@@ -245,7 +245,13 @@ def read_decoder(
 
 
 def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool) -> None:
-    """Add problems for sizes that contradict each other. is_derived: whether hidden_size sets the head dimension."""
+    """Add problems to `raw.problems` for sizes that contradict each other.
+
+    Args:
+        raw: The fields of `config.json`.
+        config: The shape that was read.
+        is_derived: Whether the head dimension is hidden_size divided by the number of heads.
+    """
     heads = f"num_attention_heads={config.num_heads}"
     if config.num_heads % config.num_kv_heads:
         raw.refuse("num_key_value_heads", f"a divisor of {heads}")
@@ -264,7 +270,14 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
-    """Add problems for fields that ask for a computation that is not implemented."""
+    """Add problems to `raw.problems` for fields that ask for a computation that is not implemented.
+
+    Args:
+        raw: The fields of `config.json`.
+        num_layers: The number of layers.
+        may_slide: Whether the family supports layers with a window.
+        may_recur: Whether the family supports layers with a recurrent state.
+    """
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
     for name, code in raw.get("auto_map", dict, {}).items():

@@ -213,7 +213,10 @@ def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def _body(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
-    """Return the number of parameters of all layers and the final norm, if each expert layer has n_experts experts."""
+    """Return the number of parameters of all layers and the final norm on one rank.
+
+    `n_experts` is the number of experts to count in each layer that has experts.
+    """
     body = config.num_layers * _plain_layer(config, layout) + config.hidden_size
     if config.experts is not None:
         of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, layout)
@@ -420,9 +423,9 @@ def activation_bytes(
 def _rule_bytes(delta: Delta, itemsize: int) -> int:
     """Return the temporary bytes per token of the backward pass of the gated delta rule.
 
-    The input and output projections are left out. Counted are the projected inputs, the result and their gradients, and
-    the fp32 tensors that the kernels of areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and
-    exchange.
+    These are the projected inputs, the result and their gradients, and the fp32 tensors that the kernels of
+    areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py save and exchange. The input and output
+    projections are left out.
     """
     key, value = delta.key_dim, delta.value_dim
     projected = (itemsize + 4) * delta.n_channels + 2 * itemsize * delta.inner_size

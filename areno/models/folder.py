@@ -119,7 +119,7 @@ def write_json(file: Path, values: dict[str, Any]) -> Path:
 
 
 def listing(names: list[str]) -> str:
-    """Join names for an error message. Names after the first SHOWN are only counted.
+    """Join names for an error message. Only the first few (SHOWN) are written out, and the rest are counted.
 
     Args:
         names: the names to join.
@@ -298,9 +298,9 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the file names that an index lists.
+    """Return the names of the weight files that an index file lists.
 
-    Raises CheckpointError unless all are plain names of safetensors files.
+    Raises CheckpointError if the index is invalid, or a name is not that of a .safetensors file in the same folder.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -319,7 +319,7 @@ def _is_plain(name: str) -> bool:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file for this context, which gives the object of `safetensors.safe_open`.
+    """Open a safetensors file for a `with` block, which gets the object of `safetensors.safe_open`.
 
     Args:
         file: the path of the file.

@@ -37,8 +37,8 @@ def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split
 
     Args:
         layer: the layer to compute.
-        x_ND: the normalised input.
-        angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
+        x_ND: the normalised input, (N tokens, D hidden size).
+        angles: (cosines, sines) of the rotary embedding, each (N, 1, C / 2) float32 for head dimension C.
         attend: a callable that computes attention over packed rows or over a KV cache.
         split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
         whole: whether to sum the output over the ranks. If False, the output is this rank's partial sum.
@@ -73,11 +73,11 @@ def mix_tokens_backward(
 
     Args:
         layer: the layer whose gradients are computed.
-        grad_ND: the gradient with respect to the output of `mix_tokens`.
+        grad_ND: the gradient with respect to the output of `mix_tokens`, (N tokens, D hidden size).
         x_ND: the input of `mix_tokens`.
         kept: the second result of `mix_tokens`. None: compute it again.
         needed: the third result of `mix_tokens`.
-        angles: cosines and sines of the rotary embedding, each (N, 1, C / 2) float32.
+        angles: (cosines, sines) of the rotary embedding, each (N, 1, C / 2) float32 for head dimension C.
         attend: a callable that computes attention over packed rows or over a KV cache.
         split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence parallelism).
 
@@ -92,7 +92,7 @@ def mix_tokens_backward(
         x_ND, work = tp.begin_all_gather_rows(x_ND)
 
     def recompute() -> Tensor:
-        """Return the output of the input projection: the kept tensor, or computed again."""
+        """Return the output of the input projection: `kept` or, if `kept` is None, a newly computed tensor."""
         if kept is not None:
             return kept
         if work is not None:
@@ -111,7 +111,7 @@ def mix_tokens_backward(
 
 
 def _input_product(module: Attention | GatedDelta) -> Any:
-    """Return the input projection: qkv of attention, or that of the gated delta rule."""
+    """Return the input projection: `qkv` of attention, or `in_proj` of the gated delta rule."""
     return module.qkv if isinstance(module, Attention) else module.in_proj
 
 
@@ -137,7 +137,11 @@ def _attended_backward(
     angles: Angles,
     attend: PackedAttend,
 ) -> Tensor:
-    """Return the gradient with respect to the qkv output. recompute: a function that returns the qkv output."""
+    """Return the gradient with respect to the output of the qkv projection.
+
+    Adds the gradients of the output projection and of the norms to `.grad`. `recompute` is a function that returns the
+    output of the qkv projection.
+    """
     out_NHC, *saved = needed
     grad_gate_NQ = None
     if attention.gated:
@@ -167,7 +171,10 @@ def _attended_backward(
 def _to_heads(
     attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalised, rotated queries, keys and values (N, heads, C). decodes: whether decode kernels read them."""
+    """Return normalised and rotated queries and keys, and values: each (N tokens, heads, C head dimension).
+
+    `decodes` says whether a decode kernel reads the result next. Such a kernel can begin early.
+    """
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
@@ -176,9 +183,11 @@ def _to_heads(
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
-    """Return the weights of the query and key norms, their eps, and whether the factor is 1 + weight.
+    """Return the parameters of the query and key norms.
 
-    The weights are None unless each head has a norm.
+    Returns:
+        (weight of the query norm, weight of the key norm, eps, whether the factor is 1 + weight). The weights are None
+        unless each head has a norm.
     """
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
@@ -203,9 +212,9 @@ def fused_layer(
 
     Args:
         layer: the layer to compute.
-        stream_ND: the residual stream, float32.
+        stream_ND: the residual stream, (N tokens, D hidden size) float32.
         delta_ND: the output of the previous layer's MLP, which is added to the stream. None: nothing is added.
-        cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
+        cos: cosines of the rotary embedding, (N, 1, C / 2) float32, where C is the head dimension.
         sin: sines of the rotary embedding, (N, 1, C / 2) float32.
         attend: a callable that computes attention over packed rows or over a KV cache. With gradients, a PackedAttend.
         keep: whether to keep the large intermediate results of attention and MLP for the backward pass. If False, the
@@ -228,7 +237,7 @@ def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: Symme
 
     Args:
         norm: the final norm.
-        stream_ND: the residual stream, float32.
+        stream_ND: the residual stream, (N tokens, D hidden size) float32.
         delta_ND: the output of the last MLP.
         memory: symmetric memory through which the kernel sums `delta_ND` over the ranks. None: `delta_ND` is summed
             already.
@@ -241,8 +250,8 @@ def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: Symme
 def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
     """Return the residual stream, which requires a gradient if `module` has parameters to train.
 
-    The autograd functions of this file do not take parameters as inputs, so autograd calls their backward pass only if
-    the stream requires a gradient. If it does not yet, a new autograd leaf is returned.
+    The autograd functions of this file do not take parameters as inputs. So autograd calls their backward pass only if
+    the stream requires a gradient. If the stream does not require a gradient yet, a new autograd leaf is returned.
     """
     if not torch.is_grad_enabled() or stream_ND.requires_grad:
         return stream_ND
@@ -257,14 +266,17 @@ def _add_norm(
     dtype: torch.dtype,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Add `delta_ND` to the residual stream, and return the sum and its RMS norm.
+    """Add `delta_ND` to the residual stream, and normalise the sum.
 
-    If `delta_ND` is None, the sum is the stream itself. With `memory`, `delta_ND` is this rank's partial sum, and is
-    first summed over the tensor-parallel ranks.
+    Args:
+        norm: the norm of the sum. None: the sum is only converted to `dtype`.
+        stream_ND: the residual stream, (N tokens, D hidden size) float32.
+        delta_ND: the summand. None: nothing is added.
+        dtype: the dtype of the result if there is no norm.
+        memory: symmetric memory through which `delta_ND` is first summed over the ranks. None: it is summed already.
 
     Returns:
-        (sum, normed). The sum is in the dtype of the stream. `normed` is in the dtype of the norm's weight. If `norm`
-        is None, `normed` is the sum converted to `dtype`.
+        (sum in the dtype of the stream, normalised sum in the dtype of the norm's weight).
     """
     if memory is not None and delta_ND is not None:
         assert norm is not None
@@ -280,6 +292,12 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient with respect to the sum that `_add_norm` computes, in two dtypes.
 
+    Args:
+        norm: the norm, or None.
+        grad_ND: the gradient with respect to the normalised sum.
+        grad_sum_ND: the gradient with respect to the sum itself, as the first result of `_add_norm`.
+        sum_ND: the sum.
+
     Returns:
         (gradient in the dtype of the sum, gradient in the dtype of `grad_ND`).
     """
@@ -290,12 +308,16 @@ def _add_norm_backward(
 
 
 def _post_norm(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
-    """Return the normalised output of attention or MLP, or x itself without a norm."""
+    """Return the normalised output of attention or MLP. Without a norm, return `x_ND` itself."""
     return x_ND if norm is None else norm.add_and_norm(x_ND, None)[1]
 
 
 def _post_norm_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
-    """Return the gradient with respect to the input of `_post_norm`."""
+    """Return the gradient with respect to the input of `_post_norm`.
+
+    `grad_ND` is the gradient with respect to the output of `_post_norm`. `x_ND` is the input of `_post_norm`, which may
+    be None without a norm.
+    """
     return grad_ND if norm is None or x_ND is None else norm.sum_gradient(grad_ND, None, x_ND)[1]
 
 

@@ -36,7 +36,7 @@ class Attention(nn.Module):
     Attributes:
         index: the index among the layers with attention.
         window: the number of last tokens that a token attends to, itself included. None: all.
-        sizes: the sizes of queries, keys and values on this rank, without gates: Q, P, P.
+        sizes: the widths of all queries, all keys and all values of one token on this rank, without gates.
         q_norm: the norm of queries: an RMSNorm of each head, a ShardedRMSNorm of all heads together, or None.
         k_norm: the norm of keys, of the same type as `q_norm`.
     """
@@ -67,8 +67,8 @@ class Attention(nn.Module):
         """Compute attention, differentiable.
 
         Args:
-            x_ND: inputs, the same on every tensor-parallel rank unless split.
-            cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
+            x_ND: the input, (N tokens, D hidden size). The same on every tensor-parallel rank unless `split`.
+            cos: cosines of the rotary embedding, (N, 1, C / 2) float32, where C is the head dimension.
             sin: sines of the rotary embedding, (N, 1, C / 2) float32.
             attend: a callable that computes attention over packed rows or over a KV cache.
             split: whether `x_ND` and the result hold only this rank's share of the N tokens (sequence parallelism).
@@ -88,11 +88,12 @@ class Attention(nn.Module):
         """Split the output of the qkv projection into queries, keys and values, and the gate of gated attention.
 
         Args:
-            qkv_NX: the output of the qkv projection.
+            qkv_NX: the output of the qkv projection for N tokens. In gated attention, each query head is followed by
+                its gate.
 
         Returns:
-            Queries, keys and values side by side (N, Q + 2 P), and the gate (N, Q). Without gates, `qkv_NX` itself
-            and None.
+            A tuple (qkv, gate). qkv has queries, keys and values side by side. gate is as wide as the queries. Without
+            gates: `qkv_NX` itself and None.
         """
         if not self.gated:
             return qkv_NX, None
@@ -101,11 +102,13 @@ class Attention(nn.Module):
         return torch.cat((q_NHC.flatten(-2), keys_values), dim=-1), gate_NHC.flatten(-2)
 
     def join_gate_gradient(self, grad_NX: Tensor, grad_gate_NQ: Tensor | None) -> Tensor:
-        """Return the gradient with respect to the output of the qkv projection, (N, X), the backward of `split_gate`.
+        """Return the gradient with respect to the output of the qkv projection, as the backward of `split_gate`.
 
         Args:
-            grad_NX: the gradient with respect to queries, keys and values, (N, Q + 2 P).
-            grad_gate_NQ: the gradient with respect to the gate. None without gates; `grad_NX` is then returned.
+            grad_NX: the gradient with respect to the first result of `split_gate`: queries, keys and values side by
+                side.
+            grad_gate_NQ: the gradient with respect to the gate, as wide as the queries. None without gates; `grad_NX`
+                is then returned.
         """
         if grad_gate_NQ is None:
             return grad_NX
@@ -120,8 +123,8 @@ class Attention(nn.Module):
         The result is the input of the output projection.
 
         Args:
-            out_NQ: the output of attention.
-            gate_NQ: the gate. None without gates; `out_NQ` is then returned.
+            out_NQ: the output of attention, (N tokens, width Q of the queries).
+            gate_NQ: the gate, of the same shape. None without gates; `out_NQ` is then returned.
         """
         return out_NQ if gate_NQ is None else out_NQ * torch.sigmoid(gate_NQ)
 
@@ -129,10 +132,11 @@ class Attention(nn.Module):
         """Normalise the queries of all heads together, and likewise the keys, for families with such norms.
 
         Args:
-            qkv_NX: queries, keys and values, side by side (N, Q + 2 P).
+            qkv_NX: queries, keys and values of N tokens, side by side.
 
         Returns:
-            The normalised queries and keys and the values, side by side; `qkv_NX` itself for other families.
+            The normalised queries, the normalised keys and the unchanged values, side by side. For other families,
+            `qkv_NX` itself.
         """
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return qkv_NX
@@ -217,8 +221,8 @@ class Layer(nn.Module):
         """Compute the layer without fused kernels, differentiable.
 
         Args:
-            x_ND: the residual stream.
-            cos: cosines of the rotary embedding, (N, 1, C / 2) float32.
+            x_ND: the residual stream, (N tokens, D hidden size).
+            cos: cosines of the rotary embedding, (N, 1, C / 2) float32, where C is the head dimension.
             sin: sines of the rotary embedding, (N, 1, C / 2) float32.
             attend: a callable that computes attention over packed rows or over a KV cache.
             split: whether each tensor-parallel rank has a different share of the tokens in `x_ND` (sequence

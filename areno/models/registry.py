@@ -243,7 +243,10 @@ def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
 
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
-    """Add a problem if the sizes give an impossible number of parameters, before memory runs out."""
+    """Add a problem to `raw.problems` if the sizes give an impossible number of parameters.
+
+    Without this check, memory would run out when the model is built.
+    """
     if (size := parameters(config)) > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
         limit = f"expected at most {MAX_PARAMETERS:.0e}"
@@ -251,7 +254,11 @@ def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
 
 
 def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:
-    """Return the ids of `eos_token_id`, which is an int, a list of ints, or null. Adds a problem for other values."""
+    """Return the token ids in the field `eos_token_id`, which is an int, a list of ints, or null.
+
+    A value of another type, or an id outside of the vocabulary, adds a problem to `raw.problems` and gives an empty
+    set.
+    """
     value = raw.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):

@@ -23,7 +23,8 @@ def read_rope(
 ) -> Rope:
     """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
 
-    If a file has both, transformers uses `rope_scaling` alone. So contradicting `rope_parameters` are a problem here.
+    If a file has both `rope_parameters` and `rope_scaling`, transformers uses `rope_scaling` alone. So it is a problem
+    here if the two contradict each other.
 
     Args:
         raw: The fields of `config.json`. Problems are added to `raw.problems`.
@@ -32,7 +33,7 @@ def read_rope(
             and another share is a problem.
         interleaved: Whether neighbouring elements of a head are rotated together, rather than elements half a head
             apart.
-        unused: Further fields of the section that do not change the computation.
+        unused: Names of fields in `rope_parameters` or `rope_scaling` that do not change the computation.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     if not scaling.values:
@@ -86,7 +87,7 @@ def _read_section(
         max_positions: The context length of the model, in tokens.
         partial: The share of a head that is rotated if the file does not set it. None: the whole head must be rotated.
         theta: The rope base if the section has no `rope_theta`. None: `rope_theta` of `raw`.
-        unused: Further fields of the section that do not change the computation.
+        unused: Names of further fields in the section that do not change the computation.
     """
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
@@ -114,12 +115,15 @@ def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
 
 
 def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the field `factor` of `Rope`, read for linear or dynamic scaling."""
+    """Return {"factor": value}, the argument of `Rope` for linear or dynamic scaling, from the section `params`."""
     return {"factor": params.get("factor", float, ge=1)}
 
 
 def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the fields of `Rope` for the scaling by frequency bands of Llama 3."""
+    """Return the arguments of `Rope` for Llama 3's scaling by frequency bands, from the section `params`.
+
+    `original` is the context length before scaling, in tokens.
+    """
     low = params.get("low_freq_factor", float, gt=0, le=1e6)
     high = params.get("high_freq_factor", float, gt=low, le=1e6)
     factor = params.get("factor", float, ge=1)
@@ -127,10 +131,11 @@ def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, A
 
 
 def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the fields of `Rope` for YaRN scaling.
+    """Return the arguments of `Rope` for YaRN scaling, from the section `params`.
 
-    As in transformers, an absent `factor` is max_positions / original, which must be above 1. An absent
-    `attention_factor` is computed from the factor.
+    `original` and `max_positions` are the context lengths before and after scaling, in tokens. As in transformers, an
+    absent `factor` is max_positions / original, which must be above 1. An absent `attention_factor` is computed from
+    the factor.
     """
     factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
     above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))
@@ -149,9 +154,10 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
 
 
 def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Read longrope. Only `short_factor` is used, because areno supports the context up to the original length alone.
+    """Return the arguments of `Rope` for longrope, from the section `params`.
 
-    A missing `long_factor` is refused, as transformers refuses it.
+    Of the two lists of factors, only `short_factor` is used, because areno supports the context only up to the length
+    `original`, in tokens. A missing `long_factor` is a problem all the same, since transformers refuses it.
     """
     params.get("long_factor", list)
     factors = params.get("short_factor", list)

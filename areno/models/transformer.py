@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         n_kept: int = 0,
         split: bool = False,
     ) -> Tensor:
-        """Return the hidden states after the final norm, (N, D), the same on every rank.
+        """Return the hidden states after the final norm, (N tokens, D hidden size), the same on every rank.
 
         Args:
             tokens_N: int64 token ids of all sequences, packed.
@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         return memory if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 
     def _hook_stage(self, x_ND: Tensor, stage: int) -> None:
-        """Make the backward pass call `on_stage_backward` when it reaches x, the input of a stage.
+        """Make the backward pass call `on_stage_backward` when it has the gradient of `x_ND`, the input of a stage.
 
         All gradients of this and later stages are complete then, because autograd runs later nodes first.
         """
@@ -194,28 +194,31 @@ class Transformer(nn.Module):
         return self.embed if self.head is None else self.head
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return the logits (K, vocab_size) float32, gathered over the ranks.
+        """Return the logits of all token ids, (K, vocab_size) float32, gathered over the ranks.
 
-        Without gradient if there are several ranks.
+        If there are several ranks, the logits have no gradient.
 
         Args:
-            hidden_KD: hidden states of the positions.
+            hidden_KD: hidden states of K positions, (K, D hidden size).
         """
         return self.tp.gather(self.logit_columns(hidden_KD))[:, : self.config.vocab_size]
 
     def logit_columns(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, (K, V) float32. V is equal on all ranks; padding columns are zero.
+        """Return this rank's columns of the logits, (K, V) float32.
+
+        V is the vocabulary size divided by the ranks and rounded up, so it is equal on all ranks. Padding columns are
+        zero.
 
         Args:
-            hidden_KD: hidden states of the positions.
+            hidden_KD: hidden states of K positions, (K, D hidden size).
         """
         return self.output.product(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits without padding columns, (K, n_valid) float32.
+        """Return this rank's columns of the logits without padding columns, (K, token ids of this rank) float32.
 
         Args:
-            hidden_KD: hidden states of the positions.
+            hidden_KD: hidden states of K positions, (K, D hidden size).
         """
         return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
 
@@ -223,7 +226,7 @@ class Transformer(nn.Module):
         """Return the values (K,) float32 that the head of a critic or reward model computes.
 
         Args:
-            hidden_KD: hidden states of the positions.
+            hidden_KD: hidden states of K positions, (K, D hidden size).
         """
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)

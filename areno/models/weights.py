@@ -68,7 +68,7 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
 
 
 class Stored(NamedTuple):
-    """A tensor of the weight files. It holds several entries, stacked by rows, if the files fuse their modules.
+    """A tensor in the weight files. If the files fuse several modules, the rows of several entries are stacked in it.
 
     Attributes:
         entries: the entries, from the first row.
@@ -107,13 +107,13 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
 
 
 def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Return the permutation of the rows of a head for a module, or None if the module's rows are not permuted.
+    """Return the permutation of the rows of a head for a module. None if the module's rows are not permuted.
 
     Only the projections and norms of queries and keys are permuted.
 
     Args:
-        inner: the module inside a layer, such as "self_attn.q_proj".
-        order: the permutation that `head_order` returned, which may be None.
+        inner: the name of the module inside a layer, such as "self_attn.q_proj".
+        order: the permutation that `head_order` returned. None: no module is permuted.
         config: the shape of the model.
     """
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
@@ -445,7 +445,10 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file:
 def _write_other_files(
     model: Transformer, folder: Path, source: str | Path | Sequence[str | Path], dtype: torch.dtype, plan: Any
 ) -> None:
-    """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk."""
+    """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk.
+
+    `plan` is the division of the tensors into weight files, by huggingface_hub.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     sources = [source] if isinstance(source, str | Path) else source
     written = copy_tokenizer_files([resolve(path) for path in sources], folder)

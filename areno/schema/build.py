@@ -150,7 +150,15 @@ def _warn_of_name(old: str, new: str) -> None:
 
 
 def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
-    """Return the paths in `data` that match a dotted key, in which `*` matches any name."""
+    """Return the paths in nested mappings that match a dotted key.
+
+    Args:
+        data: Nested mappings.
+        parts: The names in the dotted key. `*` matches any name.
+
+    Returns:
+        The matching paths, each a list of names.
+    """
     if not parts:
         return [[]]
     if not isinstance(data, Mapping):
@@ -160,7 +168,7 @@ def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
 
 
 def _taken(data: Any, names: list[str]) -> Any:
-    """Remove the value at a path and return it. Sections that become empty are removed too."""
+    """Remove the value at the path `names` in `data`, and return it. Sections that become empty are removed too."""
     name, *inner = names
     if not inner:
         return data.pop(name)
@@ -171,7 +179,7 @@ def _taken(data: Any, names: list[str]) -> Any:
 
 
 def _inside(data: Any, names: list[str]) -> Any:
-    """Return the section at a path. Sections that do not exist are added."""
+    """Return the section at the path `names` in `data`. Sections that do not exist are added."""
     for name in names:
         if not isinstance(data.get(name), dict):
             data[name] = {}
@@ -184,7 +192,7 @@ def with_defaults(
 ) -> dict[Any, Any]:
     """Fill in the defaults of the settings that `data` leaves out.
 
-    A named section (Setting.sections) inherits the settings that it leaves out from its enclosing section.
+    If a named section (Setting.sections) leaves out a setting, the value in its enclosing section is filled in.
 
     Args:
         cls: The dataclass of the section.
@@ -216,11 +224,11 @@ def with_defaults(
 def _examine(
     cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[Problem], explain: Callable[..., str]
 ) -> T:
-    """Construct the section that `data` describes in full, or a partial section if something is wrong.
+    """Construct a section, or a partial section if something is wrong.
 
     Args:
         cls: The dataclass of the section.
-        data: A value for each setting.
+        data: A value for each setting of the section.
         prefix: Dotted key of the section, with a dot at its end. "" for the whole configuration.
         problems: Receives all problems.
         explain: Function of (unknown key or refused `key=value`, prefix, names in the same section) that returns a text
@@ -266,7 +274,10 @@ def _examine(
 
 
 def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mapping[Any, Any]) -> None:
-    """Remove problems of named sections if the enclosing section has the same problem with the same, inherited value.
+    """Remove problems of named sections that only repeat problems of the enclosing section.
+
+    A problem is a repetition if the enclosing section has a problem with the same setting, and both sections have the
+    same value of this setting, which the named section has then inherited.
 
     Args:
         problems: All problems, which are changed.
@@ -294,12 +305,22 @@ def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]
 
 
 def _expects(value: Any, cls: type[Section]) -> str:
-    """Return the message about a value that is given in place of a section."""
+    """Return the message about `value`, which is given where a section of the class `cls` is expected."""
     return f"is {show(value)}; a section is expected, with keys {', '.join(settings(cls))}"
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:
-    """Return a "did you mean" text with similar names in the same section or, if there are none, in other sections."""
+    """Return a "did you mean" text with names that are similar to an unknown key.
+
+    Args:
+        key: The unknown key, without its section.
+        prefix: Dotted key of its section, with a dot at its end.
+        siblings: Names of the settings in the same section.
+        all_keys: Dotted keys of all settings, which are searched if no sibling is similar.
+
+    Returns:
+        The text. "" if no name is similar.
+    """
     close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2)]
     if not close:
         leaves = {full.rsplit(".", 1)[-1] for full in all_keys}

@@ -118,7 +118,7 @@ class Needs:
         """Return whether the setting has an effect with a value of the other setting.
 
         Args:
-            value: Value of the setting that `key` names.
+            value: Value of the other setting, which `self.key` names.
         """
         return value in self.values if self.values else bool(value)
 
@@ -145,7 +145,7 @@ class Needs:
 class Unused(Problem):
     """The problem of a setting that has no effect because of another setting.
 
-    The key of the other setting is relative to the same section, like `key`.
+    The keys of the two settings (`key` and `other`) are relative to the same section.
     """
 
     @property
@@ -285,6 +285,9 @@ class Setting:
 
         Args:
             value: Any value, such as one read from YAML.
+
+        Returns:
+            The converted value.
 
         Raises:
             InvalidValue: The value has another type or lies outside of the bounds.
@@ -518,7 +521,8 @@ def unused(section: Section, in_build: bool = False) -> list[Problem]:
         in_build: Whether to report also the needs that apply only in `build` (`Needs.in_build`).
 
     Returns:
-        A problem for each such setting whose other setting is in this section. Keys are relative to the section.
+        A problem for each setting in `section` or its nested sections that lacks an effect because of a setting in
+        `section`. Keys are relative to `section`.
     """
     found = []
     for key, field, need in _needs_of(type(section)):
@@ -542,10 +546,12 @@ def dependents(cls: type[Section], name: str) -> list[str]:
 
 @cache
 def _needs_of(cls: type[Section]) -> list[tuple[str, Setting, Needs]]:
-    """Return the needs (`only_with`) in a section and its nested sections that name a setting of this section.
+    """Return the needs (`only_with`) of settings in a section or its nested sections.
+
+    Only needs that name another setting of the section itself are returned.
 
     Returns:
-        (dotted key of the setting with the need, declaration of this setting, need).
+        (dotted key of the setting with the need, declaration of this setting, need) for each need.
     """
     found = []
 
@@ -574,8 +580,13 @@ def _value_at(section: Any, key: str) -> Any:
 def _given(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) if a setting differs from its default.
 
-    If the setting is a nested section, yield a pair for each setting in it that differs, except for the key
-    `besides`.
+    If the setting is a nested section, yield a pair for each setting in it that differs.
+
+    Args:
+        section: The section that has the setting.
+        key: Dotted key of the setting, relative to `section`.
+        field: Declaration of the setting.
+        besides: Dotted key of a setting in a nested section that is left out.
     """
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):

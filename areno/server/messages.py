@@ -105,7 +105,7 @@ def _content(value: Any, where: str) -> str | None:
                 raise bad_field(f"{where}[{number}]", f"is of type {show(kind)}; this server takes text only")
             piece = part.get(part["type"])
             if not isinstance(piece, str):
-                raise bad_field(f"{where}[{number}].text", f"is {show(piece)}; a string is expected")
+                raise bad_field(f"{where}[{number}].{part['type']}", f"is {show(piece)}; a string is expected")
             parts.append(piece)
         text = "\n".join(parts)
     else:

@@ -86,8 +86,8 @@ def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int
         config: The shape of the model.
 
     Returns:
-        For each module of the weight files, the indices of the projections in it. These are several indices if the
-        files fuse the projections, else a single one.
+        Name of a module in the weight files -> indices of its projections in the result of `layer_names`. There are
+        several indices if the weight files fuse several projections.
     """
     whole, found = stored_names(config), {}
     for index, name in enumerate(layer_names(module, config)):
