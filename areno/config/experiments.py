@@ -334,7 +334,10 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
     )
     def routes_of_agents(self) -> bool:
-        """Return whether routing replay is set in a run with agents, whose samples have no routes."""
+        """Return True if routing replay is set in a run with agents, which is not supported.
+
+        The samples of agents do not record the experts of each token.
+        """
         return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(

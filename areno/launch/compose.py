@@ -175,7 +175,7 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
 
 @contextmanager
 def mention_version(folder: Path) -> Iterator[None]:
-    """Add the version of areno that wrote a run to a ConfigError in the `with` block.
+    """In a `with` block, extend a ConfigError by the version of areno with which a run was written.
 
     The error is unchanged if the version is the same as the version in use.
 

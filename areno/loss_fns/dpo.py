@@ -40,7 +40,8 @@ def dpo_loss_fn(
     Call `Trainer.train` with rows_per_unit=2, so that both rows of a pair are in the same micro-batch.
 
     Args:
-        pack: The micro-batch, with ref_logprobs. Its rows are chosen and rejected answers in turn.
+        pack: The micro-batch, with ref_logprobs. Row 0 is the chosen answer of the first pair, row 1 the rejected
+            answer, and so on.
         logprobs: (N,) log-probabilities under the trained policy, differentiable.
         beta: Strength of the pull towards the reference model: the factor on the margin, or the tau of ipo.
         label_smoothing: Assumed probability that the chosen and the rejected answer of a pair are swapped. Only for
@@ -53,7 +54,7 @@ def dpo_loss_fn(
 
     Raises:
         DataError: rows_per_unit is not 2, a row has no trained token, or the pack has no ref_logprobs.
-        ValueError: loss_type is unknown or does not use label_smoothing.
+        ValueError: loss_type is unknown, or label_smoothing is not 0 with "ipo".
     """
     if pack.rows_per_unit != 2:
         raise DataError(

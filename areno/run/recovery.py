@@ -469,7 +469,7 @@ class Recovery(AbstractContextManager["Recovery"]):
     def write_now(self, step: int) -> None:
         """Write a training state to disk, and block until it is complete.
 
-        The state contains the state dict that `remember` received last.
+        The counters and loader positions in it are those of the last call of `remember`.
 
         Args:
             step: The step that has just ended.

@@ -164,7 +164,9 @@ class Unused(Problem):
 
 
 def _plain(value: Any) -> str:
-    """Return a value as messages show it: a section as `set`, text without quotes, 5.0 as 5."""
+    """Return a value as error messages show it: text without quotes, 5.0 as "5", and a whole section as the word
+    "set".
+    """
     value = int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
     return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 

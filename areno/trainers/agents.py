@@ -1,4 +1,8 @@
-"""The rollout of agents, which sample through the endpoint of a session, and the training rows of trajectories."""
+"""Rollouts with agents, and the training rows made from their trajectories.
+
+An agent is user code that calls the model through the HTTP endpoint of a rollout session. A trajectory is the list of
+model calls and messages that the agent returns.
+"""
 
 from __future__ import annotations
 

@@ -210,10 +210,11 @@ class WorkerPool(Generic[Config]):
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
     def _run_calls(self, work: Work, look: Callable[[], object]) -> None:
-        """Send calls and receive answers until each call in `work` has an outcome.
+        """Send calls to the processes and receive answers until each call in `work` has an outcome.
 
-        `look` is called at least every half second. If the wait ends with an exception, all busy processes are
-        replaced. Raises EngineError if the pool was not started.
+        `look` is called at least every half second, so that the caller can check the progress and stop the calls with
+        an exception. If an exception ends this method, all busy processes are replaced. Raises EngineError if the pool
+        was not started.
         """
         if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)

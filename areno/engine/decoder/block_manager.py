@@ -157,9 +157,12 @@ class KVLayout:
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Return the number of blocks of all attention layers that take as much memory as `n_blocks` pool blocks.
+        """Convert a number of pool blocks to the number of blocks with all attention layers that need the same memory.
 
-        A pool block holds `block_size` tokens of only `layers_per_block` layers. The result is rounded up.
+        A pool block holds `block_size` tokens in `layers_per_block` layers only. The result is rounded up.
+
+        Args:
+            n_blocks: Number of pool blocks.
         """
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
@@ -284,10 +287,10 @@ class BlockManager:
     def physical_blocks(self, first: int) -> tuple[int, ...]:
         """Return the indices of the KV blocks in a group block, one for each block table of its group of layers.
 
-        A group block is the KV blocks for `block_size` tokens in one group of layers.
+        A group block is the set of KV blocks for `block_size` tokens in one group of layers.
 
         Args:
-            first: First block of the group block, which must be in use.
+            first: Index of the first KV block, as `allocate` returned it. The group block must be in use.
         """
         return self._physical_blocks[first]
 
@@ -370,16 +373,16 @@ class BlockManager:
             self._ref_counts[group_block] += 1
 
     def allocate(self, group: int = 0) -> int:
-        """Allocate a group block: the KV blocks for `block_size` tokens in one group of layers.
+        """Allocate the KV blocks for `block_size` tokens in one group of layers.
 
-        Evicts cached group blocks if necessary. The caller must have checked that `n_available` suffices. The reference
-        count of the group block is 1.
+        Together these KV blocks are called a group block. Cached group blocks are evicted if necessary. The caller must
+        have checked that `n_available` suffices. The reference count of the new group block is 1.
 
         Args:
             group: Index of the group of layers.
 
         Returns:
-            The first block of the group block.
+            The index of the first KV block. `physical_blocks` returns all of them.
         """
         n_blocks = self.groups[group].n_tables
         while len(self.free_blocks) < n_blocks:

@@ -220,7 +220,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def _has_stop_string(self, stop_strings: StopStrings) -> bool:
-        """Return whether the completion contains a stop string, now that the last token was appended.
+        """Return whether the completion, including the newest token, contains a stop string.
 
         False until the completion has `min_new_tokens` tokens.
         """

@@ -134,14 +134,15 @@ class NodeHost:
         return arrived, list(processes.counters)
 
     def exit_codes(self, rank: int | None, timeout: float) -> dict[int, int | None]:
-        """Return the exit code of each worker on this node by rank.
+        """Return the exit code of each worker process on this node.
 
         Args:
-            rank: Rank on this node whose end to wait for before the codes are read. None does not wait.
-            timeout: Longest wait for the end of `rank`, in seconds.
+            rank: Global rank of a worker on this node. The method first waits until this worker has ended. None does
+                not wait.
+            timeout: Longest wait, in seconds.
 
         Returns:
-            Exit code by rank. The code is None while the worker runs, and -N if signal N ended it. Empty before
+            Exit code by global rank. The code is None while the worker runs, and -N if signal N ended it. Empty before
             `start`.
         """
         return {} if self._processes is None else self._processes.exit_codes(rank, timeout)

@@ -169,7 +169,7 @@ class TrainBackend:
             sampling: Sampling settings, whose temperature divides the logits.
 
         Returns:
-            (N,) float32 log-probabilities, 0 at all other tokens.
+            (N,) float32 log-probabilities. Tokens that are not in `trained_T` have 0.
         """
         with torch.no_grad():
             logprobs_N = self._logprobs(packed, trained_T, sampling)[0]

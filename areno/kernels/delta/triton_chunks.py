@@ -2,8 +2,8 @@
 # pyright: reportGeneralTypeIssues=false
 """The gated delta rule of packed sequences (rows) in chunks as Triton kernels.
 
-`triton_chunks_backward.py` has the gradients. Chunks follow section 3.3 of the paper and "Parallelizing Linear
-Transformers with the Delta Rule" (Yang et al. 2024, arXiv 2406.06484). For a chunk and a value head, let g be the
+`triton_chunks_backward.py` has the gradients. Chunks follow section 3.3 of "Gated Delta Networks" (arXiv 2412.06464) and
+"Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484). For a chunk and a value head, let g be the
 running sums of the logarithms of decay and S the state before the chunk. q, k, v and the following matrices have one
 row for each token:
 
@@ -13,7 +13,7 @@ row for each token:
     next S = exp(g_last) S + (exp(g_last - g) k)^T v_new
 
 The first kernel computes `inverse`, `w` and `u` of all chunks. The second goes along each row and computes `v_new` and
-the states. The third computes the outputs. No exponent is above 0. g is stored as a sum of two fp32 numbers,
+the states. The third computes the outputs. No argument of exp is above 0. g is stored as a sum of two fp32 numbers,
 g + g_low, which is nearly as precise as float64. Saved tensors and sums are fp32.
 
 Shape letters as in `areno.kernels.delta` and its `parts.py`. Blocks of K and V are padded to a power of two.

@@ -51,11 +51,14 @@ def truncate(
         span: number of logits in a span.
 
     Returns:
-        kept_BS: float32, sum of the weights above the smallest kept logit in each span, relative to the row's maximum.
-        equal_BS: int32, number of logits equal to the smallest kept logit in each span.
-        bounds_3B: int32 per row: the smallest kept logit as a key of `ordered`, how many of the logits equal to it are
-            kept, and whether it was found among candidates. In rows without top-k and top-p the second is -1 and all
-            other results are undefined.
+        kept_BS: float32, for each span the sum of exp((x - largest of the row) / temperature) over the logits x that
+        are
+            larger than the smallest logit kept in the row.
+        equal_BS: int32, for each span the number of logits that equal the smallest logit kept in the row.
+        bounds_3B: int32 per row: the smallest kept logit as a key of `ordered`; the number of logits equal to it that
+        are
+            kept; and whether it was found among the candidates, see `find_candidates`. In rows without top-k
+            and top-p the second is -1 and all other results are undefined.
     """
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     kept_BS, equal_BS = torch.empty_like(tops_BS), torch.empty_like(tops_BS, dtype=torch.int32)
