@@ -164,9 +164,7 @@ class Unused(Problem):
 
 
 def _plain(value: Any) -> str:
-    """Return a value as error messages show it: text without quotes, 5.0 as "5", and a whole section as the word
-    "set".
-    """
+    """Return a value as error messages show it: text without quotes, 5.0 as "5", a whole section as "set"."""
     value = int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
     return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 

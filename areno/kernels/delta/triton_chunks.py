@@ -2,10 +2,10 @@
 # pyright: reportGeneralTypeIssues=false
 """The gated delta rule of packed sequences (rows) in chunks as Triton kernels.
 
-`triton_chunks_backward.py` has the gradients. Chunks follow section 3.3 of "Gated Delta Networks" (arXiv 2412.06464) and
-"Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484). For a chunk and a value head, let g be the
-running sums of the logarithms of decay and S the state before the chunk. q, k, v and the following matrices have one
-row for each token:
+`triton_chunks_backward.py` has the gradients. Chunks follow section 3.3 of "Gated Delta Networks" (arXiv 2412.06464)
+and "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484). For a chunk and a value head, let g be
+the running sums of the logarithms of decay and S the state before the chunk. q, k, v and the following matrices have
+one row for each token:
 
     A = strictly lower part of (beta_i exp(g_i - g_j) k_i k_j);  inverse = (1 + A)^-1
     w = inverse (beta exp(g) k);  u = inverse (beta v);  v_new = u - w S
