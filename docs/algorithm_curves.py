@@ -130,7 +130,8 @@ def present(folder: Path) -> list[str]:
 
 def table(folder: Path) -> str:
     """The table of results, in Markdown."""
-    lines = ["| | reward, first step -> last 5 | held-out accuracy | seconds |", "|---|---|---|---|"]
+    head = "| run | mean reward, first step -> mean of the last 5 steps | held-out accuracy at the end | seconds |"
+    lines = [head, "|---|---|---|---|"]
     for name in present(folder):
         first, last, accuracy, seconds = summary(run_folder(folder, name))
         lines.append(f"| {name} | {first:.2f} -> {last:.2f} | {accuracy:.3f} | {seconds:.0f} |")
