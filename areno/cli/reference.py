@@ -24,9 +24,11 @@ _HEAD = """\
 This page lists every setting of every recipe. Give a setting on the command line (`actor.optimizer.lr=2e-6`) or in a
 YAML file. Types and bounds are checked before a run starts, and all problems are reported at once.
 
-- *Recipes* names the recipes that have a setting. It is left out if all recipes have the setting.
+- The word *Recipes* introduces the names of the recipes that have a setting. If it is missing, all recipes have the
+  setting.
 - If a default or a meaning differs between recipes, the table gives it for each recipe.
-- In the column "meaning", a name without a dot, such as `lr`, is a key of the same section.
+- In the column "meaning", a name without a dot, such as `lr`, is a key of the section that the setting is in, or a key
+  of the top level, such as `seed`.
 
 The page is generated from the dataclasses in `areno/config/`, `areno/recipes/`, `areno/reward_fns/` and
 `areno/services/`, and a test checks that it is up to date.
@@ -100,18 +102,19 @@ def flag_tables() -> str:
 
 
 def _table(heading: str, found: list[Flag]) -> str:
-    lines = [f"### {heading}", "", "| flag | setting | default | meaning |", "|---|---|---|---|"]
+    lines = [f"### {heading}", "", "| flag | setting that the flag sets | default | meaning |", "|---|---|---|---|"]
     if heading == "Basic":
         names = ", ".join(own_algorithms())
-        about = f"gspo; with `--resume`, that of the run | {names}, or one of another package"
-        lines.append(f"| `--algo TEXT` | the recipe | {about} |")
+        about = f"Algorithm: {names}, or one of another installed package."
+        default = "gspo; with `--resume`, the algorithm of the run"
+        lines.append(f"| `--algo TEXT` | the recipe | {default} | {about} |")
     return "\n".join([*lines, *map(_line, found)]) + "\n"
 
 
 def _line(flag: Flag) -> str:
     name = f"{flag.name} {flag.type_text}".strip() + (f", --no-{flag.name[2:]}" if flag.negative else "")
     keys = dict.fromkeys(row.key for rows in flag.keys.values() for row in rows)
-    only = "" if len(flag.keys) == len(own_algorithms()) else f" *{', '.join(flag.keys)}*"
+    only = "" if len(flag.keys) == len(own_algorithms()) else f" *Algorithms: {', '.join(flag.keys)}.*"
     cells = [f"`{name}`", ", ".join(f"`{key}`" for key in keys), flag.default, f"{flag.about}.{only}"]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -45,14 +45,14 @@ _TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
 _KL_TYPES = {"low_var_kl": "k3"}
 # Help of flags for which the help of the setting is unclear without its section, or describes a value of the setting.
 _HELP = {
-    "--use-kl-loss": "Add a term for the KL divergence to the reference model to the loss",
+    "--use-kl-loss": "Add a KL term to the loss, which keeps the policy close to the reference model",
     "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",
-    "--adam-8bit": "Use AdamW with moments that are quantized to 8 bits in blocks. They take 2 bytes per parameter "
-    "instead of 8",
+    "--adam-8bit": "Use AdamW with moments that are quantized to 8 bits in blocks. The moments then take 2 bytes per "
+    "parameter instead of 8",
     "--disable-thinking": "Render the chat template with enable_thinking=false",
     "--ref-ckpt": "Model folder or hub id of the reference model. Default: the policy before training",
-    "--critic-lr": "Peak learning rate of the critic. 0: its weights do not change",
-    "--save-interval": "Save a checkpoint each time this many steps have passed, and at the end of the run",
+    "--critic-lr": "Peak learning rate of the critic. 0: the weights of the critic do not change",
+    "--save-interval": "Save a checkpoint each time this many training steps have passed, and at the end of the run",
     "--save-path": "Folder of the checkpoints. Default: checkpoints/ in the folder of the run",
     "--metrics-log-dir": "Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
     "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1, because all samples of a prompt "

@@ -14,15 +14,26 @@ from areno.schema.fields import Missing, Needs, Section, build_check, check, set
 class ColumnsConfig(Section):
     """The dataset column that holds each field of a row. If null, the column has the same name as the field."""
 
-    prompt: str | None = setting(None, help="Column of the prompt, which is a text or a list of messages")
-    solutions: str | None = setting(
-        None, help="Column of the reference answer, which the reward function compares the completion with"
+    prompt: str | None = setting(
+        None, help="Column of the prompt, which is a text or a list of messages. null: areno recognises the column"
     )
-    response: str | None = setting(None, help="Column of the answer to train on (SFT)")
-    messages: str | None = setting(None, help="Column of the conversation to train on (SFT)")
-    chosen: str | None = setting(None, help="Column of the better answer (DPO)")
-    rejected: str | None = setting(None, help="Column of the worse answer (DPO)")
-    tools: str | None = setting(None, help="Column of the tool definitions, which are passed to the chat template")
+    solutions: str | None = setting(
+        None,
+        help="Column of the reference answer, which the reward function compares with the completion. null: areno "
+        "recognises the column",
+    )
+    response: str | None = setting(
+        None, help="Column of the answer to train on (SFT). null: areno recognises the column"
+    )
+    messages: str | None = setting(
+        None, help="Column of the conversation to train on (SFT). null: areno recognises the column"
+    )
+    chosen: str | None = setting(None, help="Column of the better answer (DPO). null: areno recognises the column")
+    rejected: str | None = setting(None, help="Column of the worse answer (DPO). null: areno recognises the column")
+    tools: str | None = setting(
+        None,
+        help="Column of the tool definitions, which are passed to the chat template. null: areno recognises the column",
+    )
 
     def given(self) -> dict[str, str]:
         """Return field -> column for the columns that are set."""
@@ -49,7 +60,7 @@ class DatasetConfig(Section):
     )
     columns: ColumnsConfig = setting(
         factory=ColumnsConfig,
-        help="Names of the columns, if they differ from the names that areno expects",
+        help="Names of the dataset columns that hold the fields of a row",
         only_with=Needs(
             "loader", None, so="its rows are taken as they are", do="set loader to null to read the file itself"
         ),

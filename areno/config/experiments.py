@@ -25,15 +25,18 @@ class ExperimentConfig(Section):
 
     experiment_name: str = setting(help="Name of the experiment, and of the folder that holds its runs")
     trial_name: str | None = setting(
-        None, help="Name of the run, and of its folder in the folder of the experiment. null: the time of its start"
+        None, help="Name of the run, and of its folder in the folder of the experiment. null: the start time of the run"
     )
     seed: int = setting(1, help="Seed of the data order, of sampling and of random weights", ge=0)
     total_train_epochs: int = setting(10, help="Number of passes over the training data", gt=0, flag="--epochs")
     total_train_steps: int | None = setting(
-        None, help="End the training after this many steps. null: no limit on steps", gt=0, flag="--max-steps"
+        None,
+        help="End the training after this many training steps. null: no maximum number of steps",
+        gt=0,
+        flag="--max-steps",
     )
     total_train_n_seqs: int | None = setting(
-        None, help="End the training after this many training rows. null: no limit on rows", gt=0
+        None, help="End the training after this many training rows. null: no maximum number of rows", gt=0
     )
     tokenizer_path: str | None = setting(
         None, help="Folder or hub id of the tokenizer. null: the tokenizer in the folder of actor.path"
@@ -244,7 +247,9 @@ class PolicyExperimentConfig(ExperimentConfig):
     """Settings of reinforcement learning: sample a group of completions per prompt, score it, update the policy."""
 
     actor: models.PolicyConfig = setting(help="The policy")
-    ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
+    ref: models.RefConfig | None = setting(
+        None, help="Frozen reference model for the KL loss. null: no reference model"
+    )
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training")
     eval_gconfig: GenerationConfig | None = setting(
         None, help="Sampling during evaluation. null: as in gconfig", flags={}, only_with=_EVALUATION

@@ -27,9 +27,9 @@ class OptimizerConfig(Section):
 
     type: OptimizerType = setting(
         "adam",
-        help="adam: AdamW with fp32 moments, 8 bytes per parameter. adam_8bit: AdamW with moments that are "
-        "quantized to 8 bits in blocks, 2 bytes per parameter. sgd: SGD without momentum, which has no "
-        "moments",
+        help="adam: AdamW with fp32 moments, which take 8 bytes per parameter. adam_8bit: AdamW with moments that "
+        "are quantized to 8 bits in blocks and take 2 bytes per parameter. sgd: SGD without momentum, which "
+        "has no moments",
         flag="--adam-8bit=adam_8bit",
     )
     lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
@@ -47,7 +47,7 @@ class OptimizerConfig(Section):
     lr_decay_steps: int | None = setting(
         None,
         help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to "
-        "min_lr_ratio * lr. null: all optimizer steps of the run, or 1000 in a script that calls areno.Trainer",
+        "min_lr_ratio * lr. null: all optimizer steps of the run (in a script that calls areno.Trainer: 1000)",
         gt=0,
         flag="--lr-decay-steps",
     )
@@ -68,7 +68,7 @@ class OptimizerConfig(Section):
     )
     gradient_clipping: float = setting(
         1.0,
-        help="Gradients are scaled down if their global norm is larger than this. 0: no clipping",
+        help="Gradients are scaled down if their global norm is larger than this number. 0: no clipping",
         ge=0,
         flag="--grad-clip-norm",
     )
@@ -91,8 +91,8 @@ class MicroBatchSpec(Section):
     )
     max_tokens_per_mb: int | None = setting(
         None,
-        help="Largest number of tokens per micro-batch. Rows are packed first-fit decreasing. null: mini_bs rows "
-        "per micro-batch",
+        help="Largest number of tokens per micro-batch. Rows are distributed to micro-batches by "
+        "first-fit-decreasing bin packing. null: mini_bs rows per micro-batch",
         gt=0,
     )
 
@@ -151,8 +151,8 @@ class UpdatedModelConfig(Section):
     )
     max_skipped_steps: int | None = setting(
         10,
-        help="Steps with a loss or gradient that is not finite are skipped. End the run after this many skipped "
-        "steps in a row. null: never",
+        help="An optimizer step is skipped if its loss or gradient is not finite. After this many consecutive "
+        "skipped steps, the run ends with an error. null: the run never ends for this reason",
         gt=0,
     )
     gradient_checkpointing: bool = setting(
@@ -163,8 +163,8 @@ class UpdatedModelConfig(Section):
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        help="Make an optimizer step after every so many micro-batches, on the sum of their gradients. null: one "
-        "optimizer step per batch",
+        help="Number of micro-batches per optimizer step. Their gradients are summed. null: one optimizer step per "
+        "batch",
         gt=0,
         flag="--gradient-accumulation-steps",
     )
@@ -267,8 +267,8 @@ class PolicyConfig(ModelConfig):
 
     ppo_n_minibatches: int = setting(
         1,
-        help="Number of optimizer steps per rollout batch. In all of them, importance ratios compare with the "
-        "policy before the first optimizer step",
+        help="Number of optimizer steps per rollout batch. In all of these optimizer steps, importance ratios "
+        "compare with the policy before the first of them",
         gt=0,
     )
     routing_replay: bool = setting(
@@ -283,25 +283,28 @@ class PolicyConfig(ModelConfig):
         None, help="Clip each reward to [-reward_clip, reward_clip] after scaling. null: no clipping", gt=0
     )
     overlong_reward_penalty: bool = setting(
-        False, help="Reduce the rewards of completions whose length is close to max_new_tokens (DAPO 2503.14476 eq. 13)"
+        False,
+        help="Reduce the rewards of completions whose length is close to gconfig.max_new_tokens (DAPO 2503.14476 "
+        "eq. 13)",
     )
     overlong_tokens: int | None = setting(
         None,
-        help="The penalty for long completions starts when a completion is this many tokens shorter than "
-        "max_new_tokens. From there it grows linearly",
+        help="Needed with overlong_reward_penalty. A completion is penalised if it is longer than "
+        "gconfig.max_new_tokens minus this number of tokens. From this length on, the penalty grows linearly",
         gt=0,
         only_with=_OVERLONG,
     )
     overlong_penalty_factor: float | None = setting(
         None,
-        help="Largest penalty. It is subtracted from the reward of a completion with max_new_tokens tokens",
+        help="Needed with overlong_reward_penalty. Largest penalty for a long completion. It is subtracted from the "
+        "reward of a completion with gconfig.max_new_tokens tokens",
         gt=0,
         only_with=_OVERLONG,
     )
     mask_no_eos_with_zero: bool = setting(
         False,
-        help="Do not train on completions that were cut off at max_new_tokens. Their rewards still count in the "
-        "mean and standard deviation of their group",
+        help="Do not train on completions that were cut off at gconfig.max_new_tokens. The rewards of these "
+        "completions still count in the mean and standard deviation of their group",
     )
     reward_norm: NormConfig | None = setting(
         None, help="Normalisation of rewards before advantages are computed. null: rewards are not normalised"
@@ -400,7 +403,7 @@ class RefConfig(Section):
     path: str | None = setting(
         None,
         help="Model folder or hub id of the reference model. null: the initial weights of the actor, which are "
-        "loaded once for both",
+        "loaded once for actor and reference model",
         flag="--ref-ckpt",
     )
     offload: bool = setting(False, help="Keep the reference model in host memory while it is not in use (CUDA)")
@@ -432,7 +435,7 @@ class CriticConfig(Section):
     offload: bool = setting(False, help="Keep the critic in host memory while it is not in use (CUDA)")
     mask_no_eos_with_zero: bool = setting(
         False,
-        help="Do not train the critic on completions that were cut off at max_new_tokens. With "
+        help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. With "
         "actor.mask_no_eos_with_zero, neither the actor nor the critic is trained on these completions",
     )
     warmup_steps: int = setting(

@@ -24,7 +24,9 @@ class RejectionSamplingConfig(Section):
     """
 
     level: Literal["token", "sequence"] = setting(
-        "token", help="Compare each token with the bounds (token), or each row as a whole (sequence)"
+        "token",
+        help="token: the metric of each token is compared with the bounds (lower, upper). sequence: one "
+        "metric of the whole row is compared with the bounds",
     )
     action: Literal["mask", "clamp"] = setting(
         "mask",
@@ -87,10 +89,11 @@ class RatioConfig(PolicyConfig):
 
     recompute_logprob: bool = setting(
         True,
-        help="true: the denominator of the importance ratio is computed by the training code. This costs nothing "
-        "for the first update of a batch. For later updates it costs one more forward pass. false: the "
-        "denominator is the probability that the rollout computed. It differs from that of the training "
-        "code by rounding, and this alone can move ratios out of a narrow clip range",
+        help="true: the training code computes the denominator of the importance ratio. This costs nothing for the "
+        "first update of a batch, and one more forward pass for the later updates of the batch. false: the "
+        "denominator is the probability that the rollout computed. This probability differs by rounding from "
+        "the one that the training code computes, and the difference alone can move ratios out of a narrow "
+        "clip range",
     )
     use_decoupled_loss: bool = setting(
         False,
@@ -101,17 +104,17 @@ class RatioConfig(PolicyConfig):
     )
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
         "recompute",
-        help="Source of the proximal log-probabilities. recompute: one more forward pass before the update. "
-        "loglinear: no additional forward pass. The first update of a batch uses the log-probabilities of "
-        "its own forward pass. Later updates interpolate between the behaviour and the current policy "
-        "according to the staleness of the row. metrics: the same as recompute; in addition, the error that "
-        "loglinear would have is logged",
+        help="Source of the proximal log-probabilities (of the policy before the update). recompute: one more "
+        "forward pass before the update. loglinear: no additional forward pass. The first update of a batch "
+        "uses the log-probabilities of its own forward pass. Later updates interpolate between the behaviour "
+        "and the current policy according to the staleness of the row. metrics: as recompute, and a metric is "
+        "the error that loglinear would have",
         only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
         None,
         help="With use_decoupled_loss: mask tokens whose importance weights are extreme, or clamp their weights. "
-        "null: neither",
+        "null: no token is masked or clamped",
         only_with=Needs("use_decoupled_loss", so="tokens have no weights"),
     )
     m2_threshold: float | None = setting(

@@ -47,8 +47,8 @@ class SamplingConfig(Section):
 
     greedy: bool = setting(
         False,
-        help="Always take the most likely token. In training this needs an agent or n_samples=1, because all "
-        "samples of a prompt would be equal",
+        help="Always take the most likely token. In training this needs an agent or n_samples=1, because otherwise "
+        "all samples of a prompt would be equal",
         flag="--greedy",
     )
     top_p: float = setting(
@@ -224,12 +224,13 @@ class RolloutConfig(DecoderConfig):
 
     max_concurrent_rollouts: int | None = setting(
         None,
-        help="Largest number of sequences that are decoded at the same time. null: batch_size * n_samples",
+        help="Largest number of samples that are decoded at the same time. null: all samples of a step "
+        "(train_dataset.batch_size * gconfig.n_samples)",
         gt=0,
         flag="--max-running-prompts",
     )
     drop_rollout_state: bool = setting(
-        False, help="Free the KV cache and the CUDA graphs between steps", flag="--drop-rollout-state"
+        False, help="Free the KV cache and the CUDA graphs after the rollout of each step", flag="--drop-rollout-state"
     )
     enable_thinking: bool | None = setting(
         None,
@@ -256,8 +257,8 @@ class RolloutConfig(DecoderConfig):
     )
     dump_n_samples: int = setting(
         8,
-        help="Without dump_to_file: number of samples per step that are recorded in rollouts/<step>.jsonl. Whole "
-        "groups are drawn at random. 0: none",
+        help="Used if dump_to_file is false: number of samples per step that are recorded in rollouts/<step>.jsonl. "
+        "Whole groups are drawn at random. 0: no sample is recorded",
         ge=0,
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
     )
@@ -346,8 +347,8 @@ class RewardConfig(Section):
     )
     timeout_s: float = setting(
         30.0,
-        help="Time limit in seconds for fn to score one sample. If it takes longer, the sample counts as a "
-        "timeout and has no reward",
+        help="Time limit in seconds for fn to score one sample. If fn takes longer, the sample counts as a timeout "
+        "and has no reward",
         gt=0,
         le=86400,
         only_with=_FUNCTION,

@@ -40,9 +40,9 @@ class DecoderConfig(Section):
 
 
 _ALL = "Save (saver), evaluate (evaluator) or write a state (recover)"
-_AT_STEPS = "each time this many steps have passed. null: the number of steps does not matter"
+_AT_STEPS = "each time this many training steps have passed. null: the number of steps does not matter"
 _AT_EPOCHS = "each time this many epochs have passed. null: the number of epochs does not matter"
-_AT_SECS = "at the end of a step if this many seconds have passed since the last time. null: the time does not matter"
+_AT_SECS = "at the end of a step if this many seconds have passed since the last {}. null: the time does not matter"
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class FrequencyConfig(Section):
 
     freq_steps: int | None = setting(None, help=f"{_ALL} {_AT_STEPS}", gt=0)
     freq_epochs: int | None = setting(None, help=f"{_ALL} {_AT_EPOCHS}", gt=0)
-    freq_secs: float | None = setting(None, help=f"{_ALL} {_AT_SECS}", gt=0)
+    freq_secs: float | None = setting(None, help=f"{_ALL} {_AT_SECS.format('one')}", gt=0)
 
 
 @dataclass(kw_only=True)
@@ -63,13 +63,14 @@ class RecoverConfig(FrequencyConfig):
 
     mode: Literal["auto", "resume", "off"] = setting(
         "auto",
-        help="auto: resume the unfinished run of this trial_name, if there is one. resume: the same, but it is an "
-        "error if there is no such run. off: never resume, and write no states. on is the same as auto, and "
-        "disabled the same as off",
+        help="auto: resume the unfinished run of this trial_name, if there is one. resume: resume this run, and end "
+        "with an error if there is none. off: never resume, and write no states. on is another name of auto, "
+        "and disabled another name of off",
         aliases={"on": "auto", "disabled": "off"},
     )
+    freq_steps: int | None = setting(None, help=f"Write a state {_AT_STEPS}", gt=0)
     freq_epochs: int | None = setting(1, help=f"Write a state {_AT_EPOCHS}", gt=0)
-    freq_secs: float | None = setting(600.0, help=f"Write a state {_AT_SECS}", gt=0)
+    freq_secs: float | None = setting(600.0, help=f"Write a state {_AT_SECS.format('state')}", gt=0)
     keep: int = setting(
         2,
         help="Number of newest states to keep on disk. While a state is being written, there is one more state on disk",
@@ -108,12 +109,9 @@ class SaverConfig(FrequencyConfig):
         "has a subfolder. null: checkpoints/ in the folder of the run",
         flag="--save-path",
     )
-    freq_steps: int | None = setting(
-        100,
-        help=f"Save a checkpoint {_AT_STEPS}",
-        gt=0,
-        flag="--save-interval",
-    )
+    freq_steps: int | None = setting(100, help=f"Save a checkpoint {_AT_STEPS}", gt=0, flag="--save-interval")
+    freq_epochs: int | None = setting(None, help=f"Save a checkpoint {_AT_EPOCHS}", gt=0)
+    freq_secs: float | None = setting(None, help=f"Save a checkpoint {_AT_SECS.format('checkpoint')}", gt=0)
     mode: Literal["auto", "sync", "async"] = setting(
         "sync",
         help="sync: the step waits until its checkpoint is on disk. async: the step waits until the weights are "
@@ -121,7 +119,9 @@ class SaverConfig(FrequencyConfig):
         "on CPU",
     )
     keep: int | None = setting(
-        None, help="Number of newest checkpoints to keep. Older ones are removed. null: keep all checkpoints", gt=0
+        None,
+        help="Number of newest checkpoints to keep. Older checkpoints are removed. null: keep all checkpoints",
+        gt=0,
     )
     best_metric: str | None = setting(
         None,
@@ -137,7 +137,7 @@ class SaverConfig(FrequencyConfig):
     )
     keep_best: int = setting(
         1,
-        help="Number of best checkpoints to keep, in addition to the newest ones",
+        help="Number of best checkpoints to keep, in addition to the newest checkpoints",
         gt=0,
         only_with=(_COMPARING, Needs("keep", so="no checkpoint is removed")),
     )
@@ -149,9 +149,9 @@ class SaverConfig(FrequencyConfig):
     )
     push_to_hub: str | None = setting(
         None,
-        help="Model repository of the Hugging Face hub (owner/name). Every checkpoint is uploaded to it while the "
-        "run continues. Needs a token in the environment variable HF_TOKEN. In a sweep, each run has its own "
-        "repository, with the number of the run at the end of the name. null: no upload",
+        help="Model repository of the Hugging Face hub (owner/name), to which every checkpoint is uploaded while "
+        "the run continues. Needs a token in the environment variable HF_TOKEN. In a sweep, each run has its "
+        "own repository, whose name ends with the index of the run. null: no upload",
     )
     hub_private: bool = setting(
         True,
@@ -175,10 +175,13 @@ class EvaluatorConfig(FrequencyConfig):
     A run with a valid_dataset always evaluates at its end.
     """
 
+    freq_steps: int | None = setting(None, help=f"Evaluate {_AT_STEPS}", gt=0)
+    freq_epochs: int | None = setting(None, help=f"Evaluate {_AT_EPOCHS}", gt=0)
+    freq_secs: float | None = setting(None, help=f"Evaluate {_AT_SECS.format('evaluation')}", gt=0)
     eval_before_train: bool = setting(False, help="Also evaluate once before the first training step")
     patience: int | None = setting(
         None,
-        help="Early stopping: end the run after this many evaluations in a row in which metric did not improve. "
+        help="Early stopping: end the run after this many consecutive evaluations in which metric did not improve. "
         "null: no early stopping",
         gt=0,
     )
@@ -306,10 +309,7 @@ class EngineConfig(Section):
         "auto", help="Device type. auto: cuda if it is available, else cpu"
     )
     world_size: int | None = setting(
-        None,
-        help="Number of devices. null: all visible GPUs, or one CPU device",
-        gt=0,
-        flag="--world-size",
+        None, help="Number of devices. null: all visible GPUs, or one CPU device", gt=0, flag="--world-size"
     )
     tp_size: int = setting(
         1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size"
@@ -322,8 +322,8 @@ class EngineConfig(Section):
     )
     zero_stage: Literal[0, 1, 2] = setting(
         1,
-        help="What the data-parallel copies of a trained model shard among them (ZeRO 1910.02054). 0: nothing. "
-        "1: fp32 masters and optimizer moments. 2: also the gradients of the layers, which costs "
+        help="What the data-parallel copies of a trained model shard among them (ZeRO 1910.02054). 0: nothing. 1: "
+        "fp32 master weights and optimizer moments. 2: as 1, and the gradients of the layers, which costs "
         "communication in every micro-batch. The setting changes memory use and speed, but not the result",
     )
     sequence_parallel: bool | None = setting(
@@ -334,25 +334,25 @@ class EngineConfig(Section):
     )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
-        help="inline: run the only device in the driver process. spawn: start one process per device. auto: inline "
-        "for a single CPU device, else spawn",
+        help="inline: the driver process itself computes, on one device. spawn: start one worker process per "
+        "device. auto: inline for a single CPU device, else spawn",
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
         help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels of "
-        "torch (SDPA). auto: the same as native. On GPUs below compute capability 8.0, the kernels of torch "
-        "are used with every value",
+        "torch (SDPA). auto: the same as native. GPUs below compute capability 8.0 always use native",
         flag="--attn-backend",
     )
     exact: bool = setting(
         False,
         help="Compute each token in a fixed order of operations, so that the log-probabilities of sampled tokens "
-        "are bit-identical in rollout and training. If they are not, the run ends with an error",
+        "are bit-identical in rollout and training. If the log-probabilities differ, the run ends with an error",
     )
     deterministic: bool = setting(
         False,
         help="Make two runs of the same configuration on the same machine bit-identical: weights, optimizer "
-        "moments, samples and all metrics except times and memory. Runs are somewhat slower",
+        "moments, samples and all metrics except times and memory. Such runs are somewhat slower than runs "
+        "without this setting",
     )
     dummy_load: bool = setting(
         False, help="Use random weights in all models, for benchmarks. The model folders need no weight files"
@@ -440,8 +440,8 @@ class SchedulerConfig(Section):
 
     type: Literal["local", "ray"] = setting(
         "local",
-        help="local: start the worker processes on this machine. ray: start them on the nodes of a Ray cluster. "
-        "The environment variable RAY_ADDRESS names the cluster. Without this variable, it is the cluster "
+        help="local: start the worker processes on this machine. ray: start them on the nodes of a Ray cluster. The "
+        "environment variable RAY_ADDRESS names the cluster. Without this variable, areno uses the cluster "
         "that runs on this machine. If no cluster runs, a run on one node starts its own Ray",
     )
     setup_timeout: float = setting(

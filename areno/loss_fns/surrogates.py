@@ -138,12 +138,12 @@ class ClipRange(Surrogate):
     """
 
     eps_clip: float = setting(
-        0.2, help="Clip range: the ratio is clipped to [1 - eps_clip, 1 + eps_clip]", gt=0, flag="--clip-eps"
+        0.2, help="Clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip]", gt=0, flag="--clip-eps"
     )
     eps_clip_higher: float | None = setting(
         None,
-        help="Upper clip range: the ratio is clipped to [1 - eps_clip, 1 + eps_clip_higher] (DAPO 2503.14476). "
-        "null: eps_clip",
+        help="Upper clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip_higher] (DAPO "
+        "2503.14476). null: the value of eps_clip",
         gt=0,
     )
 
@@ -226,8 +226,12 @@ class SAPO(Surrogate):
         sapo_tau_neg: Temperature for other advantages.
     """
 
-    sapo_tau_pos: float = setting(1.0, help="Temperature of the SAPO gate for tokens with positive advantages", gt=0)
-    sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for tokens with negative advantages", gt=0)
+    sapo_tau_pos: float = setting(
+        1.0, help="With surrogate=sapo: temperature of SAPO's gate for tokens with positive advantages", gt=0
+    )
+    sapo_tau_neg: float = setting(
+        1.05, help="With surrogate=sapo: temperature of SAPO's gate for tokens with negative advantages", gt=0
+    )
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the gated loss and the gate f'(r), both of the shape of `ratio`. `logprobs` is not used."""
@@ -258,8 +262,12 @@ class SurrogateConfig(SAPO, CISPO, Clip):
         "the gradient of each token's log-probability is multiplied by the clipped ratio, which has no "
         "gradient itself (CISPO 2506.13585 eq. 4). sapo: a soft gate in place of the clip (SAPO 2511.20347)",
     )
-    use_cispo_loss: bool | None = setting(None, help="true is the same as surrogate=cispo; false turns cispo off")
-    use_sapo_loss: bool | None = setting(None, help="true is the same as surrogate=sapo; false turns sapo off")
+    use_cispo_loss: bool | None = setting(
+        None, help="true is the same as surrogate=cispo; false turns cispo off. null: surrogate decides"
+    )
+    use_sapo_loss: bool | None = setting(
+        None, help="true is the same as surrogate=sapo; false turns sapo off. null: surrogate decides"
+    )
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class DPOActorConfig(ModelConfig):
     beta: float = setting(
         0.1,
         help="Beta of DPO, by which the log-ratios of chosen and rejected answer are multiplied. A larger beta "
-        "keeps the policy closer to ref. With loss_type=ipo, this is the parameter tau of IPO",
+        "keeps the policy closer to the reference model. With loss_type=ipo, this is the parameter tau of IPO",
         gt=0,
         flag="--dpo-beta",
     )

@@ -33,10 +33,10 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
 
     reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
         "seq_mean_token_mean",
-        help="How the losses of tokens become the loss of the step. seq_mean_token_mean: mean over the tokens of "
-        "each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
-        "seq_mean_token_sum_norm: sum over the tokens of each row divided by max_new_tokens, then mean over "
-        "rows (Dr.GRPO)",
+        help="How the losses of tokens become the loss of an optimizer step. seq_mean_token_mean: mean over the "
+        "tokens of each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
+        "seq_mean_token_sum_norm: sum over the tokens of each row divided by gconfig.max_new_tokens, then mean "
+        "over rows (Dr.GRPO)",
     )
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "token",
@@ -75,7 +75,10 @@ class GRPOActorConfig(TokenPolicyConfig):
     """The actor of GRPO (2402.03300)."""
 
     eps_clip: float = setting(
-        0.2, help="Clip range: the ratio is clipped to [1 - eps_clip, 1 + eps_clip]", gt=0, flag="--grpo-clip-eps"
+        0.2,
+        help="Clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip]",
+        gt=0,
+        flag="--grpo-clip-eps",
     )
 
 

@@ -44,10 +44,10 @@ class PPOActorConfig(TokenPolicyConfig):
     )
     reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
         "token_mean",
-        help="How the losses of tokens become the loss of the step. seq_mean_token_mean: mean over the tokens of "
-        "each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
-        "seq_mean_token_sum_norm: sum over the tokens of each row divided by max_new_tokens, then mean over "
-        "rows (Dr.GRPO)",
+        help="How the losses of tokens become the loss of an optimizer step. seq_mean_token_mean: mean over the "
+        "tokens of each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
+        "seq_mean_token_sum_norm: sum over the tokens of each row divided by gconfig.max_new_tokens, then mean "
+        "over rows (Dr.GRPO)",
     )
     kl_ctl: float = setting(
         0.001,

@@ -257,15 +257,15 @@ class LengthReward(Reward):
 
     name = "length"
     min_tokens: int | None = setting(
-        None, help="Length of the shortest completion that gets reward 1, in tokens. null: 0", gt=0
+        None, help="Length of the shortest completion that gets reward 1, in tokens. null: no minimum", gt=0
     )
     max_tokens: int | None = setting(
-        None, help="Length of the longest completion that gets reward 1, in tokens. null: no limit", gt=0
+        None, help="Length of the longest completion that gets reward 1, in tokens. null: no maximum", gt=0
     )
     margin_tokens: int = setting(
         0,
-        help="Number of tokens outside of the limits over which the reward falls linearly from 1 to 0. 0: the "
-        "reward is 0 directly outside of the limits",
+        help="Number of tokens over which the reward falls linearly from 1 to 0 if a completion is shorter than "
+        "min_tokens or longer than max_tokens. 0: the reward of such completions is 0",
         ge=0,
     )
 
@@ -324,7 +324,7 @@ class JsonReward(Reward):
     schema: str | None = setting(
         None,
         help="File with the JSON schema for rows that have no field schema (needs the package jsonschema). null: "
-        "any JSON gets reward 1",
+        "for such rows, any JSON gets reward 1",
     )
 
     def prepare(self) -> Reward:

@@ -33,7 +33,7 @@ class MlflowConfig(Section):
         "environment variable MLFLOW_TRACKING_URI",
     )
     project: str | None = setting(None, help="Name of the MLflow experiment. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run in MLflow. null: the name of its folder")
+    name: str | None = setting(None, help="Name of the run in MLflow. null: the name of the run's folder")
 
     @forbid("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
     def server_of_local(self) -> bool:

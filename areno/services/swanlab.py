@@ -25,7 +25,7 @@ class SwanlabConfig(Section):
         "'swanlab[dashboard]')",
     )
     project: str | None = setting(None, help="Name of the SwanLab project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run in SwanLab. null: the name of its folder")
+    name: str | None = setting(None, help="Name of the run in SwanLab. null: the name of the run's folder")
     logdir: str | None = setting(None, help="Folder of SwanLab's files. null: swanlab/ in the folder of the run")
 
 

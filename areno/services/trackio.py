@@ -21,7 +21,7 @@ class TrackioConfig(Section):
         "send the metrics to the Space space_id",
     )
     project: str | None = setting(None, help="Name of the Trackio project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run in Trackio. null: the name of its folder")
+    name: str | None = setting(None, help="Name of the run in Trackio. null: the name of the run's folder")
     space_id: str | None = setting(
         None, help="Space of the Hugging Face hub (owner/name) that mode=online sends the metrics to"
     )

@@ -26,11 +26,13 @@ class WandbConfig(Section):
     wandb_base_url: str | None = setting(None, help="Address of your own wandb server. null: wandb's default server")
     entity: str | None = setting(None, help="User or team that owns the wandb run. null: the default of the API key")
     project: str | None = setting(None, help="Name of the wandb project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run in wandb. null: the name of its folder")
-    job_type: str | None = setting(None, help="Job type of the wandb run, by which runs can be grouped")
-    group: str | None = setting(None, help="Group of the wandb run. null: the sweep of the run, if it is part of one")
-    notes: str | None = setting(None, help="Longer description of the wandb run")
-    tags: list[str] | None = setting(None, help="Tags of the wandb run")
+    name: str | None = setting(None, help="Name of the run in wandb. null: the name of the run's folder")
+    job_type: str | None = setting(None, help="Job type of the wandb run, by which wandb can group runs. null: none")
+    group: str | None = setting(
+        None, help="Group of the wandb run. null: the name of the sweep, if the run is part of a sweep"
+    )
+    notes: str | None = setting(None, help="Description of the wandb run. null: none")
+    tags: list[str] | None = setting(None, help="Tags of the wandb run. null: none")
 
 
 class Wandb(Service):
