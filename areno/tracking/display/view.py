@@ -119,7 +119,8 @@ def _head(look: Snapshot, width: int) -> Iterator[Line]:
     done = round(bar * share)
     bars = ("━" * done, "green"), ("─" * (bar - done), "bright_black")
     yield [(f" {first}  ", "bold"), *bars, (f"  {'   '.join(rest)}", "")]
-    doing = look.note or ", ".join(word for word in (look.phase or ("" if look.step else "starting"), look.work) if word)
+    phase = look.phase or ("" if look.step else "starting")
+    doing = look.note or ", ".join(word for word in (phase, look.work) if word)
     total = look.times.get("step") or 0.0
     times = sorted(((value, name) for name, value in look.times.items() if name != "step"), reverse=True)
     spent = " · ".join(f"{name} {100 * value / total:.0f} %" for value, name in times[:3] if total)
