@@ -336,7 +336,7 @@ class RewardConfig(Section):
     path: str | None = setting(
         None,
         help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the same "
-        "tokenizer as the actor. Its score for prompt and completion is added to the reward of fn. null: no "
+        "tokenizer as the actor. Its score for prompt and completion is added to the reward of reward.fn. null: no "
         "reward model",
         flag="--reward-ckpt",
     )
