@@ -8,7 +8,8 @@ from torch import Tensor
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.policy import add_kl, policy_stats, surrogate_stats
-from areno.loss_fns.surrogates import bounded, make_surrogate, token_log_ratio
+from areno.loss_fns.surrogates import Clip, bounded, token_log_ratio
+from areno.schema.fields import partial_section
 
 
 def gspo_loss_fn(
@@ -52,8 +53,9 @@ def gspo_loss_fn(
     trained_rows = pack.row_lengths() > 0
     ratio_R = torch.exp(bounded(pack.mean_rows(log_ratio_T)))
     # The advantage of a row without trained tokens is 0 here, and so is its surrogate.
-    clip = make_surrogate("clip", clip_eps=clip_eps, clip_eps_higher=clip_eps_higher, c_clip=c_clip)
-    policy_R, cut_R = clip.surrogate_loss(ratio_R, pack.mean_rows(advantages_T), pack.mean_rows(logprobs_T))
+    # Not Clip(...), which would check the values as those of a configuration, in every micro-batch.
+    clip = partial_section(Clip, {"eps_clip": clip_eps, "eps_clip_higher": clip_eps_higher, "c_clip": c_clip})
+    policy_R, cut_R = clip.surrogate_loss(ratio_R, pack.mean_rows(advantages_T))
     if weights_T is not None:
         weights_R = pack.mean_rows(weights_T)
         policy_R = policy_R * weights_R

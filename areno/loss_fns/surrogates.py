@@ -179,7 +179,9 @@ class Clip(ClipRange):
         flag="--clip-ratio-c",
     )
 
-    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def surrogate_loss(
+        self, ratio: Tensor, advantages: Tensor, logprobs: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the clipped loss and the clip statistics, both of the shape of `ratio`. `logprobs` is not used."""
         low, high = self.bounds()
         loss = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
@@ -243,6 +245,7 @@ class SAPO(Surrogate):
 
 SURROGATES: dict[str, type[Surrogate]] = {"clip": Clip, "cispo": CISPO, "sapo": SAPO}
 SurrogateName = Literal["clip", "cispo", "sapo"]
+_SWITCHES = {"use_cispo_loss": "cispo", "use_sapo_loss": "sapo"}  # setting -> the surrogate that it turns on or off
 
 
 @dataclass(kw_only=True)
@@ -284,8 +287,8 @@ class SurrogateConfig(SAPO, CISPO, Clip):
             A copy of `values` with the switches applied.
         """
         found = dict(values)
-        for name in ("cispo", "sapo"):
-            switch, chosen = f"use_{name}_loss", found["surrogate"]
+        for switch, name in _SWITCHES.items():
+            chosen = found["surrogate"]
             if found[switch] is True and chosen in ("clip", name):
                 found["surrogate"] = name
             elif found[switch] is False:
@@ -299,8 +302,8 @@ class SurrogateConfig(SAPO, CISPO, Clip):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. If it is a switch, use_cispo_loss or use_sapo_loss, apply it to `surrogate`."""
         super().__setattr__(name, value)
-        is_constructed = vars(self).keys() >= {"surrogate", "use_cispo_loss", "use_sapo_loss"}
-        if is_constructed and name in ("use_cispo_loss", "use_sapo_loss"):
+        is_constructed = vars(self).keys() >= {"surrogate", *_SWITCHES}
+        if is_constructed and name in _SWITCHES:
             vars(self).update(self.canonical(vars(self)))
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -319,9 +322,9 @@ class SurrogateConfig(SAPO, CISPO, Clip):
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
         """Yield a problem for each switch, such as use_cispo_loss, that is True while another surrogate is chosen."""
-        for name in ("cispo", "sapo"):
-            if vars(self)[f"use_{name}_loss"] is True and self.surrogate != name:
-                yield Problem(f"use_{name}_loss", f"is true, but surrogate is {self.surrogate}; leave one of them out")
+        for switch, name in _SWITCHES.items():
+            if vars(self)[switch] is True and self.surrogate != name:
+                yield Problem(switch, f"is true, but surrogate is {self.surrogate}; leave one of them out")
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:

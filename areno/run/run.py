@@ -382,7 +382,7 @@ class Run:
         """Restore what `state_dict` returned, so that the next step follows. Call this before `steps`.
 
         Args:
-            state: The saved counters.
+            state: A dictionary that `state_dict` returned, in this run or in the run that is resumed.
         """
         self.progress.load_state_dict(state)
         self.outputs.load_state_dict(state)
