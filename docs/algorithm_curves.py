@@ -130,8 +130,13 @@ def present(folder: Path) -> list[str]:
 
 def table(folder: Path) -> str:
     """The table of results, in Markdown."""
-    head = "| run | mean reward, first step -> mean of the last 5 steps | held-out accuracy at the end | seconds |"
-    lines = [head, "|---|---|---|---|"]
+    names = [
+        "run of 60 steps on the quickstart",
+        "mean reward, first step -> mean of the last 5 steps",
+        "accuracy on held-out problems at the end",
+        "total time of all steps in seconds",
+    ]
+    lines = [f"| {' | '.join(names)} |", "|---|---|---|---|"]
     for name in present(folder):
         first, last, accuracy, seconds = summary(run_folder(folder, name))
         lines.append(f"| {name} | {first:.2f} -> {last:.2f} | {accuracy:.3f} | {seconds:.0f} |")

@@ -21,14 +21,16 @@ _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of
 _HEAD = """\
 # Configuration reference
 
-This page lists every setting of every recipe. Give a setting on the command line (`actor.optimizer.lr=2e-6`) or in a
-YAML file. Types and bounds are checked before a run starts, and all problems are reported at once.
+This page lists every setting of every recipe, that is, of every training algorithm: dpo, grpo, gspo, ppo and sft. Give
+a setting on the command line (`actor.optimizer.lr=2e-6`) or in a YAML file. Types and bounds are checked before a run
+starts, and all problems are reported at once.
 
-- The word *Recipes* introduces the names of the recipes that have a setting. If it is missing, all recipes have the
-  setting.
+- If only some recipes have a setting, its row ends with their names, as in *Recipes: dpo.* Settings without such an
+  ending belong to all recipes.
 - If a default or a meaning differs between recipes, the table gives it for each recipe.
-- In the column "meaning", a name without a dot, such as `lr`, is a key of the section that the setting is in, or a key
-  of the top level, such as `seed`.
+- The texts in the column "meaning" refer to other settings. A name with dots, such as `rollout.mem_fraction`, is the
+  full name of a setting. A name without a dot, such as `lr`, is a setting of the same section. If the section has no
+  setting of this name, it is a setting of the top level, such as `seed`.
 
 The page is generated from the dataclasses in `areno/config/`, `areno/recipes/`, `areno/reward_fns/` and
 `areno/services/`, and a test checks that it is up to date.

@@ -63,6 +63,8 @@ _HELP = {
     "not in a form that areno knows",
     "--agent-fn": "Agent function, as file.py[:function]. Default: no agent, each sample is a single completion",
     "--mini-bs": "Number of rows per micro-batch",
+    "--lr-decay-steps": "Number of optimizer steps, including warm-up, after which the learning rate has decayed to "
+    "--min-lr. Default: all optimizer steps of the run",
 }
 _UNQUOTED = set("_/+.%*@?|:-")  # Hydra reads these, letters and digits as text without quotes
 

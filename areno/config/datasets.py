@@ -15,24 +15,30 @@ class ColumnsConfig(Section):
     """The dataset column that holds each field of a row. If null, the column has the same name as the field."""
 
     prompt: str | None = setting(
-        None, help="Column of the prompt, which is a text or a list of messages. null: areno recognises the column"
+        None,
+        help="Column of the prompt, which is a text or a list of messages. null: areno finds the column by its name",
     )
     solutions: str | None = setting(
         None,
         help="Column of the reference answer, which the reward function compares with the completion. null: areno "
-        "recognises the column",
+        "finds the column by its name",
     )
     response: str | None = setting(
-        None, help="Column of the answer to train on (SFT). null: areno recognises the column"
+        None, help="Column of the answer to train on (SFT). null: areno finds the column by its name"
     )
     messages: str | None = setting(
-        None, help="Column of the conversation to train on (SFT). null: areno recognises the column"
+        None, help="Column of the conversation to train on (SFT). null: areno finds the column by its name"
     )
-    chosen: str | None = setting(None, help="Column of the better answer (DPO). null: areno recognises the column")
-    rejected: str | None = setting(None, help="Column of the worse answer (DPO). null: areno recognises the column")
+    chosen: str | None = setting(
+        None, help="Column of the better answer (DPO). null: areno finds the column by its name"
+    )
+    rejected: str | None = setting(
+        None, help="Column of the worse answer (DPO). null: areno finds the column by its name"
+    )
     tools: str | None = setting(
         None,
-        help="Column of the tool definitions, which are passed to the chat template. null: areno recognises the column",
+        help="Column of the tool definitions, which are passed to the chat template. null: areno finds the column by "
+        "its name",
     )
 
     def given(self) -> dict[str, str]:
@@ -46,16 +52,16 @@ class DatasetConfig(Section):
 
     path: str | None = setting(
         None,
-        help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
-        "repo[:config[:split]]. null: no path, because the function of loader makes the rows itself",
+        help="Source of the rows: a json, jsonl, parquet, csv, tsv or arrow file, a folder written by save_to_disk, "
+        "or a hub dataset as repo[:config[:split]]. null: no path, because the function of loader makes the rows "
+        "itself",
         flag="--dataset-path",
     )
     loader: str | None = setting(
         None,
-        help="Function of your own that loads the rows, as file.py[:function] (default: load_dataset). It is called "
-        "as load_dataset(path, split), or as load_dataset(split) if it has no argument for a path, and returns "
-        "the rows. verifiers:NAME takes the rows of an environment of the verifiers package. null: areno reads "
-        "path",
+        help="Your own function that loads the rows, as file.py[:function] (default name: load_dataset). It is called "
+        "with the arguments path and split, or with split alone if it has no argument for a path, and returns the "
+        "rows. verifiers:NAME takes the rows of an environment of the verifiers package. null: areno reads path",
         flag="--dataset-loader-fn",
     )
     columns: ColumnsConfig = setting(
@@ -67,11 +73,13 @@ class DatasetConfig(Section):
     )
     dataset_kwargs: dict[str, Any] | None = setting(
         None,
-        help="Additional keyword arguments for your loader, such as {revision: v2}. Without a loader, they are "
-        "passed to datasets.load_dataset, which reads hub datasets and folders of data files",
+        help="Additional keyword arguments for the function of loader, such as {revision: v2}. If loader is null, "
+        "they are passed to datasets.load_dataset, which reads hub datasets and folders of data files",
     )
     split: str = setting("train", help="Split of the dataset to read, if the dataset has several")
-    batch_size: int = setting(32, help="Number of prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
+    batch_size: int = setting(
+        32, help="Number of prompts (RL) or rows (SFT, DPO) per training step", gt=0, flag="--batch-size"
+    )
     shuffle: bool = setting(True, help="Shuffle the rows anew in every epoch. The order depends on seed")
     drop_last: bool = setting(True, help="Skip the last batch of an epoch if it has fewer rows than batch_size")
     max_length: int = setting(
@@ -151,9 +159,9 @@ class ValidDatasetConfig(ValidSetConfig):
 
     sets: dict[str, ValidSetConfig] | None = setting(
         None,
-        help="Several evaluation sets, as a mapping from the name of a set to its settings. A set has the same "
-        "keys as valid_dataset. If a set does not give a key, the value in valid_dataset is used. null: one "
-        "set, described by valid_dataset itself",
+        help="Several evaluation sets, as a mapping from the name of a set to its settings. A set has the same keys "
+        "as valid_dataset, and takes the value in valid_dataset for each key that it does not give. null: one set, "
+        "described by valid_dataset itself",
     )
 
     @build_check

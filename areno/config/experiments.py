@@ -28,7 +28,13 @@ class ExperimentConfig(Section):
         None, help="Name of the run, and of its folder in the folder of the experiment. null: the start time of the run"
     )
     seed: int = setting(1, help="Seed of the data order, of sampling and of random weights", ge=0)
-    total_train_epochs: int = setting(10, help="Number of passes over the training data", gt=0, flag="--epochs")
+    total_train_epochs: int = setting(
+        10,
+        help="Number of passes over the training data. The run ends earlier if it reaches another limit "
+        "(total_train_steps or total_train_n_seqs) first",
+        gt=0,
+        flag="--epochs",
+    )
     total_train_steps: int | None = setting(
         None,
         help="End the training after this many training steps. null: no maximum number of steps",
@@ -36,15 +42,18 @@ class ExperimentConfig(Section):
         flag="--max-steps",
     )
     total_train_n_seqs: int | None = setting(
-        None, help="End the training after this many training rows. null: no maximum number of rows", gt=0
+        None,
+        help="End the training after this many samples (RL) or rows of training data (SFT, DPO). null: no maximum "
+        "number of samples or rows",
+        gt=0,
     )
     tokenizer_path: str | None = setting(
         None, help="Folder or hub id of the tokenizer. null: the tokenizer in the folder of actor.path"
     )
     allow_control_tokens: bool = setting(
         False,
-        help="Whether the characters of a control token (turn marker, bos, eos, pad) in the text of a system, "
-        "user or tool message are encoded as this token. false: they are encoded as ordinary text",
+        help="What the tokenizer does with text in a system, user or tool message that spells a control token (turn "
+        "marker, bos, eos, pad). true: it is encoded as the control token. false: it is encoded as ordinary text",
     )
     actor: models.ModelConfig = setting(help="The model that is trained")
     engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices, parallelism and worker processes")
@@ -222,7 +231,8 @@ class PreferenceExperimentConfig(ExperimentConfig):
 
     ref: models.ScoringRefConfig = setting(
         factory=models.ScoringRefConfig,
-        help="Frozen reference model of DPO. It computes the log-probabilities of every pair once, before training",
+        help="Frozen reference model of DPO. The run computes its log-probabilities of every pair once, before "
+        "training",
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
@@ -265,8 +275,9 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     dynamic_bs: bool = setting(
         False,
-        help="Used with rollout.dynamic_sampling, which drops prompts. true: train a step on the prompts that "
-        "were not dropped, so batches can be smaller. false: sample more prompts until the batch is full",
+        help="Used with rollout.dynamic_sampling, which drops prompts whose samples all have the same reward. true: "
+        "train a step on the prompts that were not dropped, so batches can be smaller. false: sample more prompts "
+        "until the batch is full",
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
     )
 

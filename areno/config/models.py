@@ -35,19 +35,19 @@ class OptimizerConfig(Section):
     lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
     min_lr_ratio: float = setting(
         0.1,
-        help="Learning rate at the end of its decay, as a fraction of lr",
+        help="Learning rate at the end of its decay, as a fraction of the peak lr",
         ge=0,
         le=1,
         only_with=Needs("lr_scheduler_type", "linear", "cosine", so="lr does not decay"),
         flag="--min-lr",
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "cosine", help="Shape of the decay of the learning rate", flag="--lr-decay-style"
+        "cosine", help="Shape of the decay of the learning rate. constant: no decay", flag="--lr-decay-style"
     )
     lr_decay_steps: int | None = setting(
         None,
-        help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to "
-        "min_lr_ratio * lr. null: all optimizer steps of the run (in a script that calls areno.Trainer: 1000)",
+        help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to min_lr_ratio "
+        "* lr. null: all optimizer steps of the run, or 1000 in a script that calls areno.Trainer",
         gt=0,
         flag="--lr-decay-steps",
     )
@@ -61,7 +61,7 @@ class OptimizerConfig(Section):
         0.999, help="Decay rate of Adam's second moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta2"
     )
     eps: float = setting(
-        1e-8, help="Epsilon of Adam, which is added to the square root of the second moment", gt=0, only_with=_MOMENTS
+        1e-8, help="Small number that Adam adds to the square root of the second moment", gt=0, only_with=_MOMENTS
     )
     weight_decay: float = setting(
         0.01, help="Decoupled weight decay. Norm weights and biases are not decayed", ge=0, flag="--weight-decay"
@@ -110,20 +110,23 @@ class NormConfig(Section):
 
     mean_level: Literal["batch", "group"] | None = setting(
         "group",
-        help="Subtract the mean over the group (the samples of one prompt) or over the batch. null: subtract no mean",
+        help="Which mean is subtracted. group: the mean over the samples of the same prompt. batch: the mean over the "
+        "whole batch. null: subtract no mean",
     )
     mean_leave1out: bool = setting(
         False,
-        help="Compute each sample's mean from the other samples only (RLOO 2402.14740)",
+        help="Compute the mean for a sample from the other samples only (RLOO, arXiv 2402.14740)",
         only_with=Needs("mean_level", so="no mean is subtracted"),
     )
     std_level: Literal["batch", "group"] | None = setting(
         "group",
-        help="Divide by the standard deviation over the group (the samples of one prompt) or over the batch. null: "
-        "do not divide (Dr.GRPO)",
+        help="Which standard deviation is the divisor. group: over the samples of the same prompt. batch: over the "
+        "whole batch. null: do not divide (Dr.GRPO)",
     )
     std_unbiased: bool = setting(
-        False, help="Divide by n - 1 instead of n when the variance is computed", only_with=_DEVIATION
+        False,
+        help="Divide the sum of squares by n - 1 instead of n when the variance of n values is computed",
+        only_with=_DEVIATION,
     )
     eps: float = setting(
         1e-6,
@@ -145,9 +148,9 @@ class UpdatedModelConfig(Section):
     )
     init_from_scratch: bool = setting(
         False,
-        help="true: start this model from random weights, in the shape of path/config.json. The random numbers "
-        "depend on seed. The folder needs no weight files. The other models of the run still load their "
-        "weights",
+        help="true: start this model from random weights, with the architecture in config.json of the folder that "
+        "path names. The folder needs no weight files, and the random numbers depend on seed. The other models of the "
+        "run still load their weights",
     )
     max_skipped_steps: int | None = setting(
         10,
@@ -157,21 +160,21 @@ class UpdatedModelConfig(Section):
     )
     gradient_checkpointing: bool = setting(
         True,
-        help="Recompute activations in the backward pass to save memory. On CUDA, only as many layers as necessary "
-        "are recomputed",
+        help="Recompute activations in the backward pass to save memory. On CUDA, only as many layers are recomputed "
+        "as are needed to fit into memory",
         flag="--activation-checkpointing",
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        help="Number of micro-batches per optimizer step. Their gradients are summed. null: one optimizer step per "
+        help="Number of micro-batches whose gradients are summed for one optimizer step. null: one optimizer step per "
         "batch",
         gt=0,
         flag="--gradient-accumulation-steps",
     )
     router_aux_loss_coef: float = setting(
         0.0,
-        help="Coefficient of the load-balancing loss of mixture-of-experts models (Switch Transformer 2101.03961). "
-        "0: no such loss. Any other value costs one more forward pass per optimizer step",
+        help="Coefficient of the load-balancing loss of mixture-of-experts models (Switch Transformer, arXiv "
+        "2101.03961). 0: no such loss. Any other value costs one more forward pass per optimizer step",
         ge=0,
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of micro-batches")
@@ -198,31 +201,35 @@ class LoraConfig(Section):
 
     use_lora: bool = setting(
         False,
-        help="Train low-rank adapters on the linear layers (LoRA 2106.09685) and freeze the weights of the model. "
-        "The reference policy is then the model without its adapters",
+        help="Train low-rank adapters on the linear layers (LoRA, arXiv 2106.09685) and freeze the weights of the "
+        "model. A reference model without a path of its own is then this model without its adapters",
     )
     lora_rank: int = setting(32, help="Rank of the adapters", gt=0, only_with=_ADAPTERS)
     lora_alpha: float = setting(
-        16.0, help="The output of the adapters is scaled by lora_alpha / lora_rank", gt=0, only_with=_ADAPTERS
+        16.0,
+        help="The output of the adapters is multiplied by lora_alpha / lora_rank, or by lora_alpha / sqrt(lora_rank) "
+        "with use_rslora",
+        gt=0,
+        only_with=_ADAPTERS,
     )
     target_modules: list[str] = setting(
         factory=lambda: [ALL_LINEAR],
-        help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. [all-linear]: all linear "
-        "layers except the output head and experts",
+        help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. [all-linear]: all linear layers "
+        "except the output head and the experts of mixture-of-experts models",
         only_with=_ADAPTERS,
     )
     peft_type: Literal["lora"] = setting("lora", help="Kind of adapters. Only lora is supported")
     use_rslora: bool = setting(
         False,
-        help="Scale the adapters by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank (rsLoRA "
+        help="Scale the adapters by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank (rsLoRA, arXiv "
         "2312.03732). Recommended for high ranks",
         only_with=_ADAPTERS,
     )
     init_lora_from: str | None = setting(
         None,
-        help="Folder or hub id of trained adapters in the format of peft to start from. Their rank, alpha and "
-        "target modules are read from the folder. null: new adapters, which do not change the output of the "
-        "model before the first update",
+        help="Folder or hub id of trained adapters (peft format) from which training starts. Their rank, alpha and "
+        "target modules are read from the folder. null: new adapters, which do not change the output of the model "
+        "before the first update",
         only_with=_ADAPTERS,
     )
 
@@ -267,37 +274,40 @@ class PolicyConfig(ModelConfig):
 
     ppo_n_minibatches: int = setting(
         1,
-        help="Number of optimizer steps per rollout batch. In all of these optimizer steps, importance ratios "
-        "compare with the policy before the first of them",
+        help="Number of optimizer steps per rollout batch. In each of them, importance ratios compare with the policy "
+        "before the first of these steps",
         gt=0,
     )
     routing_replay: bool = setting(
         False,
-        help="For mixture-of-experts models: train each token with the experts that the router chose in the "
-        "rollout. Stores one byte per token, layer and chosen expert (two bytes if the model has 256 or more "
-        "experts)",
+        help="For mixture-of-experts models: train each token with the experts that the router chose in the rollout. "
+        "To store the choice takes one byte per token, layer and chosen expert, or two bytes if the model has 256 or "
+        "more experts",
     )
     reward_bias: float = setting(0.0, help="Added to each reward, before the reward is multiplied by reward_scaling")
-    reward_scaling: float = setting(1.0, help="Each reward is multiplied by this, after reward_bias is added")
+    reward_scaling: float = setting(1.0, help="Each reward is multiplied by this number, after reward_bias is added")
     reward_clip: float | None = setting(
-        None, help="Clip each reward to [-reward_clip, reward_clip] after scaling. null: no clipping", gt=0
+        None,
+        help="Clip each reward to [-reward_clip, reward_clip], after it is multiplied by reward_scaling. null: no "
+        "clipping",
+        gt=0,
     )
     overlong_reward_penalty: bool = setting(
         False,
-        help="Reduce the rewards of completions whose length is close to gconfig.max_new_tokens (DAPO 2503.14476 "
-        "eq. 13)",
+        help="Reduce the rewards of completions whose length is close to gconfig.max_new_tokens (DAPO, arXiv "
+        "2503.14476, eq. 13)",
     )
     overlong_tokens: int | None = setting(
         None,
-        help="Needed with overlong_reward_penalty. A completion is penalised if it is longer than "
-        "gconfig.max_new_tokens minus this number of tokens. From this length on, the penalty grows linearly",
+        help="Needed with overlong_reward_penalty. Completions longer than gconfig.max_new_tokens minus this number "
+        "of tokens are penalised, and the penalty grows linearly with the length",
         gt=0,
         only_with=_OVERLONG,
     )
     overlong_penalty_factor: float | None = setting(
         None,
-        help="Needed with overlong_reward_penalty. Largest penalty for a long completion. It is subtracted from the "
-        "reward of a completion with gconfig.max_new_tokens tokens",
+        help="Needed with overlong_reward_penalty. The largest penalty, which is subtracted from the reward of a "
+        "completion with gconfig.max_new_tokens tokens",
         gt=0,
         only_with=_OVERLONG,
     )
@@ -311,7 +321,7 @@ class PolicyConfig(ModelConfig):
     )
     adv_norm: NormConfig | None = setting(
         factory=NormConfig,
-        help="Normalisation that turns rewards into advantages. null: the advantage is the reward itself",
+        help="Normalisation that turns rewards into advantages. null: the advantage of a sample is its reward",
     )
 
     @forbid(
@@ -364,14 +374,15 @@ class KLConfig(PolicyConfig):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3",
-        help="Estimator of the KL divergence, where r = p_ref / p_policy. k1: -log r. k2: (log r)^2 / 2. k3: r - "
-        "log r - 1",
+        help="Estimator of the KL divergence. r is the probability of a token under the reference model divided by "
+        "its probability under the policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
         only_with=_KL,
         flag="--kl-loss-type",
     )
     use_kl_in_reward: bool = setting(
         False,
-        help="true: subtract kl_ctl * KL from the reward of each token. false: add kl_ctl * KL to the loss",
+        help="true: subtract kl_ctl times the KL of each token from the reward of this token. false: add kl_ctl times "
+        "the KL to the loss",
         only_with=_KL,
     )
 
@@ -402,8 +413,8 @@ class RefConfig(Section):
 
     path: str | None = setting(
         None,
-        help="Model folder or hub id of the reference model. null: the initial weights of the actor, which are "
-        "loaded once for actor and reference model",
+        help="Model folder or hub id of the reference model. null: the initial weights of the actor. They are loaded "
+        "only once, for both models",
         flag="--ref-ckpt",
     )
     offload: bool = setting(False, help="Keep the reference model in host memory while it is not in use (CUDA)")
@@ -429,14 +440,14 @@ class CriticConfig(Section):
     )
     init_from_scratch: bool = setting(
         False,
-        help="true: start the critic from random weights, in the shape of path/config.json. The random numbers "
-        "depend on seed. The folder needs no weight files",
+        help="true: start the critic from random weights, with the architecture in config.json of the folder that "
+        "path names. The folder needs no weight files, and the random numbers depend on seed",
     )
     offload: bool = setting(False, help="Keep the critic in host memory while it is not in use (CUDA)")
     mask_no_eos_with_zero: bool = setting(
         False,
-        help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. With "
-        "actor.mask_no_eos_with_zero, neither the actor nor the critic is trained on these completions",
+        help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. If "
+        "actor.mask_no_eos_with_zero is true, neither the actor nor the critic is trained on these completions",
     )
     warmup_steps: int = setting(
         20,
@@ -446,8 +457,8 @@ class CriticConfig(Section):
     )
     eps_clip: float = setting(
         0.5,
-        help="Clip range of the value loss: each new value is clipped to at most this distance from the value "
-        "before the update",
+        help="Clip range of the value loss: a new value may differ by at most this number from the value before the "
+        "update, and is clipped beyond that",
         gt=0,
         flag="--value-clip-eps",
     )

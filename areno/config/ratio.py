@@ -25,20 +25,20 @@ class RejectionSamplingConfig(Section):
 
     level: Literal["token", "sequence"] = setting(
         "token",
-        help="token: the metric of each token is compared with the bounds (lower, upper). sequence: one "
-        "metric of the whole row is compared with the bounds",
+        help="token: the metric of each token is compared with the bounds lower and upper. sequence: one metric of "
+        "the whole row is compared with these bounds",
     )
     action: Literal["mask", "clamp"] = setting(
         "mask",
-        help="What happens to a token or row outside of the bounds. mask: it is not trained. clamp: its weight is "
-        "clamped to [lower, upper] (truncated importance sampling)",
+        help="What happens to a token or row whose metric is outside of the bounds lower and upper. mask: it is not "
+        "trained on. clamp: its importance weight is clamped to [lower, upper] (truncated importance sampling)",
     )
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = setting(
         "ratio",
-        help="Number that is compared with the bounds, where r = proximal / behaviour probability. ratio: r. "
-        "kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1. binary_kl: the KL divergence of a "
-        "distribution with two outcomes, this token and any other token; of its two directions, the larger "
-        "one counts",
+        help="Number that is compared with the bounds. r is the importance weight: the probability of a token before "
+        "the update divided by its probability in the rollout. ratio: r. kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r "
+        "- log r - 1. binary_kl: the KL divergence between the two policies if the only outcomes are this token and "
+        "any other token; the larger of its two directions counts",
     )
     agg: Literal["sum", "mean", "max"] = setting(
         "mean",
@@ -89,38 +89,39 @@ class RatioConfig(PolicyConfig):
 
     recompute_logprob: bool = setting(
         True,
-        help="true: the training code computes the denominator of the importance ratio. This costs nothing for the "
-        "first update of a batch, and one more forward pass for the later updates of the batch. false: the "
-        "denominator is the probability that the rollout computed. This probability differs by rounding from "
-        "the one that the training code computes, and the difference alone can move ratios out of a narrow "
-        "clip range",
+        help="Which code computes the denominator of the importance ratio. true: the training code, which needs one "
+        "more forward pass if a batch has several updates. false: the rollout, without an additional pass. The "
+        "probabilities of the rollout differ by rounding from those of the training code. This difference can move "
+        "ratios out of a narrow clip range",
     )
     use_decoupled_loss: bool = setting(
         False,
-        help="Decoupled PPO (2505.24298). The clipped ratio compares with the policy before the update (proximal "
-        "policy). The loss of each token is multiplied by its probability under the proximal policy "
-        "divided by its probability under the policy that sampled it (behaviour policy). This corrects for "
-        "rollouts that are stale or computed with other kernels",
+        help="Use the loss of decoupled PPO (arXiv 2505.24298), which corrects for rollouts that are stale or "
+        "computed with other kernels. The clipped ratio compares with the policy before the update (proximal policy). "
+        "The loss of each token is multiplied by an importance weight: its probability under the proximal policy "
+        "divided by its probability in the rollout",
     )
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
         "recompute",
-        help="Source of the proximal log-probabilities (of the policy before the update). recompute: one more "
-        "forward pass before the update. loglinear: no additional forward pass. The first update of a batch "
-        "uses the log-probabilities of its own forward pass. Later updates interpolate between the behaviour "
-        "and the current policy according to the staleness of the row. metrics: as recompute, and a metric is "
-        "the error that loglinear would have",
+        help="Used with use_decoupled_loss. How the log-probabilities under the proximal policy (the policy before "
+        "the update) are obtained. recompute: by one more forward pass before the update. loglinear: without an "
+        "additional pass. The first update of a batch uses its own forward pass, and later updates interpolate "
+        "between the rollout and the current policy by the staleness of the row. metrics: by one more forward pass, "
+        "and a metric shows the error that loglinear would have",
         only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
         None,
-        help="With use_decoupled_loss: mask tokens whose importance weights are extreme, or clamp their weights. "
-        "null: no token is masked or clamped",
+        help="Used with use_decoupled_loss. Tokens with an extreme importance weight are masked, or their weight is "
+        "clamped. The importance weight is the probability of a token before the update divided by its probability in "
+        "the rollout. null: no token is masked or clamped",
         only_with=Needs("use_decoupled_loss", so="tokens have no weights"),
     )
     m2_threshold: float | None = setting(
         None,
-        help="M2PO (2510.01161, which uses 0.04): mask tokens with large log-ratios, the largest first, until "
-        "the mean square of the remaining log-ratios is at most this number. null: no mask",
+        help="M2PO (arXiv 2510.01161, which uses 0.04). The log-ratio of a token compares its probability before the "
+        "update with its probability in the rollout. Tokens with the largest log-ratios are masked, until the mean "
+        "square of the other log-ratios is at most m2_threshold. null: no mask",
         gt=0,
     )
 

@@ -47,14 +47,14 @@ class SamplingConfig(Section):
 
     greedy: bool = setting(
         False,
-        help="Always take the most likely token. In training this needs an agent or n_samples=1, because otherwise "
-        "all samples of a prompt would be equal",
+        help="Always take the most likely token. In training, this setting needs an agent or n_samples=1, because "
+        "otherwise all samples of a prompt would be equal",
         flag="--greedy",
     )
     top_p: float = setting(
         1.0,
-        help="Sample only from the most likely tokens, as many as are needed until their total probability "
-        "reaches this number. 1: all tokens",
+        help="Sample only from the smallest set of most likely tokens whose total probability is at least top_p. 1: "
+        "all tokens",
         gt=0,
         le=1,
         only_with=_DRAWING,
@@ -62,7 +62,7 @@ class SamplingConfig(Section):
     )
     top_k: int = setting(
         -1,
-        help="Sample only from this many most likely tokens. -1: all tokens",
+        help="Sample only from the top_k most likely tokens. -1: all tokens",
         ge=-1,
         le=_MOST,
         only_with=_DRAWING,
@@ -230,7 +230,10 @@ class RolloutConfig(DecoderConfig):
         flag="--max-running-prompts",
     )
     drop_rollout_state: bool = setting(
-        False, help="Free the KV cache and the CUDA graphs after the rollout of each step", flag="--drop-rollout-state"
+        False,
+        help="Free the KV cache and the CUDA graphs after the rollout of each step, which leaves more memory for "
+        "training",
+        flag="--drop-rollout-state",
     )
     enable_thinking: bool | None = setting(
         None,
@@ -239,13 +242,14 @@ class RolloutConfig(DecoderConfig):
     )
     dynamic_sampling: bool = setting(
         False,
-        help="Drop prompts whose samples all have the same reward, and sample other prompts in their place (DAPO "
-        "2503.14476 sec. 3.2). With dynamic_bs=true, train on the remaining prompts only",
+        help="Drop prompts whose samples all have the same reward, and sample other prompts in their place (DAPO, "
+        "arXiv 2503.14476, sec. 3.2). With dynamic_bs=true, no other prompts are sampled, and the step trains on the "
+        "remaining prompts",
     )
     max_sampling_rounds: int = setting(
         10,
-        help="Largest number of batches that dynamic_sampling samples per step. If the batch is still not full, "
-        "the step trains on the prompts that were kept",
+        help="Used with dynamic_sampling. Largest number of batches of prompts that are sampled per step. If the "
+        "batch is still not full after them, the step trains on the prompts that were kept",
         gt=0,
         only_with=(
             Needs("dynamic_sampling", so="no prompts are sampled again"),
@@ -257,8 +261,8 @@ class RolloutConfig(DecoderConfig):
     )
     dump_n_samples: int = setting(
         8,
-        help="Used if dump_to_file is false: number of samples per step that are recorded in rollouts/<step>.jsonl. "
-        "Whole groups are drawn at random. 0: no sample is recorded",
+        help="Used if dump_to_file is false. Number of samples per step that are recorded in rollouts/<step>.jsonl. "
+        "They are drawn at random in whole groups (all samples of a prompt). 0: no sample is recorded",
         ge=0,
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
     )
@@ -275,14 +279,14 @@ class AgentConfig(Section):
 
     fn: str | None = setting(
         None,
-        help="Agent function, as file.py[:function] (default: run_agent). It is called as run_agent(ctx, batch) and "
-        "returns trajectories. verifiers:NAME runs an installed environment of the verifiers package, which "
-        "has its own data and reward. null: no agent, each sample is a single completion",
+        help="Agent function, as file.py[:function] (default name: run_agent). It is called as run_agent(ctx, batch) "
+        "and returns trajectories. verifiers:NAME runs an installed environment of the verifiers package, which has "
+        "its own data and reward. null: no agent, so each sample is a single completion",
         flag="--agent-fn",
     )
     timeout_s: float = setting(
         300.0,
-        help="Time limit in seconds for the agent of one sample, and for each request of the agent",
+        help="Time limit in seconds, both for the whole agent of one sample and for each of its requests",
         gt=0,
         le=86400,
         only_with=_AGENT,
@@ -306,7 +310,9 @@ class AgentConfig(Section):
 
 
 _SECTIONS = {
-    name: (reward, f"The built-in reward {name}") for name, reward in BUILT_IN_REWARDS.items() if settings(reward)
+    name: (reward, f"Settings of the built-in reward function {name}. Used if reward.fn names {name}")
+    for name, reward in BUILT_IN_REWARDS.items()
+    if settings(reward)
 }
 
 
@@ -335,9 +341,9 @@ class RewardConfig(Section):
     )
     path: str | None = setting(
         None,
-        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the same "
-        "tokenizer as the actor. Its score for prompt and completion is added to the reward of reward.fn. null: no "
-        "reward model",
+        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label. It must have the "
+        "same tokenizer as the actor. Its score for prompt and completion is added to the reward of reward.fn. null: "
+        "no reward model",
         flag="--reward-ckpt",
     )
     offload: bool = setting(

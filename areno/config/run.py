@@ -32,8 +32,8 @@ class DecoderConfig(Section):
     )
     max_kv_tokens: int | None = setting(
         None,
-        help="Size of the KV cache in tokens, where all layers keep the keys and values of each token. null: as "
-        "many tokens as the run needs, within mem_fraction",
+        help="Number of tokens whose keys and values, in all layers, fit into the KV cache. null: as many tokens as "
+        "the run needs, within mem_fraction",
         gt=0,
     )
     eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
@@ -63,9 +63,9 @@ class RecoverConfig(FrequencyConfig):
 
     mode: Literal["auto", "resume", "off"] = setting(
         "auto",
-        help="auto: resume the unfinished run of this trial_name, if there is one. resume: resume this run, and end "
-        "with an error if there is none. off: never resume, and write no states. on is another name of auto, "
-        "and disabled another name of off",
+        help="auto: resume the earlier run that has the same trial_name, or start a new run if there is none. resume: "
+        "resume this earlier run, and end with an error if there is none. off: never resume, and write no states. on "
+        "is another name of auto, and disabled another name of off",
         aliases={"on": "auto", "disabled": "off"},
     )
     freq_steps: int | None = setting(None, help=f"Write a state {_AT_STEPS}", gt=0)
@@ -78,16 +78,16 @@ class RecoverConfig(FrequencyConfig):
     )
     retries: int = setting(
         3,
-        help="How many times the run may restart its worker processes after one of them was lost. After a "
-        "restart, the run continues from the last state, within the same command",
+        help="How many times the run may restart its worker processes after one of them was lost (killed, crashed or "
+        "hanging). After a restart, the run continues from its last state, within the same command",
         ge=0,
     )
 
     no_save_optim: bool = setting(
         False,
-        help="Save states without the moments of the optimizers. A state then takes 4 bytes per parameter. A run "
-        "that resumes from such a state starts with moments of zero, but continues its learning-rate "
-        "schedule",
+        help="Save states without the moments of the optimizers, so that a state takes 4 bytes per parameter (12 "
+        "bytes with the moments of optimizer.type=adam). A run that resumes from such a state starts with moments of "
+        "zero, but continues its learning-rate schedule",
     )
     no_load_optim: bool = setting(
         False,
@@ -114,8 +114,8 @@ class SaverConfig(FrequencyConfig):
     freq_secs: float | None = setting(None, help=f"Save a checkpoint {_AT_SECS.format('checkpoint')}", gt=0)
     mode: Literal["auto", "sync", "async"] = setting(
         "sync",
-        help="sync: the step waits until its checkpoint is on disk. async: the step waits until the weights are "
-        "copied to host memory, and they are written to disk during the next step. auto: async on CUDA, sync "
+        help="sync: the step waits until its checkpoint is on disk. async: the step waits only until the weights are "
+        "copied to host memory. The weights are then written to disk during the next step. auto: async on CUDA, sync "
         "on CPU",
     )
     keep: int | None = setting(
@@ -125,8 +125,8 @@ class SaverConfig(FrequencyConfig):
     )
     best_metric: str | None = setting(
         None,
-        help="Metric by which checkpoints are compared, such as eval/rewards_mean. The link `best` points to the "
-        "best checkpoint, which is never removed. With an eval/ metric, every checkpoint is evaluated. null: "
+        help="Metric by which checkpoints are compared, such as eval/rewards_mean. The link `best` points to the best "
+        "checkpoint, which is never removed. If the metric begins with eval/, every checkpoint is evaluated. null: "
         "checkpoints are not compared",
     )
     best_mode: Literal["max", "min"] | None = setting(
@@ -137,25 +137,27 @@ class SaverConfig(FrequencyConfig):
     )
     keep_best: int = setting(
         1,
-        help="Number of best checkpoints to keep, in addition to the newest checkpoints",
+        help="Used with keep and best_metric. Number of best checkpoints to keep, in addition to the newest "
+        "checkpoints",
         gt=0,
         only_with=(_COMPARING, Needs("keep", so="no checkpoint is removed")),
     )
     merge_adapters: bool = setting(
         False,
-        help="With actor.use_lora. true: checkpoints are whole models, with the adapters merged into the weights. "
-        "false: checkpoints are peft folders that contain the adapters only",
+        help="Used with actor.use_lora. true: checkpoints are whole models, with the adapters merged into the "
+        "weights. false: checkpoints are peft folders that contain the adapters only",
         only_with=Needs("actor.use_lora", so="there are no adapters"),
     )
     push_to_hub: str | None = setting(
         None,
-        help="Model repository of the Hugging Face hub (owner/name), to which every checkpoint is uploaded while "
-        "the run continues. Needs a token in the environment variable HF_TOKEN. In a sweep, each run has its "
-        "own repository, whose name ends with the index of the run. null: no upload",
+        help="Model repository of the Hugging Face hub (owner/name) to which every checkpoint is uploaded while the "
+        "run continues. The environment variable HF_TOKEN must hold an access token. In a sweep, each run has its own "
+        "repository, whose name ends with the index of the run. null: no upload",
     )
     hub_private: bool = setting(
         True,
-        help="If the repository of push_to_hub does not exist yet, create a private one",
+        help="true: if the repository of push_to_hub does not exist yet, a private one is created. false: a public "
+        "one is created",
         only_with=Needs("push_to_hub", so="nothing is uploaded"),
     )
 
@@ -181,24 +183,25 @@ class EvaluatorConfig(FrequencyConfig):
     eval_before_train: bool = setting(False, help="Also evaluate once before the first training step")
     patience: int | None = setting(
         None,
-        help="Early stopping: end the run after this many consecutive evaluations in which metric did not improve. "
-        "null: no early stopping",
+        help="Early stopping: end the run after this many consecutive evaluations in which evaluator.metric did not "
+        "improve. null: no early stopping",
         gt=0,
     )
     metric: str | None = setting(
         None,
-        help="Metric for early stopping: the name of an eval/ metric without eval/, such as accuracy, or "
-        "gsm8k/accuracy for one of several evaluation sets. null: rewards_mean (RL) or loss (SFT, DPO)",
+        help="Metric for early stopping: an eval/ metric, written without eval/, such as accuracy. For one of several "
+        "evaluation sets, put the name of the set before it, such as gsm8k/accuracy. null: rewards_mean (RL) or loss "
+        "(SFT, DPO)",
         only_with=_EARLY_STOPPING,
     )
     mode: Literal["max", "min"] | None = setting(
         None,
-        help="Whether larger (max) or smaller (min) values of metric are better. null: min for a loss, max for "
-        "other metrics",
+        help="Whether larger (max) or smaller (min) values of evaluator.metric are better. null: min for a loss, max "
+        "for other metrics",
         only_with=_EARLY_STOPPING,
     )
     min_delta: float = setting(
-        0.0, help="Smallest change of metric that counts as an improvement", ge=0, only_with=_EARLY_STOPPING
+        0.0, help="Smallest change of evaluator.metric that counts as an improvement", ge=0, only_with=_EARLY_STOPPING
     )
 
     @forbid(
@@ -316,26 +319,26 @@ class EngineConfig(Section):
     )
     cp_size: int = setting(
         1,
-        help="Number of model copies that train each row together, each with a part of the tokens (context "
-        "parallel). Use it for rows that are too long for one copy. It has no effect on the rollout",
+        help="Number of model copies that train each row together, each copy with a part of the tokens (context "
+        "parallel). Use it for rows that are too long for one copy. The setting has no effect on the rollout",
         gt=0,
     )
     zero_stage: Literal[0, 1, 2] = setting(
         1,
-        help="What the data-parallel copies of a trained model shard among them (ZeRO 1910.02054). 0: nothing. 1: "
-        "fp32 master weights and optimizer moments. 2: as 1, and the gradients of the layers, which costs "
-        "communication in every micro-batch. The setting changes memory use and speed, but not the result",
+        help="What the data-parallel copies of a trained model shard among them (ZeRO, arXiv 1910.02054). 0: nothing. "
+        "1: fp32 master weights and optimizer moments. 2: what stage 1 shards, and also the gradients of the layers, "
+        "which costs communication in every micro-batch. The setting changes memory use and speed, but not the result",
     )
     sequence_parallel: bool | None = setting(
         None,
-        help="With tp_size above 1: shard the activations between the matrix products of a layer over the tokens "
-        "(sequence parallel, 2205.05198). Used in training only. This saves memory and does not change the "
-        "result. null: true, unless exact is true",
+        help="Used in training with tp_size above 1. true: each device holds the activations outside of the matrix "
+        "products, such as those of norms, only for its part of the tokens (sequence parallel, arXiv 2205.05198). "
+        "This saves memory and does not change the result. null: true, unless exact is true",
     )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
-        help="inline: the driver process itself computes, on one device. spawn: start one worker process per "
-        "device. auto: inline for a single CPU device, else spawn",
+        help="inline: the driver (the process of the command) itself computes, on one device. spawn: the driver "
+        "starts one worker process per device. auto: inline for a single CPU device, else spawn",
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
@@ -345,22 +348,23 @@ class EngineConfig(Section):
     )
     exact: bool = setting(
         False,
-        help="Compute each token in a fixed order of operations, so that the log-probabilities of sampled tokens "
-        "are bit-identical in rollout and training. If the log-probabilities differ, the run ends with an error",
+        help="Compute each token in a fixed order of operations, so that the log-probabilities of sampled tokens are "
+        "bit-identical in rollout and training. If they differ, the run ends with an error",
     )
     deterministic: bool = setting(
         False,
-        help="Make two runs of the same configuration on the same machine bit-identical: weights, optimizer "
-        "moments, samples and all metrics except times and memory. Such runs are somewhat slower than runs "
-        "without this setting",
+        help="Make two runs of the same configuration on the same machine bit-identical: weights, optimizer moments, "
+        "samples and all metrics except times and memory. The setting has no measurable cost in speed (measured on "
+        "one H200 with a 0.6B model)",
     )
     dummy_load: bool = setting(
         False, help="Use random weights in all models, for benchmarks. The model folders need no weight files"
     )
     stall_timeout_s: float | None = setting(
         600.0,
-        help="If a worker process makes no progress for this many seconds, end the process and report where it "
-        "hangs. Every decoding step and every micro-batch counts as progress. null: no limit",
+        help="If a worker process makes no progress for this many seconds, report where it hangs and end all workers. "
+        "The run then restarts them, at most recover.retries times. Every decoding step and every micro-batch counts "
+        "as progress. null: no limit",
         gt=0,
         le=86400,
     )
@@ -416,14 +420,16 @@ class ClusterConfig(Section):
 
     fileroot: str = setting(
         "outputs",
-        help="Root folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or time>. A run on "
-        "several nodes needs a folder that all nodes share",
+        help="Root folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or start time>. If a "
+        "run uses several nodes, all nodes must share this folder",
     )
-    n_nodes: int = setting(1, help="Number of machines of the run. More than one needs scheduler.type=ray", gt=0)
+    n_nodes: int = setting(
+        1, help="Number of machines of the run. More than one machine needs scheduler.type=ray", gt=0
+    )
     n_gpus_per_node: int | None = setting(
         None,
-        help="Number of devices (GPUs, or worker processes on a CPU) that the run uses on each node. null: "
-        "engine.world_size divided by n_nodes. If engine.world_size is also null: all GPUs of a node, or "
+        help="Number of devices that the run uses on each node: GPUs, or worker processes on a CPU. null: "
+        "engine.world_size divided by n_nodes. If engine.world_size is null too, the run uses all GPUs of a node, or "
         "one copy of the model on a CPU",
         gt=0,
     )
@@ -440,15 +446,15 @@ class SchedulerConfig(Section):
 
     type: Literal["local", "ray"] = setting(
         "local",
-        help="local: start the worker processes on this machine. ray: start them on the nodes of a Ray cluster. The "
-        "environment variable RAY_ADDRESS names the cluster. Without this variable, areno uses the cluster "
+        help="local: start the worker processes on this machine. ray: start them on the nodes of a Ray cluster, which "
+        "is the cluster named by the environment variable RAY_ADDRESS. Without this variable, areno uses the cluster "
         "that runs on this machine. If no cluster runs, a run on one node starts its own Ray",
     )
     setup_timeout: float = setting(
         30.0,
-        help="With type=ray: how many seconds to wait for missing nodes, at the start of a run or after a node "
-        "was lost. If nodes are still missing after this time, a run that is starting ends with an error, "
-        "and a run that has lost a node continues on the remaining nodes",
+        help="Used with type=ray. How many seconds to wait for missing nodes, at the start of a run or after a node "
+        "was lost. If nodes are still missing after this time, a run that is starting ends with an error, and a run "
+        "that has lost a node continues on the remaining nodes",
         ge=0,
         only_with=Needs("type", "ray", so="no nodes are waited for"),
     )
@@ -488,8 +494,8 @@ class StatsLoggerConfig(Section):
     tensorboard: TensorBoardConfig = setting(factory=TensorBoardConfig, help="TensorBoard event files")
     trackers: dict[str, Any] = setting(
         factory=dict,
-        help="Trackers of other installed packages (entry points of the group areno.trackers), as a mapping from "
-        "the name of a tracker to its settings",
+        help="Trackers that other installed packages provide through the entry-point group areno.trackers. A mapping "
+        "from the name of a tracker to its settings",
     )
 
     @check

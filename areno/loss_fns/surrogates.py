@@ -138,11 +138,11 @@ class ClipRange(Surrogate):
     """
 
     eps_clip: float = setting(
-        0.2, help="Clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip]", gt=0, flag="--clip-eps"
+        0.2, help="Clip range e: the importance ratio is clipped to [1 - e, 1 + e]", gt=0, flag="--clip-eps"
     )
     eps_clip_higher: float | None = setting(
         None,
-        help="Upper clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip_higher] (DAPO "
+        help="Upper clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip_higher] (DAPO, arXiv "
         "2503.14476). null: the value of eps_clip",
         gt=0,
     )
@@ -173,8 +173,8 @@ class Clip(ClipRange):
 
     c_clip: float | None = setting(
         None,
-        help="Dual clip (1912.09729): for negative advantages A, the loss of a token is at most -c_clip * A. null: "
-        "no dual clip",
+        help="Dual clip (arXiv 1912.09729): the loss of a token with a negative advantage A is at most -c_clip * A. "
+        "null: no dual clip",
         gt=1,
         flag="--clip-ratio-c",
     )
@@ -229,10 +229,16 @@ class SAPO(Surrogate):
     """
 
     sapo_tau_pos: float = setting(
-        1.0, help="With surrogate=sapo: temperature of SAPO's gate for tokens with positive advantages", gt=0
+        1.0,
+        help="Used with surrogate=sapo, for tokens with positive advantages. The larger this number, the faster the "
+        "gradient falls as the importance ratio moves away from 1",
+        gt=0,
     )
     sapo_tau_neg: float = setting(
-        1.05, help="With surrogate=sapo: temperature of SAPO's gate for tokens with negative advantages", gt=0
+        1.05,
+        help="Used with surrogate=sapo, for tokens with negative advantages. The larger this number, the faster the "
+        "gradient falls as the importance ratio moves away from 1",
+        gt=0,
     )
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -261,15 +267,20 @@ class SurrogateConfig(SAPO, CISPO, Clip):
 
     surrogate: SurrogateName = setting(
         "clip",
-        help="How the loss uses the importance ratio. clip: PPO's clipped objective (1707.06347 eq. 7). cispo: "
-        "the gradient of each token's log-probability is multiplied by the clipped ratio, which has no "
-        "gradient itself (CISPO 2506.13585 eq. 4). sapo: a soft gate in place of the clip (SAPO 2511.20347)",
+        help="How the loss uses the importance ratio. clip: the clipped objective of PPO (arXiv 1707.06347, eq. 7). "
+        "cispo: the gradient of each token's log-probability is multiplied by the clipped ratio, through which no "
+        "gradient flows (CISPO, arXiv 2506.13585, eq. 4). sapo: a smooth gate in place of the clip (SAPO, arXiv "
+        "2511.20347)",
     )
     use_cispo_loss: bool | None = setting(
-        None, help="true is the same as surrogate=cispo; false turns cispo off. null: surrogate decides"
+        None,
+        help="Another way to set surrogate. true: the same as surrogate=cispo. false: cispo is off. null: surrogate "
+        "decides",
     )
     use_sapo_loss: bool | None = setting(
-        None, help="true is the same as surrogate=sapo; false turns sapo off. null: surrogate decides"
+        None,
+        help="Another way to set surrogate. true: the same as surrogate=sapo. false: sapo is off. null: surrogate "
+        "decides",
     )
 
     @classmethod

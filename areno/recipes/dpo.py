@@ -30,20 +30,21 @@ class DPOActorConfig(ModelConfig):
 
     beta: float = setting(
         0.1,
-        help="Beta of DPO, by which the log-ratios of chosen and rejected answer are multiplied. A larger beta "
-        "keeps the policy closer to the reference model. With loss_type=ipo, this is the parameter tau of IPO",
+        help="Beta of DPO, the factor of the difference between the log-ratios (policy to reference model) of the "
+        "chosen and the rejected answer. A larger beta keeps the policy closer to the reference model. With "
+        "loss_type=ipo, this is the parameter tau of IPO",
         gt=0,
         flag="--dpo-beta",
     )
     loss_type: Literal["sigmoid", "ipo"] = setting(
         "sigmoid",
-        help="sigmoid: DPO (2305.18290 eq. 7). ipo: IPO (2310.12036 eq. 17), with log-probabilities averaged over "
-        "tokens",
+        help="sigmoid: the loss of DPO (arXiv 2305.18290, eq. 7). ipo: the loss of IPO (arXiv 2310.12036, eq. 17), "
+        "with log-probabilities averaged over the tokens of an answer",
     )
     label_smoothing: float = setting(
         0.0,
-        help="Assumed probability that the labels chosen and rejected are swapped (conservative DPO). For "
-        "loss_type=sigmoid only",
+        help="Assumed probability that chosen and rejected answer are swapped in the data (conservative DPO). Used "
+        "with loss_type=sigmoid",
         ge=0,
         lt=0.5,
     )

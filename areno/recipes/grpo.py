@@ -40,9 +40,9 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
     )
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "token",
-        help="token: each token has its own importance ratio. sequence: all tokens of a row have the ratio of "
-        "the whole row as value, but the gradient goes through the log-probability of the token (GSPO-token "
-        "2507.18071 eq. 13)",
+        help="token: each token has its own importance ratio. sequence: all tokens of a row share the ratio of the "
+        "whole row, but the gradient of a token flows through its own log-probability (GSPO-token, arXiv 2507.18071, "
+        "eq. 13)",
     )
 
     @property
@@ -76,7 +76,7 @@ class GRPOActorConfig(TokenPolicyConfig):
 
     eps_clip: float = setting(
         0.2,
-        help="Clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip]",
+        help="Clip range e: the importance ratio is clipped to [1 - e, 1 + e]",
         gt=0,
         flag="--grpo-clip-eps",
     )

@@ -33,7 +33,7 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
 
     eps_clip: float = setting(
         3e-4,
-        help="Clip range: the importance ratio of a whole row is clipped to [1 - eps_clip, 1 + eps_clip]",
+        help="Clip range e: the importance ratio of a whole row is clipped to [1 - e, 1 + e]",
         gt=0,
         flag="--gspo-clip-eps",
     )

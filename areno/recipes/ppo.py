@@ -37,8 +37,8 @@ class PPOActorConfig(TokenPolicyConfig):
 
     c_clip: float | None = setting(
         3.0,
-        help="Dual clip (1912.09729): for negative advantages A, the loss of a token is at most -c_clip * A. null: "
-        "no dual clip",
+        help="c of the dual clip (arXiv 1912.09729): the loss of a token with a negative advantage A is at most -c * A. "
+        "null: no dual clip",
         gt=1,
         flag="--clip-ratio-c",
     )
@@ -61,11 +61,12 @@ class PPOActorConfig(TokenPolicyConfig):
         "are not normalised",
     )
     discount: float = setting(
-        1.0, help="Discount factor (gamma) of later rewards, per token", gt=0, le=1, flag="--gamma"
+        1.0, help="Discount factor (gamma) per token, by which later rewards are multiplied", gt=0, le=1, flag="--gamma"
     )
     gae_lambda: float = setting(
         0.95,
-        help="Lambda of GAE. 0: advantages depend mostly on the critic. 1: they depend mostly on the rewards",
+        help="Lambda of GAE. The closer it is to 0, the more the advantages depend on the critic. The closer it is to "
+        "1, the more they depend on the rewards",
         ge=0,
         le=1,
         flag="--lam",
@@ -84,7 +85,7 @@ class PPOConfig(CriticExperimentConfig):
     actor: PPOActorConfig = setting(help="The policy")
     ref: RefConfig | None = setting(
         factory=RefConfig,
-        help="Frozen reference model for the KL term. null: no reference model, which needs actor.kl_ctl=0",
+        help="Frozen reference model for the KL term. null: no reference model. Then actor.kl_ctl must be 0",
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:

@@ -228,7 +228,7 @@ class FormatReward(Reward):
     pattern: str = setting(
         THINK,
         help="Python regular expression that the whole completion must match. The dot also matches newlines. The "
-        "default requires <think>...</think> and an answer after it; the opening tag may be missing",
+        "default pattern requires <think>...</think> and an answer after it, where the opening tag may be missing",
     )
 
     @check
@@ -323,8 +323,8 @@ class JsonReward(Reward):
     name = "json"
     schema: str | None = setting(
         None,
-        help="File with the JSON schema for rows that have no field schema (needs the package jsonschema). null: "
-        "for such rows, any JSON gets reward 1",
+        help="File with the JSON schema for rows of data that have no field named schema. Needs the package "
+        "jsonschema. null: for such rows, any valid JSON gets reward 1",
     )
 
     def prepare(self) -> Reward:

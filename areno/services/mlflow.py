@@ -23,14 +23,14 @@ class MlflowConfig(Section):
 
     mode: Literal["disabled", "local", "online"] = setting(
         "disabled",
-        help="disabled: off. local: write to a folder or a database, which mlflow ui shows. online: send to a "
-        "tracking server",
+        help="disabled: off. local: write to a folder or a database, whose content the command mlflow ui shows. "
+        "online: send the metrics to a tracking server",
     )
     tracking_uri: str | None = setting(
         None,
-        help="With mode=local: the folder, or sqlite:///file.db, which needs the full mlflow package; null is "
-        "mlruns/ in cluster.fileroot. With mode=online: the address of the server; null is the value of the "
-        "environment variable MLFLOW_TRACKING_URI",
+        help="With mode=local: a folder, or sqlite:///file.db, which needs the full mlflow package. With mode=online: "
+        "the address of the tracking server. null: with mode=local, mlruns/ in cluster.fileroot, and with "
+        "mode=online, the value of the environment variable MLFLOW_TRACKING_URI",
     )
     project: str | None = setting(None, help="Name of the MLflow experiment. null: experiment_name")
     name: str | None = setting(None, help="Name of the run in MLflow. null: the name of the run's folder")

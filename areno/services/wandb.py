@@ -20,8 +20,8 @@ class WandbConfig(Section):
     mode: Literal["online", "offline", "disabled", "shared"] = setting(
         "disabled",
         help="disabled: off. online: send the metrics to the server. offline: write the metrics to wandb/ in the "
-        "folder of the run; wandb sync uploads them later. shared: the same as online, but other processes "
-        "may write to the same wandb run at the same time (its id is in trackers.json)",
+        "folder of the run, from which the command wandb sync uploads them later. shared: the same as online, but "
+        "other processes may write to the same wandb run at the same time (its id is in trackers.json)",
     )
     wandb_base_url: str | None = setting(None, help="Address of your own wandb server. null: wandb's default server")
     entity: str | None = setting(None, help="User or team that owns the wandb run. null: the default of the API key")
