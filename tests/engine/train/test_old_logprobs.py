@@ -48,8 +48,10 @@ def test_with_unchanged_weights_every_update_has_ratio_one(dtype, recompute, how
         stats = train_on(backend, fresh_rows(backend), loss_fn, CUT, **how)
         assert (stats["ratio_mean"], stats["ratio_std"], stats["ratio_max"]) == (1.0, 0.0, 1.0)
         assert stats["clip_frac"] == 0.0
-        assert stats["logp_abs_diff_mean"] == pytest.approx(0.01, rel=0.05), "the rollout is still compared"
-        assert 0.0 < stats["logp_row_diff_mean"] <= 0.012
+        # In bfloat16, the rounding of the CPU's products adds to the difference.
+        rounding = 0.05 if dtype == torch.float32 else 0.3
+        assert stats["logp_abs_diff_mean"] == pytest.approx(0.01, rel=rounding), "the rollout is still compared"
+        assert 0.0 < stats["logp_row_diff_mean"] <= 0.01 * (1.2 if dtype == torch.float32 else 1.5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
