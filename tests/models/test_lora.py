@@ -217,7 +217,7 @@ def test_the_guide_names_the_layers(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs/adapters.md").read_text(encoding="utf-8")
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.endswith("_proj` |")]
     guide = [(model.partition(",")[0].strip(), re.findall(r"`(\w+)`", names)) for model, names in rows]
-    for model, case in (("Phi-3", "phi3"), ("GLM-4", "glm4"), ("Qwen3.5", "qwen3.5"), ("all others", "olmo2")):
+    for model, case in (("Phi-3", "phi3"), ("GLM-4", "glm4"), ("Qwen3.5", "qwen3.5"), ("all other models", "olmo2")):
         kind, extra = CASES[case]
         kind(**{**SHAPE, **extra}).save_pretrained(tmp_path)
         named = {name for label, names in guide if label == model for name in names}
