@@ -42,6 +42,8 @@ from areno.types import ModelRole, PromptBatch, RolloutResult, SamplingParams, T
 
 logger = logging.getLogger("areno")
 
+_ROWS_COUNTED = 8  # rows of a micro-batch if micro-batches are counted and no size is given
+
 
 class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """One policy with its tokenizer and optimizer: rollout, scoring, training and saving.
@@ -370,7 +372,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self,
         batch_data: Sequence[TrainSequence],
         loss_fn: LossFn,
-        mini_bs: int = 8,
+        mini_bs: int | None = None,
         gradient_accumulation_steps: int | None = None,
         *,
         mb_spec: MicroBatchSpec | None = None,
@@ -391,7 +393,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             batch_data: Rows to train on.
             loss_fn: Loss function (pack, logprobs) -> (loss, statistics), from areno.loss_fns or defined by the script.
             mini_bs: Number of rows in a micro-batch (one forward pass), unless mb_spec or ArenoConfig.runtime sets the
-                size. Results do not depend on this number.
+                size. Results do not depend on this number. None lets the engine choose a number of tokens that suits
+                the models and the device or, with gradient_accumulation_steps, takes 8 rows.
             gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
                 one step on all rows.
             mb_spec: Size of micro-batches, which replaces mini_bs. None uses mini_bs.
@@ -416,7 +419,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             EngineError: A session is open, memory ran out, or the loss function returned no loss.
         """
         sampling = self._sampling(temperature, sampling)
-        how = (self._micro_batches(mini_bs, mb_spec), n_minibatches, gradient_accumulation_steps, sampling)
+        accumulates = gradient_accumulation_steps is not None
+        how = (self._micro_batches(mini_bs, mb_spec, accumulates), n_minibatches, gradient_accumulation_steps, sampling)
         update = UpdateSpec(*how, seed=seed, rows_per_unit=rows_per_unit, old_logprobs=old_logprobs)
         return self._train("actor", batch_data, loss_fn, update)
 
@@ -424,7 +428,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self,
         role: str,
         batch_data: Sequence[TrainSequence],
-        mini_bs: int = 8,
+        mini_bs: int | None = None,
         gradient_accumulation_steps: int | None = None,
         *,
         cliprange_value: float = 0.5,
@@ -439,7 +443,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             role: Name of a trainable role with a value head, such as "critic".
             batch_data: Rows with `returns` and `values`.
             mini_bs: Number of rows in a micro-batch (one forward pass), unless mb_spec or ArenoConfig.runtime sets the
-                size.
+                size. None is as in `train`.
             gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
                 one step on all rows.
             cliprange_value: Clip range of the PPO value loss. Predicted values are clipped to within this distance of
@@ -464,22 +468,26 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         check_positive("cliprange_value", cliprange_value)
         check_positive("value_loss_coef", value_loss_coef)
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
-        mb_spec = self._micro_batches(mini_bs, mb_spec)
+        mb_spec = self._micro_batches(mini_bs, mb_spec, gradient_accumulation_steps is not None)
         update = UpdateSpec(mb_spec, n_minibatches, gradient_accumulation_steps, seed=seed)
         return self._train(role, batch_data, loss_fn, update)
 
     def _sampling(self, temperature: float | None, sampling: SamplingConfig | None) -> SamplingConfig:
         return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
-    def _micro_batches(self, mini_bs: int, mb_spec: MicroBatchSpec | None) -> MicroBatchSpec:
+    def _micro_batches(self, mini_bs: int | None, mb_spec: MicroBatchSpec | None, accumulates: bool) -> MicroBatchSpec:
         """Return the micro-batch size of a training call.
 
         This is `mb_spec` if it is not None. If it is None, this is `mini_bs` rows, or max_tokens_per_mb tokens if the
-        engine's settings have this limit.
+        engine's settings have this limit. Without any size the engine chooses one, but if `accumulates` is True,
+        micro-batches are counted and have 8 rows.
         """
         if mb_spec is not None:
             return mb_spec
-        return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self.engine.spec.mb_spec.max_tokens_per_mb)
+        budget = self.engine.spec.mb_spec.max_tokens_per_mb
+        if mini_bs is None and budget is None and accumulates:
+            mini_bs = _ROWS_COUNTED
+        return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=budget)
 
     def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
         """Check the arguments of a training call, train, and record and return its statistics by name.

@@ -28,6 +28,7 @@ from areno.engine import engine as engine_module
 from areno.engine.processes.messages import Outputs, pack
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
+from areno.engine.token_budget import SCORE, TRAIN
 from areno.engine.train.micro_batches import TrainResult
 from areno.launch.compose import load
 from areno.models.cost import Cost
@@ -114,6 +115,7 @@ class SimulatedWorkers:
             "weights_version": lambda: self._version,
             "saved": lambda: True,
             "memory_table": lambda: ("no memory", ""),
+            "token_budgets": lambda: {"actor": {TRAIN: 16384, SCORE: 16384}},
         }
         with self._simulating():
             first = pickle.loads(packed[0])  # once, since real workers would read theirs in parallel
@@ -206,6 +208,7 @@ class SimulatedWorkers:
             dtype=self.spec.dtype,
             attn_backend="sdpa",
             memory_gib=0.0,
+            device_bytes=0,
             cost=Cost.of(self._config, 2),
         )
 

@@ -74,16 +74,21 @@ class OptimizerConfig(Section):
     )
 
 
+ROWS_COUNTED = 16
+"""Rows of a micro-batch if micro-batches are counted (gradient_accumulation_steps) and no size is set."""
+
+
 @dataclass(kw_only=True)
 class MicroBatchSpec(Section):
     """How the rows of an optimizer step are divided into micro-batches.
 
-    The sizes change memory use and speed, not the result.
+    The sizes change memory use and speed, not the result. If both are null, areno chooses a number of tokens from the
+    sizes of the models and the memory of the device.
     """
 
-    mini_bs: int = setting(
-        16,
-        help="Number of rows per micro-batch. Used if max_tokens_per_mb is null",
+    mini_bs: int | None = setting(
+        None,
+        help="Number of rows per micro-batch. null: the size is a number of tokens",
         gt=0,
         # Trainer.train sets both sizes, so only `build` reports a size that is not used.
         only_with=Needs("max_tokens_per_mb", None, so="micro-batches have a size in tokens", in_build=True),
@@ -91,10 +96,24 @@ class MicroBatchSpec(Section):
     )
     max_tokens_per_mb: int | None = setting(
         None,
-        help="Largest number of tokens per micro-batch. Rows are distributed to micro-batches by "
-        "first-fit-decreasing bin packing. null: mini_bs rows per micro-batch",
+        help="Largest number of tokens per micro-batch on one device. Rows are distributed to micro-batches by "
+        "first-fit-decreasing bin packing. null: mini_bs rows per micro-batch or, if mini_bs is null too, a number of "
+        "tokens that suits the models and the memory of the device",
         gt=0,
     )
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether no size is set, so that the engine chooses one."""
+        return self.mini_bs is None and self.max_tokens_per_mb is None
+
+    @property
+    def counted(self) -> MicroBatchSpec:
+        """The sizes of micro-batches that are counted, as with gradient_accumulation_steps.
+
+        If no size is set, a micro-batch has ROWS_COUNTED rows, because its size decides the number of updates.
+        """
+        return MicroBatchSpec(mini_bs=ROWS_COUNTED) if self.is_automatic else self
 
 
 _DEVIATION = Needs("std_level", so="nothing is divided by a deviation")

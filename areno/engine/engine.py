@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from areno.engine.processes.workers import start_workers
 from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, wait_for_all
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
+from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, budgets_in_words
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
 from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_of_rows
 from areno.errors import CheckpointError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
+
+logger = logging.getLogger("areno")
 
 _TURN_S = 0.05  # longest poll of one thread while another thread waits to poll
 
@@ -66,6 +71,9 @@ class Engine(AbstractContextManager["Engine"]):
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self.limits: RequestLimits | None = None
         self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
+        self._budgets: TokenBudgets = {}  # chosen sizes of micro-batches
+        self._budgets_are_due = True  # whether they must be chosen (again) before their next use
+        self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
         self._writes_state = False
         self._lost_state = False  # whether a state was being written when the workers were restarted
 
@@ -93,6 +101,7 @@ class Engine(AbstractContextManager["Engine"]):
                     )
                 self._call("load_role", name, spec)
                 self._roles[name] = copy.deepcopy(spec)  # a copy, because the caller may change the spec later
+                self._budgets_are_due = True
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role other than the actor. Its trained weights are lost unless they were saved.
@@ -105,6 +114,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
         self._call("release_role", role)
         del self._roles[role]
+        self._budgets.pop(role, None)
 
     @property
     def weights_version(self) -> int:
@@ -147,6 +157,9 @@ class Engine(AbstractContextManager["Engine"]):
         """
         self.limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
         self.dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
+        if spec not in self._rollouts:
+            self._rollouts.append(copy.deepcopy(spec))
+            self._budgets_are_due = True
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
@@ -382,7 +395,7 @@ class Engine(AbstractContextManager["Engine"]):
             )
         if self.limits is not None:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
-        update = update or UpdateSpec(self.spec.mb_spec)
+        update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
         add_routes(checked, rows, self.info.routes, row_name)
         shares = share_steps(
@@ -391,6 +404,7 @@ class Engine(AbstractContextManager["Engine"]):
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)
+        self._lower_budget(role, TRAIN, max(result.n_halvings for result in results))
         keep_old_logprobs(rows, checked, shares, results[:: self.spec.layout.cp_size])
         return results[0].stats
 
@@ -417,7 +431,7 @@ class Engine(AbstractContextManager["Engine"]):
             One float32 array for each row, with one entry per token. Entry 0 is 0, because no token precedes it.
         """
         read = routes_of_rows(routes, token_rows, self.info.routes, role)
-        return self._scored("logprobs", role, token_rows, mb_spec, sampling or SamplingConfig(), routes=read)
+        return self._scored("logprobs", role, token_rows, mb_spec, routes=read, sampling=sampling or SamplingConfig())
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Return the value of the state before each token of each row, computed by a role's value head.
@@ -447,7 +461,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._scored("rewards", role, token_rows, mb_spec)
 
     def _scored(
-        self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any, routes: Any = None
+        self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, routes: Any = None, **more: Any
     ) -> list[Any]:
         """Score rows with the model of a role: log-probabilities, values or rewards.
 
@@ -458,9 +472,8 @@ class Engine(AbstractContextManager["Engine"]):
             role: Name of the role.
             rows: Token ids of each row.
             mb_spec: Size of a micro-batch. None is EngineSpec.mb_spec.
-            *more: Arguments of the method between the rows and `mb_spec`: for "logprobs" a SamplingConfig, otherwise
-                none.
             routes: Recorded experts of each row's tokens, for "logprobs" only. None lets the router choose.
+            **more: Further arguments of the method: for "logprobs" `sampling`, a SamplingConfig, otherwise none.
 
         Returns:
             What the method returns for each row, in the order of `rows`: an array with one entry per token, or a
@@ -469,9 +482,16 @@ class Engine(AbstractContextManager["Engine"]):
         self._role(role, "lm" if what == "logprobs" else "value")
         shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info)
         n_together = self.spec.layout.cp_size
-        args = [(role, what, tokens, *more, mb_spec or self.spec.mb_spec, *its) for tokens, *its in given]
+        spec, may_halve = mb_spec or self.spec.mb_spec, False
+        if spec.is_automatic:
+            spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._token_budget(role, SCORE)), self._may_halve
+        args = [
+            (role, what, tokens, spec, may_halve, more | ({"routes": its[0]} if its else {})) for tokens, *its in given
+        ]
         with self._poll_lock:
-            scored = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
+            results = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
+        scored = [values for values, _ in results]
+        self._lower_budget(role, SCORE, max(n_halvings for _, n_halvings in results))
         pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
         return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
@@ -498,6 +518,74 @@ class Engine(AbstractContextManager["Engine"]):
             CheckpointError: The files could not be written. The error is raised once, and then no more.
         """
         return all(self._call("saved"))
+
+    # -- sizes of micro-batches ------------------------------------------------------------------------------------
+
+    @property
+    def token_budgets(self) -> dict[str, Any]:
+        """The chosen sizes of micro-batches, as a training state records them: device memory, and tokens by role."""
+        return {"device_bytes": self.info.device_bytes, "tokens": copy.deepcopy(self._budgets)}
+
+    def restore_token_budgets(self, record: Mapping[str, Any]) -> None:
+        """Continue with the sizes of micro-batches of an earlier process of the run.
+
+        Does nothing if the devices of that process had another amount of memory.
+
+        Args:
+            record: The `token_budgets` of that process.
+        """
+        if record["device_bytes"] == self.info.device_bytes:
+            self._budgets = {role: dict(tokens) for role, tokens in record["tokens"].items() if role in self._roles}
+
+    def _sized_update(self, update: UpdateSpec, role: str) -> UpdateSpec:
+        """Return an update whose micro-batches have a size, chosen by the engine if `update.mb_spec` sets none."""
+        if not update.mb_spec.is_automatic:
+            return update
+        if update.gradient_accumulation_steps is not None:
+            return replace(update, mb_spec=update.mb_spec.counted)
+        spec = MicroBatchSpec(max_tokens_per_mb=self._token_budget(role, TRAIN))
+        return replace(update, mb_spec=spec, may_halve=self._may_halve)
+
+    @property
+    def _may_halve(self) -> bool:
+        """Whether a step that runs out of memory may continue with smaller micro-batches.
+
+        With `engine.deterministic` it may not, because the free memory would decide the order of sums.
+        """
+        return not self.spec.engine.deterministic
+
+    def _token_budget(self, role: str, phase: str) -> int:
+        """Return the number of tokens in a micro-batch of a role in TRAIN or SCORE, and log new choices.
+
+        The choice is made again when a model has been loaded, or a rollout with other settings has begun. A budget
+        never rises, so it does not depend on the order of these.
+        """
+        if self._budgets_are_due:
+            self._budgets_are_due = False
+            before, chosen = copy.deepcopy(self._budgets), self._call("token_budgets")
+            for name, tokens in chosen[0].items():
+                known = self._budgets.setdefault(name, {})
+                for each in tokens:
+                    of_ranks = [of_rank[name][each] for of_rank in chosen]
+                    known[each] = min(*of_ranks, known.get(each, of_ranks[0]))
+            if self._budgets != before:
+                logger.info("%s", budgets_in_words(self._budgets))
+        return self._budgets[role][phase]
+
+    def _lower_budget(self, role: str, phase: str, n_halvings: int) -> None:
+        """Halve the number of tokens in a micro-batch as often as the workers have done, with a warning."""
+        if n_halvings:
+            before = self._budgets[role][phase]
+            self._budgets[role][phase] = now = max(1, before >> n_halvings)
+            doing = "training" if phase == TRAIN else "scoring with"
+            logger.warning(
+                "out of device memory in %s the model of role %s: its micro-batches have at most %s tokens from now "
+                "on, instead of %s",
+                doing,
+                role,
+                f"{now:,}",
+                f"{before:,}",
+            )
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from areno.config.models import LoraConfig, OptimizerType
 from areno.config.run import ALONE, Layout
-from areno.engine.memory import RESTING, may_have_adapters
+from areno.engine.memory import RESERVE, RESTING, may_have_adapters
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
@@ -21,15 +21,13 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.cost import (
     ModelBytes,
+    PassBytes,
     kv_bytes,
     kv_bytes_of_row,
-    logits_bytes,
     model_bytes,
     state_bytes,
-    token_bytes,
 )
 
-RESERVE = 0.06  # share of the device for memory that is not counted: workspaces, fragments, graphs
 GIB = 2**30
 _TYPICAL_TOKENS = 1024  # of a micro-batch
 _MIN_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
@@ -177,13 +175,12 @@ class Footprint:
             model: The model. If it recomputes activations, all of its layers count as recomputed.
             n_tokens: Tokens of the micro-batch over all context-parallel ranks.
         """
-        config, itemsize = model.config, self.itemsize
-        n_tokens = -(-n_tokens // self.layout.cp_size)  # of this device
-        of_token = token_bytes(config, itemsize, self.layout, recompute=model.recompute, split=self.split)
-        found = n_tokens * of_token
-        if config.head == "lm":
-            found += logits_bytes(config, min(n_tokens, 2048), itemsize, self.layout)
-        return found
+        return self.training_pass(model).total(-(-n_tokens // self.layout.cp_size))
+
+    def training_pass(self, model: Model) -> PassBytes:
+        """Return the bytes of a forward and a backward pass of a model on each device."""
+        config, recompute = model.config, model.recompute
+        return PassBytes.of_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
 
     # -- messages --------------------------------------------------------------------------------------------------
 

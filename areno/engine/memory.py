@@ -7,6 +7,7 @@ not import torch.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,9 @@ from areno.config.models import MicroBatchSpec
 from areno.config.run import DecoderConfig
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
+
+RESERVE = 0.06
+"""Share of a device that is left for memory that is not counted: workspaces, fragments, graphs."""
 
 # CUDA graphs, cuBLAS and the CPU's allocator fail with other messages than torch's CUDA allocator.
 _WORDS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
@@ -46,9 +50,29 @@ def device_bytes(device: Any, n_sharing: int) -> int:
     """
     import torch
 
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_bytes(device, n_sharing)
+
+
+def total_bytes(device: Any, n_sharing: int) -> int:
+    """Return the whole memory of a CUDA device or, for a CPU, an equal share of the machine's whole memory.
+
+    Args:
+        device: The torch.device of a worker.
+        n_sharing: Number of workers that share the memory of the machine. Ignored for a CUDA device.
+    """
+    import torch
+
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_sharing
+
+
+def free_unused() -> None:
+    """Collect garbage, and return the device memory that torch has reserved but does not use."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def host_bytes_free() -> int:
@@ -163,12 +187,14 @@ def training_hint(
             checkpointing.
         in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
     """
+    size = ("max_tokens_per_mb", mb_spec.max_tokens_per_mb)
+    if mb_spec.max_tokens_per_mb is None:
+        size = ("mini_bs", mb_spec.mini_bs)
     return out_of_memory_hint(
-        "in training, with {}={} and mini_bs={}{}",
+        "in training, with {}={}{}",
         lambda: in_training(section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam),
-        Key(f"{section}.mb_spec.max_tokens_per_mb"),
-        mb_spec.max_tokens_per_mb,
-        mb_spec.mini_bs,
+        Key(f"{section}.mb_spec.{size[0]}"),
+        size[1],
         fitting,
     )
 
@@ -190,7 +216,7 @@ def in_training(
     """
     if mb_spec.max_tokens_per_mb is not None:
         yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
-    elif mb_spec.mini_bs > 1:
+    elif mb_spec.mini_bs != 1:
         yield ("lower {}", Key(f"{section}.mb_spec.mini_bs"))
     if not recomputes:
         yield ("set {}=true", Key(f"{section}.gradient_checkpointing"))

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from areno.engine import memory
+from areno.engine.decoder.caches import WantedCache
 from areno.engine.exact import make_exact
 from areno.engine.footprint import Footprint, check_fits, footprint_of
-from areno.engine.memory import device_bytes, out_of_memory_hint
+from areno.engine.memory import device_bytes, out_of_memory_hint, total_bytes
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
+from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, choose_token_budget
 from areno.engine.train.backend import TrainBackend
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
@@ -164,6 +166,10 @@ class Roles:
         beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors in
             training.
 
+    Attributes:
+        total_bytes: Whole memory of the device. For a CPU, this rank's share of the machine's whole memory.
+        footprint: The memory of the models.
+
     Raises:
         EngineError: The models of the engine do not fit the device.
     """
@@ -178,6 +184,7 @@ class Roles:
         self.spec, self.context, self.attn_backend, self._beside = spec, context, attn_backend, beside
         self._roles: dict[str, Role] = {}
         self._device_bytes = device_bytes(context.device, spec.n_ranks_on_machine(context.rank))
+        self.total_bytes = total_bytes(context.device, spec.n_ranks_on_machine(context.rank))
         self.footprint = self._fitting({"actor": spec.actor, **spec.planned})
         self._roles["actor"] = self._load(spec.actor)
 
@@ -225,6 +232,22 @@ class Roles:
             A summary in one line, and a table of several lines.
         """
         return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
+
+    def token_budgets(self, wanted: WantedCache | None) -> TokenBudgets:
+        """Choose the number of tokens in a micro-batch for each loaded role, in training and in scoring.
+
+        Args:
+            wanted: The KV cache that stays between rollouts. None if there is none.
+        """
+        total, footprint = self.total_bytes, self.footprint
+        cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident)
+        models = {model.name: model for model in footprint.models}
+        found: TokenBudgets = {}
+        for name, role in self._roles.items():
+            model = models["actor" if role.is_base else name]
+            phases = (TRAIN, SCORE) if role.spec.optimizer else (SCORE,)
+            found[name] = {phase: choose_token_budget(footprint, model, phase, total, cache) for phase in phases}
+        return found
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
         """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the device."""

@@ -187,7 +187,8 @@ class UpdateSpec:
     """How one call of `Engine.train` divides its rows into optimizer steps and micro-batches.
 
     Attributes:
-        mb_spec: Size of a micro-batch, the rows of one forward pass. It does not change the result.
+        mb_spec: Size of a micro-batch, the rows of one forward pass. It does not change the result. If it sets no size,
+            the engine chooses one or, with gradient_accumulation_steps, takes 16 rows.
         n_minibatches: Number of optimizer steps. If greater than 1, the rows are shuffled by `seed` and divided equally
             over the steps. Must be 1 if gradient_accumulation_steps is set.
         gradient_accumulation_steps: Number of micro-batches in one optimizer step, in the order of the rows. None
@@ -201,6 +202,8 @@ class UpdateSpec:
             forward pass, so that the ratios are exactly 1, and for later steps in a scoring pass over the same
             micro-batches. "loglinear" is "recompute" for the first step. In later steps it computes nothing, and the
             loss interpolates the old log-probabilities.
+        may_halve: Whether a step that runs out of memory continues with micro-batches of half the size. Otherwise
+            running out of memory is an error.
     """
 
     mb_spec: MicroBatchSpec
@@ -210,6 +213,7 @@ class UpdateSpec:
     seed: int = 0
     rows_per_unit: int = 1
     old_logprobs: OldLogprobs = "recompute"
+    may_halve: bool = False
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -239,6 +243,7 @@ class EngineInfo:
         dtype: Type of the weights, as the name of a torch dtype.
         attn_backend: Attention kernel of training and prefill.
         memory_gib: Peak memory of the first worker so far, in GiB.
+        device_bytes: Whole memory of the first worker's device. For a CPU, the worker's share of the machine's memory.
         cost: FLOPs and bytes that one token costs, over all tensor-parallel ranks.
         routes: Number of layers with experts, experts per token, and experts per layer. None for a model without
             experts.
@@ -254,6 +259,7 @@ class EngineInfo:
     dtype: str
     attn_backend: str
     memory_gib: float
+    device_bytes: int
     cost: Cost
     routes: RouteShape | None = None
     n_adapter_params: int = 0

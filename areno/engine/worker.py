@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from areno.config.models import MicroBatchSpec
 from areno.engine import memory
-from areno.engine.decoder.caches import kv_cache_blocks
+from areno.engine.decoder.caches import WantedCache, kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
-from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
+from areno.engine.memory import (
+    free_unused,
+    host_bytes_free,
+    is_out_of_memory,
+    out_of_memory_hint,
+    use_expandable_segments,
+)
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.state.checkpointer import StateCheckpointer
+from areno.engine.token_budget import TokenBudgets
 from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.rows import RouteShape
@@ -89,6 +99,7 @@ class Worker:
             dtype=self.spec.dtype,
             attn_backend=self.attn_backend,
             memory_gib=self.memory_gib(),
+            device_bytes=self.roles.total_bytes,
             cost=Cost.of(config, self.dtype.itemsize),
             routes=self._route_shape,
             tp_sums=self.context.tp.sum_backend,
@@ -135,23 +146,13 @@ class Worker:
         return self.decoder.limits
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
-        max_running = max(1, -(-spec.max_running // self.spec.layout.dp_size))
-        routes = self._route_shape if self.spec.routing_replay else None
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 self.actor,
-                n_blocks=kv_cache_blocks(
-                    self.actor,
-                    self.spec,
-                    spec,
-                    max_running=max_running,
-                    block_size=self._block_size,
-                    free_bytes=self.free_bytes,
-                    route_bytes=0 if routes is None else routes.bytes_per_token,
-                ),
+                n_blocks=kv_cache_blocks(self.actor, self.spec, self._wanted_cache(spec), self.free_bytes),
                 block_size=self._block_size,
-                max_running=max_running,
+                max_running=self._max_running(spec),
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
                 max_len=spec.max_len,
                 eos_token_ids=self._eos_token_ids,
@@ -163,6 +164,28 @@ class Worker:
                 stream_every_s=_STREAM_EVERY_S,
                 keeps_routes=self.spec.routing_replay,
             )
+
+    def _max_running(self, spec: RolloutSpec) -> int:
+        """Return the largest number of samples that decode at the same time on this data-parallel rank."""
+        return max(1, -(-spec.max_running // self.spec.layout.dp_size))
+
+    def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
+        """Return the KV cache that a rollout wants."""
+        routes = self._route_shape if self.spec.routing_replay else None
+        return WantedCache.of(
+            self.actor.config,
+            self.dtype.itemsize,
+            self.spec,
+            spec,
+            max_running=self._max_running(spec),
+            block_size=self._block_size,
+            route_bytes=0 if routes is None else routes.bytes_per_token,
+        )
+
+    def token_budgets(self) -> TokenBudgets:
+        """Choose the number of tokens in a micro-batch for each loaded role, in training and in scoring."""
+        wanted = None if self._decoder_spec is None else self._wanted_cache(self._decoder_spec)
+        return self.roles.token_budgets(wanted)
 
     def free_bytes(self) -> int:
         """Return the free memory of the device. On a CPU, this worker's share of the machine's available memory."""
@@ -264,8 +287,7 @@ class Worker:
         self.decoder.clear()
         if drop:
             self.decoder = self._decoder_spec = None
-            gc.collect()  # runner and graphs refer to each other, so only the collector frees them
-            torch.cuda.empty_cache()  # nothing without CUDA
+            free_unused()  # runner and graphs refer to each other, so only the collector frees them
 
     def weights_version(self) -> int:
         """Return the number of optimizer updates applied to the actor."""
@@ -309,21 +331,46 @@ class Worker:
         result.stats["memory_gib"] = self.memory_gib()
         return result
 
-    def score(self, role: str, what: str, token_rows: list[np.ndarray], *settings: Any) -> list[Any]:
+    def score(
+        self,
+        role: str,
+        what: str,
+        token_rows: list[np.ndarray],
+        mb_spec: MicroBatchSpec,
+        may_halve: bool = False,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[list[Any], int]:
         """Compute log-probabilities, values or rewards of rows with the model of a role.
 
         Args:
             role: Name of the role.
             what: Method of TrainBackend to call: "logprobs", "values" or "rewards".
-            token_rows: Token ids of each row, the first argument of the method.
-            *settings: The other arguments of the method, such as the size of micro-batches.
+            token_rows: Token ids of each row.
+            mb_spec: Size of micro-batches.
+            may_halve: Whether to continue with micro-batches of half the size if memory runs out. Otherwise that is an
+                error, also for ranks that compute layers together.
+            more: Further arguments of the method by name.
 
         Returns:
-            What the method returns for each row: an array with one entry per token, or a float for "rewards".
+            (results, number of halvings). The results are those of the method, one for each row: an array with one
+            entry per token, or a float for "rewards".
         """
         with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
-            return methods[what](token_rows, *settings)
+            longest = max(map(len, token_rows), default=0)
+            for n_halvings in itertools.count():
+                try:
+                    return methods[what](token_rows, mb_spec=mb_spec, **more), n_halvings
+                except EngineError as error:
+                    budget, cause = mb_spec.max_tokens_per_mb, error.__cause__
+                    may_halve = may_halve and backend.is_alone and budget is not None and budget > longest
+                    if not (may_halve and isinstance(cause, RuntimeError) and is_out_of_memory(cause)):
+                        raise
+                    for each in (error, cause):
+                        traceback.clear_frames(each.__traceback__)  # they hold the tensors of the pass that failed
+                mb_spec = MicroBatchSpec(max_tokens_per_mb=(budget or 2) // 2)
+                free_unused()
+        raise AssertionError("the loop has no end")
 
     def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
         """Write this rank's part of a role's model as a Hugging Face folder. All ranks must call this.

@@ -7,6 +7,7 @@ allocator.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,8 @@ def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
     return float(found)
 
 
+LOGITS_KEPT = 5 * 2**29  # bytes of the gradients of logits that a GPU keeps: 8.8k positions of 152k tokens in bf16
+LOGITS_CHUNK = 2048  # positions whose logits are computed at once
 BUCKET = 2**25  # fewest parameters of layers that are reduced together: enough for the full bandwidth of links
 _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
@@ -449,6 +452,100 @@ def token_bytes(
     layer = activation_bytes(config, itemsize, layout, split=split)
     kept = 0 if recompute else layer.kept
     return config.num_layers * (layer.always + kept) + layer.at_work
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassBytes:
+    """The bytes that the forward and backward pass of a micro-batch take on one rank, beside the model itself.
+
+    Attributes:
+        of_token: bytes of the activations of one token.
+        of_kept_layer: additional bytes per token for each layer that keeps the outputs of its large matrix products.
+        logits_of_token: bytes of the logits of one token. They are computed for LOGITS_CHUNK tokens at a time.
+        stored_of_token: bytes per token of gradients of logits that are stored until the backward pass, up to
+            LOGITS_KEPT bytes in all.
+    """
+
+    of_token: int
+    of_kept_layer: int = 0
+    logits_of_token: int = 0
+    stored_of_token: int = 0
+
+    @staticmethod
+    def of_training(
+        config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, recompute: bool = True, split: bool = False
+    ) -> PassBytes:
+        """Return the bytes of a forward and a backward pass.
+
+        Args:
+            config: the shape of the model.
+            itemsize: the bytes of an activation.
+            layout: how the model is divided over devices. The default is one device.
+            recompute: whether layers recompute activations. If False, all layers keep them.
+            split: whether sequence parallelism divides the residual stream over the ranks.
+        """
+        of_token = token_bytes(config, itemsize, layout, recompute=recompute, split=split)
+        kept = activation_bytes(config, itemsize, layout).kept if recompute else 0
+        if config.head == "value":
+            return PassBytes(of_token=of_token, of_kept_layer=kept)
+        return PassBytes(
+            of_token=of_token,
+            of_kept_layer=kept,
+            logits_of_token=logits_bytes(config, 1, itemsize, layout),
+            stored_of_token=layout.share_up(config.vocab_size) * itemsize,
+        )
+
+    @staticmethod
+    def of_scoring(
+        config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
+    ) -> PassBytes:
+        """Return the bytes of a forward pass without gradient, which holds the activations of one layer at a time.
+
+        Args:
+            config: the shape of the model.
+            itemsize: the bytes of an activation.
+            layout: how the model is divided over devices. The default is one device.
+            split: whether sequence parallelism divides the residual stream over the ranks.
+        """
+        layer = activation_bytes(config, itemsize, layout, split=split)
+        logits = 0 if config.head == "value" else logits_bytes(config, 1, itemsize, layout)
+        return PassBytes(of_token=layer.always + layer.at_work, logits_of_token=logits)
+
+    def total(self, n_tokens: int, n_kept: int = 0) -> int:
+        """Return the bytes of a micro-batch.
+
+        Args:
+            n_tokens: the number of tokens on this rank.
+            n_kept: the number of layers that keep the outputs of their large matrix products.
+        """
+        head = min(LOGITS_KEPT, n_tokens * self.stored_of_token) + min(LOGITS_CHUNK, n_tokens) * self.logits_of_token
+        return n_tokens * (self.of_token + n_kept * self.of_kept_layer) + head
+
+    def fitting_tokens(self, room: int) -> int:
+        """Return the largest number of tokens whose pass fits if no layer keeps its products. 0 if none fits.
+
+        Args:
+            room: the number of free bytes.
+        """
+        # `total` is the smallest of four linear functions of the tokens, so the pass fits if one of them fits.
+        found = 0
+        for all_stored, all_logits in itertools.product((0, 1), (0, 1)):
+            left = room - all_stored * LOGITS_KEPT - all_logits * LOGITS_CHUNK * self.logits_of_token
+            slope = self.of_token + (1 - all_stored) * self.stored_of_token + (1 - all_logits) * self.logits_of_token
+            found = max(found, left // slope)
+        return found
+
+    def fitting_layers(self, n_tokens: int, room: int, n_layers: int) -> int:
+        """Return the number of layers that can keep the outputs of their large matrix products.
+
+        Args:
+            n_tokens: the number of tokens on this rank.
+            room: the number of free bytes.
+            n_layers: the number of layers of the model.
+        """
+        if not self.of_kept_layer:
+            return 0
+        return max(0, min(n_layers, (room - self.total(n_tokens)) // (n_tokens * self.of_kept_layer)))
 
 
 def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, layout: Layout = ALONE) -> int:

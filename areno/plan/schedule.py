@@ -11,7 +11,7 @@ from areno.config.experiments import (
     PolicyExperimentConfig,
     PreferenceExperimentConfig,
 )
-from areno.config.models import OptimizerConfig
+from areno.config.models import ROWS_COUNTED, OptimizerConfig
 from areno.engine.spec import RoleSpec
 from areno.plan.plan import TrainerPlan
 
@@ -69,7 +69,7 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
         rows = config.train_dataset.batch_size
         if isinstance(config, PolicyExperimentConfig):
             rows = config.rows_per_step
-        size = actor.mb_spec.mini_bs
+        size = actor.mb_spec.mini_bs or ROWS_COUNTED
         if isinstance(config, PreferenceExperimentConfig):
             size = max(1, size // 2)  # the two rows of a pair stay together
         each = -(-rows // (size * actor.gradient_accumulation_steps))

@@ -66,6 +66,19 @@ class RecoverableEngine(Protocol):
         """Start the worker processes again after a worker was lost."""
         ...
 
+    @property
+    def token_budgets(self) -> dict[str, Any]:
+        """The chosen sizes of micro-batches, which a state records."""
+        ...
+
+    def restore_token_budgets(self, record: Mapping[str, Any]) -> None:
+        """Continue with the sizes of micro-batches that a state has recorded.
+
+        Args:
+            record: The `token_budgets` of the engine that wrote the state.
+        """
+        ...
+
 
 @dataclass
 class _Write:
@@ -132,6 +145,7 @@ class StateWriter:
         self.poll()
         if self._write is not None:
             return False
+        record = {**record, "token_budgets": self._engine().token_budgets}
         try:
             folder = self.states.begin_again(step) if step == self.written_step else None
             if folder is not None:
@@ -385,6 +399,8 @@ class Recovery(AbstractContextManager["Recovery"]):
             except CheckpointError as error:
                 self.states.set_aside(state.step, str(error))
                 continue
+            if (budgets := state.record.get("token_budgets")) is not None:  # an older areno recorded none
+                self._engine().restore_token_budgets(budgets)
             self.files.cut_back(state.step, state.record["files"], begun_at)
             self.states.set_finished(None)
             self.writer.written_step = state.step

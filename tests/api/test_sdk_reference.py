@@ -167,6 +167,10 @@ DOCUMENTED: dict[Any, str] = {
 }
 
 
+OWN_DEFAULTS: dict[Any, dict[str, Any]] = {Trainer.train: {"mini_bs": None}}
+"""Defaults that differ: without a number of rows, the engine chooses a number of tokens, which is faster."""
+
+
 @pytest.mark.parametrize("thing", DOCUMENTED, ids=lambda thing: thing.__qualname__)
 def test_arguments_are_those_documented(thing: Any) -> None:
     """In this order and with these defaults; what we have beyond them is optional and comes after."""
@@ -183,7 +187,8 @@ def test_arguments_are_those_documented(thing: Any) -> None:
         assert [p.name for p in wanted] == [name for name in found if name in expected]
         for parameter in wanted:
             if parameter.default is not inspect.Parameter.empty:
-                assert found[parameter.name].default == parameter.default
+                own = OWN_DEFAULTS.get(thing, {}).get(parameter.name, parameter.default)
+                assert found[parameter.name].default == own
     extra = [p for name, p in ours.items() if name not in expected]
     assert all(p.default is not inspect.Parameter.empty for p in extra)
 

@@ -28,7 +28,7 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
     [
         (
             "gspo",
-            "actor.mb_spec.mini_bs=4",
+            "actor.mb_spec.mini_bs=4 actor.mb_spec.max_tokens_per_mb=8192",
             "actor.mb_spec.mini_bs: is 4, but actor.mb_spec.max_tokens_per_mb is 8192, so",
         ),
         ("gspo", "actor.optimizer.min_lr_ratio=0.5", "actor.optimizer.min_lr_ratio: is 0.5, but actor.optimizer.lr_"),

@@ -17,41 +17,17 @@ from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, RESERVE, Footprint, Model, check_fits, footprint_of, ways_to_fit
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
-from areno.layers.config import AdapterSpec, Rope
+from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import linear_shapes
-from areno.models.config import LayerKind, TransformerConfig
+from areno.models.config import LayerKind
 from areno.models.cost import parameters
 from tests.helpers.critics import critic, reference
+from tests.helpers.large_shapes import ACTOR, CRITIC, QWEN3_8B, REF, REWARD
 from tests.helpers.processes import worker_of
 from tests.helpers.tiny_engine import model_folder, spec
 
-QWEN3_8B = TransformerConfig(
-    family="qwen3",
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=Rope(1e6),
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=True,
-    eos_token_ids=(1,),
-    initializer_range=0.02,
-    hf={},
-)
 QWEN3_32B = replace(QWEN3_8B, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64)
 ADAPTERS = AdapterSpec(rank=32, alpha=16.0, targets=("q_proj", "o_proj", "down_proj"))
-ACTOR = Model("actor", QWEN3_8B, "adam", "actor")
-REF = Model("ref", QWEN3_8B, None, "ref")
-CRITIC = Model("critic", replace(QWEN3_8B, head="value"), "adam", "critic")
-REWARD = replace(CRITIC, name="reward", key="reward", optimizer=None)
 
 
 def of(*models: Model, world_size: int = 1, tp_size: int = 1, cp_size: int = 1, **more: Any) -> Footprint:
@@ -96,7 +72,7 @@ def test_activations_are_divided_by_tokens() -> None:
     """Over copies that share a row, and what lies between products over tensor-parallel ranks."""
     products, q_size = 6144 + 2 * 12288, 4096  # outputs of qkv and gate-up; one layer keeps q_size of attention
     whole = of(world_size=2, tp_size=2).training_bytes(ACTOR, 8192)
-    logits = 2048 * 151936 // 2 * (4 + 2)
+    logits = 2048 * 151936 // 2 * (4 + 2) + 8192 * 151936 // 2 * 2  # computed at once, and stored
     layers = 36 * (2 * 4096 * 4 + q_size // 2 * 2) + (3 * products // 2 + 12 * 4096) * 2
     assert whole == 8192 * layers + logits
     split = 36 * (4096 * 4 + q_size // 2 * 2) + (3 * products // 2 + 8 * 4096) * 2
@@ -127,7 +103,7 @@ def test_a_layout_that_cannot_fit_is_refused_with_those_that_can() -> None:
     whole = of(world_size=4, zero_stage=0)
     check_fits(whole, 200 * GIB)
     text = refused(whole, 130)
-    assert text.startswith("actor cannot fit: each device needs 137.9 GiB at least (tp_size=1, 4 copies, zero_stage=0)")
+    assert text.startswith("actor cannot fit: each device needs 138.0 GiB at least (tp_size=1, 4 copies, zero_stage=0)")
     assert ", and has 130.0; what fits is engine.zero_stage=1 (" in text
     assert "or engine.tp_size=2 (" in text
     assert "or actor.optimizer.type=adam_8bit (" in text

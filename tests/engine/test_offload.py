@@ -123,8 +123,9 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
         scores.append([])
         for _ in range(3):
             losses[-1].append(worker.train("critic", steps, value_loss_fn, update).stats["loss"])
-            scored_rows = worker.score("critic", "values", token_rows, mb_spec)
-            for row in scored_rows + worker.score("ref", "logprobs", token_rows, SamplingConfig(), mb_spec):
+            scored_rows, _ = worker.score("critic", "values", token_rows, mb_spec)
+            more, _ = worker.score("ref", "logprobs", token_rows, mb_spec, more={"sampling": SamplingConfig()})
+            for row in scored_rows + more:
                 scores[-1] += row.tolist()
         assert abs(torch.cuda.memory_allocated() - before - kept) < 0.2 * n_params
         worker.save(str(tmp_path / f"critic-{offload}"), "critic")

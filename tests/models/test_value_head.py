@@ -60,7 +60,7 @@ def test_trailing_pad_tokens_do_not_count_as_in_transformers(tmp_path: Path) -> 
     lengths = torch.tensor([len(row) for row in rows])
     with torch.no_grad():
         theirs = reference(padded, attention_mask=(torch.arange(7) < lengths[:, None]).long()).logits[:, 0].tolist()
-    assert backend.rewards(rows, MicroBatchSpec()) == pytest.approx(theirs, abs=1e-4)
+    assert backend.rewards(rows, MicroBatchSpec(mini_bs=16)) == pytest.approx(theirs, abs=1e-4)
 
 
 def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:

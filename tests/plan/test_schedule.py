@@ -19,8 +19,6 @@ from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from tests.helpers.policy_runs import classifier, play
 
-ROWS_AT_A_TIME = ["actor.mb_spec.max_tokens_per_mb=null"]  # 16 in a micro-batch
-
 
 @pytest.mark.parametrize(
     ("cls", "task", "overrides", "updates"),
@@ -30,9 +28,9 @@ ROWS_AT_A_TIME = ["actor.mb_spec.max_tokens_per_mb=null"]  # 16 in a micro-batch
         (PPOConfig, "quickstart_ppo", ["critic.ppo_n_minibatches=2"], {"actor": 20, "critic": 100}),
         (PPOConfig, "quickstart_ppo", ["critic.warmup_steps=60"], {"actor": 0, "critic": 50 * 16}),
         # Of 256 rows, 16 micro-batches; the last of four updates has one.
-        (SFTConfig, "quickstart_base", [*ROWS_AT_A_TIME, "actor.gradient_accumulation_steps=5"], {"actor": 200}),
+        (SFTConfig, "quickstart_base", ["actor.gradient_accumulation_steps=5"], {"actor": 200}),
         # Of 32 pairs, 4 micro-batches of 8 pairs each.
-        (DPOConfig, "quickstart_dpo", [*ROWS_AT_A_TIME, "actor.gradient_accumulation_steps=1"], {"actor": 200}),
+        (DPOConfig, "quickstart_dpo", ["actor.gradient_accumulation_steps=1"], {"actor": 200}),
     ],
 )
 def test_how_many_updates_a_run_has(cls, task, overrides, updates):
@@ -97,6 +95,8 @@ def test_a_script_has_a_schedule_of_its_own():
 
 def test_a_schedule_whose_length_nobody_knows():
     overrides = ["actor.gradient_accumulation_steps=2", "actor.optimizer.lr_scheduler_type=cosine"]
+    load(GSPOConfig, "quickstart", overrides)  # 16 rows in a micro-batch
+    overrides.append("actor.mb_spec.max_tokens_per_mb=4096")
     with pytest.raises(ConfigError, match=r"actor\.optimizer\.lr_decay_steps: is null, but with gradient_accumulation"):
         load(GSPOConfig, "quickstart", overrides)
     load(GSPOConfig, "quickstart", [*overrides, "actor.optimizer.lr_decay_steps=10"])

@@ -7,6 +7,7 @@ import resource
 import shutil
 import zlib
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -149,6 +150,8 @@ def test_a_full_disk_costs_states_and_nothing_else(tmp_path, tmp_path_factory, m
 
 class FakeEngine:
     """Writes when it is told that it has written."""
+
+    token_budgets: ClassVar[dict] = {}
 
     def __init__(self):
         self.folder = None

@@ -22,38 +22,110 @@ from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.errors import EngineError, Key
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
+from areno.models.config import TransformerConfig
 from areno.models.cost import kv_bytes, kv_heads, state_bytes
 from areno.models.transformer import Transformer
 
 
-def kv_cache_blocks(
-    model: Transformer,
-    engine: EngineSpec,
-    rollout: RolloutSpec,
-    *,
-    max_running: int,
-    block_size: int,
-    free_bytes: Callable[[], int],
-    route_bytes: int,
-) -> int:
+@dataclass(frozen=True)
+class WantedCache:
+    """The KV cache that a rollout wants if there is enough memory, and its memory on a rank.
+
+    The cache has room for all samples that decode at the same time, each of the maximum length, unless
+    `rollout.max_kv_tokens` is smaller.
+
+    Attributes:
+        blocks: Number of blocks.
+        block_bytes: Bytes of a block, for all layers.
+        states: Bytes of the recurrent states of all samples. 0 for a model without such states.
+        layout: Assignment of layers to blocks and block tables.
+        max_running: Largest number of samples that decode at the same time on this data-parallel rank.
+        max_len: Largest number of tokens of a sample, prompt and completion together.
+        mem_fraction: Share of the free memory that the cache may take. None if `rollout.max_kv_tokens` is set.
+    """
+
+    blocks: int
+    block_bytes: int
+    states: int
+    layout: KVLayout
+    max_running: int
+    max_len: int
+    mem_fraction: float | None
+
+    @staticmethod
+    def of(
+        config: TransformerConfig,
+        itemsize: int,
+        engine: EngineSpec,
+        rollout: RolloutSpec,
+        *,
+        max_running: int,
+        block_size: int,
+        route_bytes: int,
+    ) -> WantedCache:
+        """Return the cache that a rollout wants.
+
+        Args:
+            config: Shape of the actor.
+            itemsize: Bytes of an element of a key or value.
+            engine: Settings of the engine.
+            rollout: Settings of the rollout phase.
+            max_running: Largest number of samples that decode at the same time on this data-parallel rank.
+            block_size: Number of tokens in a block.
+            route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without
+                routing replay.
+        """
+        layout = KVLayout.of(config, block_size, rollout.max_len, by_window=not engine.routing_replay)
+        blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
+        blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
+        blocks, most = (
+            layout.memory_of(max_running * blocks_of_sample + blocks_of_chunk) + 1,
+            rollout.decoder.max_kv_tokens,
+        )
+        return WantedCache(
+            blocks=blocks if most is None else min(blocks, -(-most // block_size) + 1),
+            block_bytes=block_size * (kv_bytes(config, itemsize, engine.layout) + route_bytes),
+            states=(max_running + 1) * state_bytes(config, itemsize, engine.layout),
+            layout=layout,
+            max_running=max_running,
+            max_len=rollout.max_len,
+            mem_fraction=rollout.decoder.mem_fraction if most is None else None,
+        )
+
+    def affordable(self, free_bytes: int) -> int:
+        """Return the number of blocks that the share `mem_fraction` of some free memory has room for.
+
+        Args:
+            free_bytes: The free memory.
+        """
+        assert self.mem_fraction is not None
+        return (int(free_bytes * self.mem_fraction) - self.states) // self.block_bytes
+
+    def bytes_within(self, free_bytes: int) -> int:
+        """Return the bytes that the cache takes, with the recurrent states, in a device with some free memory.
+
+        Args:
+            free_bytes: The memory that is free before the cache is made.
+        """
+        blocks = self.blocks if self.mem_fraction is None else min(self.blocks, self.affordable(free_bytes))
+        return max(0, blocks) * self.block_bytes + self.states
+
+
+def kv_cache_blocks(model: Transformer, engine: EngineSpec, wanted: WantedCache, free_bytes: Callable[[], int]) -> int:
     """Choose the number of blocks in the KV cache of a rollout.
 
-    The cache has room for `max_running` samples of the maximum length, unless `rollout.max_kv_tokens` is smaller. If
-    `rollout.max_kv_tokens` is null, the cache takes at most the share `rollout.mem_fraction` of the free memory.
+    The cache is as large as `wanted`. If `rollout.max_kv_tokens` is null, it takes at most the share
+    `rollout.mem_fraction` of the free memory.
 
     Args:
         model: The actor.
         engine: Settings of the engine.
-        rollout: Settings of the rollout phase.
-        max_running: Largest number of samples that decode at the same time on this data-parallel rank.
-        block_size: Number of tokens in a block.
+        wanted: The cache that the rollout wants.
         free_bytes: Function that returns the free memory of the device in bytes.
-        route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without
-            routing replay.
 
     Returns:
-        The number of blocks that hold `block_size` tokens of all layers. All ranks of a tensor-parallel group get the
-        same number, because they must schedule the same samples.
+        The number of blocks. All ranks of a tensor-parallel group get the same number, because they must schedule the
+        same samples.
 
     Raises:
         EngineError: `rollout.max_kv_tokens` is null, and the memory does not suffice for one sample of the maximum
@@ -61,23 +133,16 @@ def kv_cache_blocks(
             `engine.deterministic` is true and `engine.exact` is false, because the free memory would then decide
             which samples decode at the same time.
     """
-    config, itemsize, max_len = model.config, model.output.weight.dtype.itemsize, rollout.max_len
-    layout = KVLayout.of(config, block_size, max_len, by_window=not engine.routing_replay)
-    blocks_of_sample = layout.blocks_for(max_len) + layout.n_tables
-    blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
-    blocks = layout.memory_of(max_running * blocks_of_sample + blocks_of_chunk) + 1
-    if rollout.decoder.max_kv_tokens is not None:
-        return min(blocks, -(-rollout.decoder.max_kv_tokens // block_size) + 1)
-    block_bytes = block_size * (kv_bytes(config, itemsize, engine.layout) + route_bytes)
-    states = (max_running + 1) * state_bytes(config, itemsize, engine.layout)
-    affordable = (int(free_bytes() * rollout.decoder.mem_fraction) - states) // block_bytes
-    fewest = torch.tensor([affordable], device=model.output.weight.device)
+    layout, max_len, blocks = wanted.layout, wanted.max_len, wanted.blocks
+    if wanted.mem_fraction is None:
+        return blocks
+    fewest = torch.tensor([wanted.affordable(free_bytes())], device=model.output.weight.device)
     affordable = int(model.tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())
     room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), max_len)
     if room < max_len:
-        raise _too_small(room, max_len, max_running if states else 0, states)
+        raise _too_small(room, max_len, wanted.max_running if wanted.states else 0, wanted.states)
     if affordable < blocks and engine.engine.deterministic and not engine.engine.exact:
-        fewest_blocks = layout.memory_of(layout.blocks_for(max_len))
+        fewest_blocks, block_size = layout.memory_of(layout.blocks_for(max_len)), layout.block_size
         raise EngineError(
             "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
             "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",

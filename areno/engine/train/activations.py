@@ -7,22 +7,17 @@ activations.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from areno.config.run import Layout
-from areno.kernels.logprobs import FUSED_CHUNK
-from areno.models.cost import activation_bytes, logits_bytes, token_bytes
+from areno.engine.memory import RESERVE, free_unused
+from areno.models.cost import PassBytes
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")
-
-HEAD_BYTES = 5 * 2**29  # for kept gradients of logits: 8.8k positions with a vocabulary of 152k in bf16
-RESERVE = 0.06  # share of the device for memory that is not counted: workspaces, fragments, graphs
 
 
 def free_bytes(device: torch.device) -> int:
@@ -49,7 +44,9 @@ class KeptLayers:
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
-        self._model, self._free, self._alone, self._split = model, free, alone, split
+        self._model, self._free, self._alone = model, free, alone
+        itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
+        self._need = PassBytes.of_training(model.config, itemsize, layout, split=split)
         self._share = 1.0  # share of the free memory to use; lowered after running out of memory
         self._last = 0  # result of `count` for the current micro-batch
 
@@ -60,7 +57,8 @@ class KeptLayers:
         """
         if self._free is None or not torch.is_grad_enabled():
             return 0
-        self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()), self._split)
+        room = int(self._share * self._free())
+        self._last = self._need.fitting_layers(n_tokens, room, len(self._model.layers))
         return self._last
 
     def fitting(self) -> str:
@@ -70,7 +68,7 @@ class KeptLayers:
         """
         if self._free is None:
             return ""
-        n_tokens = fitting_tokens(self._model, self._free(), self._split) // 256 * 256
+        n_tokens = self._need.fitting_tokens(self._free()) // 256 * 256
         if not n_tokens:
             return "; beside the models and the KV cache no micro-batch fits"
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
@@ -85,59 +83,6 @@ class KeptLayers:
         if not self._last or not self._alone:
             return False
         self._share *= 0.75
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_unused()
         logger.warning("out of device memory in training; the step begins again and keeps fewer activations")
         return True
-
-
-def layers_to_keep(model: Transformer, n_tokens: int, free: int, split: bool = False) -> int:
-    """Return the number of layers whose matrix products can be kept in the free memory until the backward pass.
-
-    Args:
-        model: The model.
-        n_tokens: Tokens of the micro-batch on this rank.
-        free: Free memory in bytes.
-        split: Whether sequence parallelism divides the tokens.
-    """
-    need = _Need.of(model, split)
-    left = free - n_tokens * need.of_token - need.logits
-    return max(0, min(len(model.layers), left // (n_tokens * need.of_kept_layer)))
-
-
-def fitting_tokens(model: Transformer, free: int, split: bool = False) -> int:
-    """Return the number of tokens in the largest micro-batch that fits if all layers recompute. 0 if none fits.
-
-    Args:
-        model: The model.
-        free: Free memory in bytes.
-        split: Whether sequence parallelism divides the tokens.
-    """
-    need = _Need.of(model, split)
-    return max(0, (free - need.logits) // need.of_token)
-
-
-@dataclass(frozen=True)
-class _Need:
-    """The bytes that training a model takes.
-
-    Attributes:
-        of_token: Bytes per token if all layers recompute.
-        of_kept_layer: Additional bytes per token for each layer that keeps its matrix products.
-        logits: Bytes for the logits of one chunk of tokens, and for the gradients of logits that are stored until the
-            backward pass. 0 for a model with a value head.
-    """
-
-    of_token: int
-    of_kept_layer: int
-    logits: int
-
-    @staticmethod
-    def of(model: Transformer, split: bool = False) -> _Need:
-        """Compute the bytes that training the model takes. `split` is whether sequence parallelism is on."""
-        itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
-        kept = activation_bytes(model.config, itemsize, layout).kept
-        logits = 0
-        if model.score is None:
-            logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, layout) + HEAD_BYTES
-        return _Need(token_bytes(model.config, itemsize, layout, split=split), kept, logits)

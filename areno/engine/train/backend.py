@@ -16,22 +16,23 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
-from areno.engine.memory import Option, is_out_of_memory, training_hint
+from areno.engine.memory import Option, free_unused, is_out_of_memory, training_hint
 from areno.engine.spec import UpdateSpec
-from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
+from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, over_steps
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult, micro_batches
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import LocalTokens, PackedTokens, pack_rows, pack_tokens
+from areno.engine.train.packing import LocalTokens, PackedTokens, halved, pack_rows, pack_tokens
 from areno.engine.train.routes import StepRouting
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
+from areno.models.cost import LOGITS_KEPT
 from areno.models.transformer import Transformer
 
 TokenRows = Sequence[np.ndarray]
@@ -70,6 +71,8 @@ class TrainBackend:
         params: Buffers that hold all parameters.
         flat: Buffers of parameters, gradients and master weights. None for a frozen model.
         optimizer: The optimizer. None for a frozen model.
+        is_alone: Whether this rank computes the layers without collectives with other ranks. Only then can it repeat
+            a pass by itself after running out of memory.
         kept_layers: Chooses in how many layers activations are kept instead of recomputed, from the free memory.
     """
 
@@ -97,8 +100,9 @@ class TrainBackend:
         self.section, self.device, self.exact, self._beside = section, model.device, exact, beside
         on_cuda = self.device.type == "cuda"
         self._split = sequence_parallel and model.tp.size > 1
-        alone = model.tp.size == context.size == 1
-        self.kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone, self._split)
+        self.is_alone = model.tp.size == context.size == 1
+        free = partial(free_bytes, self.device) if on_cuda else None
+        self.kept_layers = KeptLayers(model, free, self.is_alone, self._split)
         routing = model.routing
         self._routing = None if routing is None else StepRouting(routing, router_aux_loss_coef, dp)
         self.flat: FlatParameters | None = None
@@ -120,6 +124,7 @@ class TrainBackend:
                 fill=fill,
             )
             is_divided = self.flat.is_divided
+            self._divides_grads = zero_stage == 2 and dp.size > 1
             self._gradients = ReducedGradients(self.flat, model) if is_divided else Gradients(self.flat, dp, model.tp)
             self.params = [self.flat.params, *self.flat.frozen]
             self.optimizer = Optimizer(self.flat, optimizer, model.tp)
@@ -155,10 +160,11 @@ class TrainBackend:
                 score = partial(self.scored_logprobs, sampling=update.sampling)
                 set_before_first_update(batches, update.old_logprobs, self.exact, score)
             stats, old = [], []
+            self._n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
                 old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
-            return TrainResult(over_steps(stats), old)
+            return TrainResult(over_steps(stats), old, self._n_halvings)
 
     def scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> Tensor:
         """Compute log-probabilities without gradient, by the same forward pass that an update uses.
@@ -312,7 +318,7 @@ class TrainBackend:
             first=head.first,
             all_reduce=tp.all_reduce if tp.size > 1 else None,
             weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
-            keep_bytes=HEAD_BYTES if self.device.type == "cuda" else KEEP_BYTES,
+            keep_bytes=LOGITS_KEPT if self.device.type == "cuda" else KEEP_BYTES,
             logits=self.model.local_logits,
         )
         return share.aligned(trained_T, logprobs_T), share.aligned(trained_T, entropy_T)
@@ -372,7 +378,8 @@ class TrainBackend:
     ) -> StepStats:
         """Compute the gradient of a step over all ranks, and return the statistics of its micro-batches.
 
-        If memory runs out, all micro-batches are repeated with fewer kept activations. `is_first` is whether no earlier
+        If memory runs out, all micro-batches are repeated with fewer kept activations. If no activations are kept any
+        more, each micro-batch is divided into two, if `update.may_halve` allows that. `is_first` is whether no earlier
         step of the same call of `train` has changed the weights.
         """
         self._gradients.begin(step)
@@ -389,7 +396,14 @@ class TrainBackend:
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass that failed
                 if not self.kept_layers.keep_less():
-                    raise
+                    if not (update.may_halve and self.is_alone and not self._divides_grads):
+                        raise
+                    halves = halved(step, given, update.rows_per_unit, self.device)
+                    if len(halves) == len(batches):
+                        raise
+                    self._n_halvings += 1
+                    batches[:], given = halves, [pack.old_logprobs for _, pack in halves]
+                    free_unused()
             self._gradients.begin(step, again=True)
 
     def _accumulate_once(self, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool) -> StepStats:

@@ -56,10 +56,12 @@ class TrainResult:
         stats: Statistics by name, equal on all ranks.
         old_logprobs: For each optimizer step, the (N,) float32 old log-probabilities of the N tokens in this rank's
             micro-batches, in order. None for a step that had no old log-probabilities or did not recompute them.
+        n_halvings: How many times the micro-batches were halved because memory ran out.
     """
 
     stats: dict[str, float]
     old_logprobs: list[np.ndarray | None]
+    n_halvings: int = 0
 
 
 def keep_old_logprobs(
@@ -180,7 +182,8 @@ def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]]
             "adjacent rows (a preference pair: chosen, then rejected)"
         )
     units = [rows[start : start + rows_per_unit] for start in range(0, len(rows), rows_per_unit)]
-    spec = replace(spec, mini_bs=max(1, spec.mini_bs // rows_per_unit))
+    if spec.mini_bs is not None:
+        spec = replace(spec, mini_bs=max(1, spec.mini_bs // rows_per_unit))
     return units, replace(update, mb_spec=spec)
 
 
@@ -224,6 +227,7 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
+        assert spec.mini_bs is not None, "the engine has chosen no size of micro-batches"
         units = list(range(len(lengths)))
         return [units[start : start + spec.mini_bs] for start in range(0, len(units), spec.mini_bs)]
     batches: list[list[int]] = []

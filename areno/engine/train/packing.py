@@ -98,6 +98,42 @@ def pack_rows(
     return packed, pack
 
 
+def halved(
+    step: StepMicroBatches,
+    old_logprobs: Sequence[Tensor | None],
+    rows_per_unit: int,
+    device: torch.device,
+) -> list[tuple[PackedTokens, DataPack]]:
+    """Divide each micro-batch of a step into two with about as many tokens. The order of the rows stays the same.
+
+    Args:
+        step: This rank's share of the step. Its `micro_batches` are replaced by the new ones.
+        old_logprobs: The (N,) old log-probabilities of each micro-batch, or None. They become those of the new ones.
+        rows_per_unit: Number of adjacent rows that stay together. A micro-batch with one unit is not divided.
+        device: Device of the tensors.
+
+    Returns:
+        The new micro-batches, packed.
+    """
+    divided: list[list[Row]] = []
+    packs = []
+    for rows, old_N in zip(step.micro_batches, old_logprobs, strict=True):
+        ends = np.cumsum([row.n_tokens for row in rows])[rows_per_unit - 1 : -1 : rows_per_unit]
+        parts = [rows]
+        if len(ends):
+            n_first = rows_per_unit * (1 + int(np.abs(2 * ends - sum(row.n_tokens for row in rows)).argmin()))
+            parts = [rows[:n_first], rows[n_first:]]
+        start = 0
+        for part in parts:
+            packed, pack = pack_rows(part, step, rows_per_unit, device)
+            pack.old_logprobs = None if old_N is None else old_N[start : start + len(packed.tokens_N)]
+            start += len(packed.tokens_N)
+            divided.append(part)
+            packs.append((packed, pack))
+    step.micro_batches = divided
+    return packs
+
+
 @dataclass(frozen=True, slots=True)
 class LocalTokens:
     """The tokens of a micro-batch that this context-parallel rank computes: n consecutive tokens of its N tokens.

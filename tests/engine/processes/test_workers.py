@@ -191,7 +191,8 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.generated_tokens == sum(len(output.tokens) for output in finished)
         each.call("end_rollout")
-        assert each.call_each("score", [("actor", "logprobs", [[3, 4]], SamplingConfig(), WHOLE)])[0][0][0] == 0.0
+        given = ("actor", "logprobs", [[3, 4]], WHOLE, False, {"sampling": SamplingConfig()})
+        assert each.call_each("score", [given])[0][0][0][0] == 0.0
     assert outputs[0] == outputs[1]
     inline.close()
     with pytest.raises(EngineError, match="the engine is closed"):

@@ -1,0 +1,134 @@
+"""The number of tokens in a micro-batch, chosen if the settings `mb_spec.mini_bs` and `max_tokens_per_mb` are null.
+
+The choice depends on the shapes of the models, the settings of the run and the total memory of a device. It does not
+depend on the memory that happens to be free, so the same run makes the same choice again. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from areno.engine.footprint import Footprint, Model
+from areno.engine.memory import RESERVE
+from areno.models.cost import Cost, PassBytes, activation_bytes
+
+TokenBudgets = dict[str, dict[str, int]]
+"""Role -> {"train": tokens, "score": tokens}: the largest number of tokens in a micro-batch, on one device."""
+
+TRAIN, SCORE = "train", "score"
+
+_MOST_TOKENS = 2**17
+_LEAST_TOKENS = 256
+_LEAST_TOKENS_CPU = 512
+_CPU_BYTES = 2**27  # activations of a micro-batch on a CPU: larger ones no longer fit its caches, and are no faster
+_NEARLY_BEST = 1.02  # the smallest micro-batch within 2 % of the best one is chosen, because it leaves memory free
+
+# Fitted to training steps of models with 31M to 4B parameters on an H100.
+_FLOPS = 400e12  # FLOPs in a second, in large matrix products
+_HALF_TOKENS = 500  # tokens at which products reach half of _FLOPS
+_HOST_S = {TRAIN: 3e-3, SCORE: 1e-3}  # time in which the host launches the kernels of a layer
+_BETWEEN_S = 0.025  # time between two micro-batches in which the device waits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The work of micro-batches of one model in one phase.
+
+    Attributes:
+        need: Memory of a micro-batch.
+        n_layers: Number of layers.
+        flops: FLOPs per token on one device, without recomputation.
+        of_recomputed_layer: FLOPs per token for each layer that recomputes its matrix products.
+        host_s: Seconds in which the host launches the kernels of a micro-batch.
+    """
+
+    need: PassBytes
+    n_layers: int
+    flops: float
+    of_recomputed_layer: float
+    host_s: float
+
+    @staticmethod
+    def of(footprint: Footprint, model: Model, phase: str) -> _Work:
+        """Return the work of a model in training (TRAIN) or scoring (SCORE)."""
+        config, layout, itemsize = model.config, footprint.layout, footprint.itemsize
+        cost, recomputed = Cost.of(config, itemsize, model.adapters), 0.0
+        flops = 2.0 * cost.active_params / layout.tp_size
+        need = PassBytes.of_scoring(config, itemsize, layout, split=footprint.split)
+        if phase == TRAIN:
+            need = footprint.training_pass(model)
+            flops *= 2 if model.adapters else 3  # frozen weights need no gradient
+            if model.recompute:
+                recomputed = 2.0 * config.hidden_size * activation_bytes(config, itemsize, layout).kept / itemsize
+        return _Work(
+            need=need,
+            n_layers=config.num_layers,
+            flops=flops,
+            of_recomputed_layer=recomputed,
+            host_s=config.num_layers * _HOST_S[phase],
+        )
+
+    def seconds_per_token(self, n_tokens: int, room: int) -> float:
+        """Estimate the time of a micro-batch on a GPU, divided by its tokens.
+
+        Args:
+            n_tokens: Tokens of the micro-batch on one device.
+            room: Free memory in bytes. If it is larger, fewer layers recompute their matrix products.
+        """
+        n_recomputed = self.n_layers - self.need.fitting_layers(n_tokens, room, self.n_layers)
+        flops = self.flops + n_recomputed * self.of_recomputed_layer
+        device_s = (n_tokens + _HALF_TOKENS) * flops / _FLOPS
+        return (max(device_s, self.host_s) + _BETWEEN_S) / n_tokens
+
+
+def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_bytes: int, cache_bytes: int) -> int:
+    """Choose the largest number of tokens in a micro-batch of one model, on one device.
+
+    On a GPU, this is the smallest number whose estimated time per token is within 2 % of the best number that fits the
+    memory. On a CPU, it is the largest number whose activations take at most 128 MiB.
+
+    Args:
+        footprint: The memory of all models.
+        model: The model that is trained or that scores.
+        phase: TRAIN or SCORE.
+        device_bytes: Total memory of a device.
+        cache_bytes: Memory of the KV cache that stays while the model works.
+    """
+    own = footprint.of_model(model)
+    visits = 0 if not model.offload else own.total if phase == TRAIN else own.weights
+    room = int((1 - RESERVE) * device_bytes) - footprint.resident - visits - cache_bytes
+    work = _Work.of(footprint, model, phase)
+    sizes = list(_sizes(work.need.fitting_tokens(room)))
+    if not footprint.on_cuda:
+        small = [size for size in sizes if size <= max(_CPU_BYTES // work.need.of_token, _LEAST_TOKENS_CPU)]
+        return small[-1]
+    seconds = {size: work.seconds_per_token(size, room) for size in sizes}
+    return next(size for size in sizes if seconds[size] <= _NEARLY_BEST * min(seconds.values()))
+
+
+def budgets_in_words(budgets: TokenBudgets) -> str:
+    """Return one line that says how many tokens a micro-batch has, for each role and phase.
+
+    Args:
+        budgets: The chosen numbers of tokens.
+    """
+    of_roles = []
+    for role, tokens in budgets.items():
+        of_phases = ", ".join(f"{n:,} ({phase})" for phase, n in tokens.items())
+        of_roles.append(f"{role} {of_phases}")
+    return f"micro-batches, in tokens: {'; '.join(of_roles)}"
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """Yield the sizes of micro-batches to choose from, up to `most` tokens: powers of two, and 1.5 times as many.
+
+    The smallest size is yielded even if it does not fit.
+    """
+    size = _LEAST_TOKENS
+    yield size
+    while size < _MOST_TOKENS:
+        for larger in (size * 3 // 2, size * 2):
+            if larger <= most:
+                yield larger
+        size *= 2

@@ -1,0 +1,36 @@
+"""Shapes of large models and their roles in a run, for what is computed from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from areno.engine.footprint import Model
+from areno.layers.config import Rope
+from areno.models.config import TransformerConfig
+
+QWEN3_8B = TransformerConfig(
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope=Rope(1e6),
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    eos_token_ids=(1,),
+    initializer_range=0.02,
+    hf={},
+)
+
+ACTOR = Model("actor", QWEN3_8B, "adam", "actor")
+REF = Model("ref", QWEN3_8B, None, "ref")
+CRITIC = Model("critic", replace(QWEN3_8B, head="value"), "adam", "critic")
+REWARD = replace(CRITIC, name="reward", key="reward", optimizer=None)
