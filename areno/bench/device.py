@@ -19,43 +19,13 @@ import threading
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from areno.bench.arguments import Work
 from areno.models.cost import Cost, forward_flops, mean_pairs, train_flops
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """The measured speed of a device, or of several devices together.
-
-    Attributes:
-        copy_bytes_s: Bytes per second of a copy in device memory, counting both the read and the write.
-        matmul_flops_s: FLOPs per second of a matrix multiplication.
-    """
-
-    copy_bytes_s: float
-    matmul_flops_s: float
-
-    def of(self, n_devices: int) -> Rates:
-        """Return the rates of several such devices together.
-
-        Args:
-            n_devices: Number of devices.
-        """
-        return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
-
-    def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the least seconds to move bytes and compute FLOPs at the same time: the longer of the two times.
-
-        Args:
-            n_bytes: Number of bytes read plus bytes written.
-            flops: Number of FLOPs.
-        """
-        return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
+from areno.models.speed import Rates
 
 
 def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:

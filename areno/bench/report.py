@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from areno.bench.arguments import PLAIN, Settings
-from areno.bench.device import Rates, device_name, floors
+from areno.bench.device import device_name, floors
 from areno.models.cost import Cost
+from areno.models.speed import Rates
 
 _PHASES = ("rollout", "train", "logprob", "step")
 _SHOWN = [

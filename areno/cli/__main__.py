@@ -34,6 +34,7 @@ COMMANDS = {
         "reward": "try reward functions on recorded samples",
     },
     "this installation": {
+        "plan": "predict the memory and the time of a run, without a GPU",
         "check": "test whether runs work on this machine, or whether a model is supported",
         "env": "print versions, devices, kernels and extras",
         "bench": "measure speed, and compare it with the limits of the device",
@@ -45,6 +46,7 @@ COMMANDS = {
 
 # These import torch or Hydra before their first output, which takes seconds.
 _SLOW = {"train", "evaluate", "serve", "replay", "env", "bench"}
+_WITH_COMMAND = {"plan"}  # their own options are followed by another command
 _SILENT = {"--cfg", "stats_logger.console=quiet"}
 
 _ABOUT = """\
@@ -81,8 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = _fill(parser, words[0])
     # parse_intermixed_args lets flags and other words alternate, but it cannot print the help of every parser.
     parse = parser.parse_args if {"-h", "--help"} & set(words) else parser.parse_intermixed_args
+    if words[0] in _WITH_COMMAND:
+        parse = parser.parse_known_args
     try:
         arguments = parse(words[1:])
+        if isinstance(arguments, tuple):
+            arguments, arguments.command = arguments
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
         interrupts.end()

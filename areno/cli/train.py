@@ -82,18 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from areno.launch import command
 
-    algorithm = _algorithm(arguments)
-    own_task = arguments.config_name != TASK or arguments.resume is not None
-    given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}
-    of_flags, problems = train_flags.overrides(algorithm.name, given, own_task, algorithm.config)
-    names = _flag_names(algorithm, arguments.settings)
-    settings, twice = train_flags.with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
-    problems += twice
-    # --cfg also shows incomplete settings.
-    if arguments.resume is None and not arguments.cfg:
-        problems += _problems(algorithm, arguments, settings, names)
-    if problems:
-        raise ConfigError(problems)
+    algorithm, settings, names = settings_of(arguments, complete=arguments.resume is None and not arguments.cfg)
     start = f"python -m areno.recipes.{algorithm.name}"
     if algorithm.file is not None:
         start = f"python {shlex.quote(str(algorithm.file))}"
@@ -107,6 +96,33 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     print(f"the same run: {start} {shlex.join([*options, *settings])}", file=sys.stderr)
     return command.run(algorithm, start, [*options, *settings], greet=False, names=names)
+
+
+def settings_of(arguments: argparse.Namespace, complete: bool = False) -> tuple[Algorithm, list[str], dict[str, str]]:
+    """Translate the flags of `areno train` into settings.
+
+    Args:
+        arguments: The parsed command line.
+        complete: Whether missing settings, such as the data, are problems.
+
+    Returns:
+        (algorithm, settings as key=value, setting -> flag that sets it).
+
+    Raises:
+        ConfigError: Flags or settings are wrong.
+    """
+    algorithm = _algorithm(arguments)
+    own_task = arguments.config_name != TASK or arguments.resume is not None
+    given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}
+    of_flags, problems = train_flags.overrides(algorithm.name, given, own_task, algorithm.config)
+    names = _flag_names(algorithm, arguments.settings)
+    settings, twice = train_flags.with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
+    problems += twice
+    if complete:  # --cfg and `areno plan` also show incomplete settings
+        problems += _problems(algorithm, arguments, settings, names)
+    if problems:
+        raise ConfigError(problems)
+    return algorithm, settings, names
 
 
 def _algorithm(arguments: argparse.Namespace) -> Algorithm:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from areno.engine import memory
-from areno.engine.decoder.caches import WantedCache
+from areno.engine.decoder.cache_size import WantedCache
 from areno.engine.exact import make_exact
 from areno.engine.footprint import Footprint, check_fits, footprint_of
 from areno.engine.memory import device_bytes, out_of_memory_hint, total_bytes

@@ -101,7 +101,8 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
     work = _Work.of(footprint, model, phase)
     sizes = list(_sizes(work.need.fitting_tokens(room)))
     if not footprint.on_cuda:
-        small = [size for size in sizes if size <= max(_CPU_BYTES // work.need.of_token, _LEAST_TOKENS_CPU)]
+        of_token = work.need.of_token + work.need.at_work
+        small = [size for size in sizes if size <= max(_CPU_BYTES // of_token, _LEAST_TOKENS_CPU)]
         return small[-1]
     seconds = {size: work.seconds_per_token(size, room) for size in sizes}
     return next(size for size in sizes if seconds[size] <= _NEARLY_BEST * min(seconds.values()))

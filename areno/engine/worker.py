@@ -17,7 +17,8 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.engine import memory
-from areno.engine.decoder.caches import WantedCache, kv_cache_blocks
+from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
+from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.deterministic import nondeterministic_operations_named, without_deterministic_mode
@@ -47,8 +48,6 @@ from areno.types import GenerationOutput, GenerationRequest
 
 ONE_THREAD_BELOW = 5_000_000  # parameters
 _STREAM_EVERY_S = 0.02  # a small model samples faster than a person reads, and each output takes host time
-KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
-FIXED_ORDER_KV_BLOCK = 64  # tokens in a KV block: the tile of fixed-order attention
 
 
 class Worker:

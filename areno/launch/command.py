@@ -159,6 +159,20 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     return 0
 
 
+def options_of(arguments: Sequence[str], algorithm: Algorithm) -> tuple[str, Path | None, list[str]]:
+    """Parse the command line of a recipe.
+
+    Args:
+        arguments: The options and settings of the command line.
+        algorithm: The algorithm of the recipe.
+
+    Returns:
+        (name of the task, folder of task files or None, settings as key=value).
+    """
+    args = _parser(f"python -m areno.recipes.{algorithm.name}").parse_intermixed_args(arguments)
+    return args.config_name or algorithm.default, absolute(args.config_dir), args.overrides
+
+
 def _show_life(command: str, args: argparse.Namespace) -> None:
     """Print a line if stderr is a terminal, because imports take seconds before a run prints anything."""
     if sys.stderr.isatty() and "stats_logger.console=quiet" not in args.overrides:

@@ -159,6 +159,9 @@ def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
 
 LOGITS_KEPT = 5 * 2**29  # bytes of the gradients of logits that a GPU keeps: 8.8k positions of 152k tokens in bf16
 LOGITS_CHUNK = 2048  # positions whose logits are computed at once
+# Fitted to peaks of training steps and scoring passes of models with 0.6B to 8B parameters on an H100.
+_WORK_EXPECTED = 0.35  # share of the upper bound of temporary bytes that a backward pass takes
+_FORWARD_RESIDUAL, _FORWARD_PRODUCTS = 28, 0.47  # bytes per element of the residual stream, share of the products
 BUCKET = 2**25  # fewest parameters of layers that are reduced together: enough for the full bandwidth of links
 _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
@@ -437,38 +440,29 @@ def _rule_bytes(delta: Delta, itemsize: int) -> int:
     return projected + kept + between + 4 * _CHUNK * delta.n_key_heads
 
 
-def token_bytes(
-    config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, recompute: bool = True, split: bool = False
-) -> int:
-    """Return the bytes of all layers' activations for one token in training, without logits.
-
-    Args:
-        config: the shape of the model.
-        itemsize: the bytes of an activation.
-        layout: how the model is divided over devices. The default is one device.
-        recompute: whether layers recompute activations. If False, all layers keep them.
-        split: whether sequence parallelism divides the residual stream over the ranks.
-    """
-    layer = activation_bytes(config, itemsize, layout, split=split)
-    kept = 0 if recompute else layer.kept
-    return config.num_layers * (layer.always + kept) + layer.at_work
-
-
 @dataclass(frozen=True, kw_only=True)
 class PassBytes:
-    """The bytes that the forward and backward pass of a micro-batch take on one rank, beside the model itself.
+    """The bytes that the passes over a micro-batch take on one rank, beside the model itself.
+
+    `total` is an upper bound, by which sizes are chosen. `expected` is what a GPU measures, within a few percent.
 
     Attributes:
-        of_token: bytes of the activations of one token.
+        of_token: bytes of a token's activations that stay until the backward pass.
+        at_work: an upper bound of a token's temporary bytes in the layer that is computed.
+        at_work_expected: the temporary bytes that are expected.
         of_kept_layer: additional bytes per token for each layer that keeps the outputs of its large matrix products.
         logits_of_token: bytes of the logits of one token. They are computed for LOGITS_CHUNK tokens at a time.
+        logits_expected: the bytes of the logits of one token that are expected.
         stored_of_token: bytes per token of gradients of logits that are stored until the backward pass, up to
             LOGITS_KEPT bytes in all.
     """
 
     of_token: int
+    at_work: int = 0
+    at_work_expected: float = 0.0
     of_kept_layer: int = 0
     logits_of_token: int = 0
+    logits_expected: int = 0
     stored_of_token: int = 0
 
     @staticmethod
@@ -484,15 +478,17 @@ class PassBytes:
             recompute: whether layers recompute activations. If False, all layers keep them.
             split: whether sequence parallelism divides the residual stream over the ranks.
         """
-        of_token = token_bytes(config, itemsize, layout, recompute=recompute, split=split)
-        kept = activation_bytes(config, itemsize, layout).kept if recompute else 0
-        if config.head == "value":
-            return PassBytes(of_token=of_token, of_kept_layer=kept)
+        layer = activation_bytes(config, itemsize, layout, split=split)
+        of_token = config.num_layers * (layer.always + (0 if recompute else layer.kept))
+        n_vocab = 0 if config.head == "value" else layout.share_up(config.vocab_size)
         return PassBytes(
             of_token=of_token,
-            of_kept_layer=kept,
-            logits_of_token=logits_bytes(config, 1, itemsize, layout),
-            stored_of_token=layout.share_up(config.vocab_size) * itemsize,
+            at_work=layer.at_work,
+            at_work_expected=_WORK_EXPECTED * layer.at_work,
+            of_kept_layer=layer.kept if recompute else 0,
+            logits_of_token=n_vocab * (4 + itemsize),
+            logits_expected=n_vocab * 4,
+            stored_of_token=n_vocab * itemsize,
         )
 
     @staticmethod
@@ -508,18 +504,36 @@ class PassBytes:
             split: whether sequence parallelism divides the residual stream over the ranks.
         """
         layer = activation_bytes(config, itemsize, layout, split=split)
-        logits = 0 if config.head == "value" else logits_bytes(config, 1, itemsize, layout)
-        return PassBytes(of_token=layer.always + layer.at_work, logits_of_token=logits)
+        n_vocab = 0 if config.head == "value" else layout.share_up(config.vocab_size)
+        return PassBytes(
+            of_token=0,
+            at_work=layer.always + layer.at_work,
+            at_work_expected=_FORWARD_RESIDUAL * config.hidden_size + _FORWARD_PRODUCTS * layer.kept,
+            logits_of_token=n_vocab * (4 + itemsize),
+            logits_expected=n_vocab * (4 + itemsize),
+        )
 
     def total(self, n_tokens: int, n_kept: int = 0) -> int:
-        """Return the bytes of a micro-batch.
+        """Return the largest number of bytes that a micro-batch takes.
 
         Args:
             n_tokens: the number of tokens on this rank.
             n_kept: the number of layers that keep the outputs of their large matrix products.
         """
         head = min(LOGITS_KEPT, n_tokens * self.stored_of_token) + min(LOGITS_CHUNK, n_tokens) * self.logits_of_token
-        return n_tokens * (self.of_token + n_kept * self.of_kept_layer) + head
+        return n_tokens * (self.of_token + self.at_work + n_kept * self.of_kept_layer) + head
+
+    def expected(self, n_tokens: int, n_kept: int = 0, n_predicted: int | None = None) -> int:
+        """Return the bytes that a micro-batch is expected to take.
+
+        Args:
+            n_tokens: the number of tokens on this rank.
+            n_kept: the number of layers that keep the outputs of their large matrix products.
+            n_predicted: the number of tokens whose logits are computed. None: all.
+        """
+        n = n_tokens if n_predicted is None else n_predicted
+        head = min(LOGITS_KEPT, n * self.stored_of_token) + min(LOGITS_CHUNK, n) * self.logits_expected
+        return int(n_tokens * (self.of_token + self.at_work_expected + n_kept * self.of_kept_layer)) + head
 
     def fitting_tokens(self, room: int) -> int:
         """Return the largest number of tokens whose pass fits if no layer keeps its products. 0 if none fits.
@@ -531,8 +545,8 @@ class PassBytes:
         found = 0
         for all_stored, all_logits in itertools.product((0, 1), (0, 1)):
             left = room - all_stored * LOGITS_KEPT - all_logits * LOGITS_CHUNK * self.logits_of_token
-            slope = self.of_token + (1 - all_stored) * self.stored_of_token + (1 - all_logits) * self.logits_of_token
-            found = max(found, left // slope)
+            slope = (1 - all_stored) * self.stored_of_token + (1 - all_logits) * self.logits_of_token
+            found = max(found, left // (self.of_token + self.at_work + slope))
         return found
 
     def fitting_layers(self, n_tokens: int, room: int, n_layers: int) -> int:

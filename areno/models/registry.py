@@ -6,19 +6,22 @@ MISSING lists known architectures that are not supported, each with the features
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from areno.config.run import Layout
 from areno.errors import CheckpointError, ConfigError, Key, Problem
-from areno.layers.parallel import ParallelGroup
-from areno.layers.shard import WeightSpec
 from areno.models.config import UNUSED, Family, HeadName, TransformerConfig
 from areno.models.cost import kv_heads, parameters
 from areno.models.families import FAMILIES
 from areno.models.folder import MODEL, RawConfig, read_json, resolve
-from areno.models.transformer import Transformer
+
+if TYPE_CHECKING:
+    import torch
+
+    from areno.layers.parallel import ParallelGroup
+    from areno.models.transformer import Transformer
 
 _TEXT_ONLY = "images beside text; only text models run"
 _SHARED = "a shared expert beside those that a router chooses"
@@ -83,7 +86,32 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
-    outer = RawConfig(read_json(file), str(file))
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    return parse_config(read_json(file), str(file), head, needs_head=needs_head, generation=generation)
+
+
+def parse_config(
+    values: Mapping[str, Any],
+    origin: str,
+    head: HeadName = "lm",
+    *,
+    needs_head: bool = False,
+    generation: Mapping[str, Any] | None = None,
+) -> TransformerConfig:
+    """Read the shape of a model from the content of its `config.json`.
+
+    Args:
+        values: Content of `config.json`.
+        origin: Path of the file, for messages.
+        head: As in `load_config`.
+        needs_head: As in `load_config`.
+        generation: Content of `generation_config.json`, whose end-of-sequence ids count too. None if there is no file.
+
+    Raises:
+        CheckpointError: As `load_config`, except for a missing file.
+    """
+    outer = RawConfig(dict(values), origin)
     raw = _text_of(outer)
     family, has_value_head = _find_family(raw)
     if head == "value" and (has_value_head or needs_head):
@@ -95,9 +123,8 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     config = family.read(raw)
     if not raw.problems:
         _check_size(raw, config)
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
-    eos_ids = _eos_ids(raw, config) | _eos_ids(RawConfig(generation, str(generation_file), raw.problems), config)
+    generated = RawConfig(dict(generation or {}), origin.replace("config.json", "generation_config.json"), raw.problems)
+    eos_ids = _eos_ids(raw, config) | _eos_ids(generated, config)
     raw.refuse_unknown(UNUSED | family.unused)
     if raw.problems:
         raise raw.error()
@@ -180,6 +207,11 @@ def build_model(
     Raises:
         ConfigError: The number of ranks does not divide the sizes of the model.
     """
+    # Here, because plans read shapes of models without torch.
+    from areno.layers.parallel import ParallelGroup
+    from areno.layers.shard import WeightSpec
+    from areno.models.transformer import Transformer
+
     tp = tp or ParallelGroup()
     if problems := layout_problems(config, Layout.one_copy(tp.size)):
         raise ConfigError(problems)

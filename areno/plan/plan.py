@@ -401,11 +401,14 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
     )
 
 
-def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
+def experiment_roles(
+    config: ExperimentConfig, folder_of: Callable[[str, str], str] = whole_model
+) -> dict[str, RoleSpec]:
     """Return role -> specification of the models beside the actor that a configuration asks for.
 
     Args:
         config: Settings of the run.
+        folder_of: Function from (path or hub id, name of the setting) to the folder of a model.
 
     Returns:
         The specifications. In a specification, the path "" stands for the folder of the actor.
@@ -415,13 +418,13 @@ def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
         ConfigError: A folder holds only adapters.
     """
     if isinstance(config, PreferenceExperimentConfig) and config.ref.path not in (None, config.actor.path):
-        return {"ref": RoleSpec(path=whole_model(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
+        return {"ref": RoleSpec(path=folder_of(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
     if not isinstance(config, PolicyExperimentConfig):
         return {}
 
     def role(name: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
         key = f"{name}.path"
-        path = whole_model(section.path, key) if section.path else ""
+        path = folder_of(section.path, key) if section.path else ""
         return RoleSpec(path=path, head=head, key=key, offload=section.offload, **more)
 
     roles: dict[str, Callable[[], RoleSpec]] = {}

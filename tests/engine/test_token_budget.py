@@ -50,7 +50,7 @@ def test_the_chunk_of_logits_is_that_of_the_kernel() -> None:
 @pytest.mark.parametrize(
     "need",
     [
-        PassBytes(of_token=100, of_kept_layer=10),
+        PassBytes(of_token=90, at_work=10, of_kept_layer=10),
         PassBytes(of_token=100_000, logits_of_token=900_000, stored_of_token=300_000),
         PassBytes(of_token=1000, logits_of_token=60_000_000, stored_of_token=90_000_000),
         PassBytes.of_training(QWEN3_8B, 2),
@@ -108,7 +108,8 @@ def test_scoring_has_room_for_more_tokens_and_a_full_device_still_gets_a_size() 
 def test_a_cpu_gets_micro_batches_of_128_mib() -> None:
     model = replace(ACTOR, config=SMALL)
     n = budget(model, device=2**34, on_cuda=False)
-    of_token = PassBytes.of_training(SMALL, 2).of_token
+    need = PassBytes.of_training(SMALL, 2)
+    of_token = need.of_token + need.at_work
     assert n * of_token <= 2**27 < 2 * n * of_token
     assert budget(ACTOR, device=2**40, on_cuda=False) == 512
 

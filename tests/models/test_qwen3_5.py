@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from areno.bench.arguments import Work
-from areno.bench.device import Rates, decode_s, prefill_s
+from areno.bench.device import decode_s, prefill_s
 from areno.bench.shapes import model_folder
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig, Layout
@@ -22,6 +22,7 @@ from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.models.cost import Cost
 from areno.models.registry import layout_problems, load_config
+from areno.models.speed import Rates
 from areno.plan.plan import state_problems
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.delta_loop import random_tokens, random_weights

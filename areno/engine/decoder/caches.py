@@ -18,97 +18,13 @@ from torch import Tensor
 
 from areno.config.run import Layout
 from areno.engine.decoder.block_manager import KVLayout
-from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.engine.decoder.cache_size import WantedCache
+from areno.engine.spec import EngineSpec
 from areno.errors import EngineError, Key
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
-from areno.models.config import TransformerConfig
-from areno.models.cost import kv_bytes, kv_heads, state_bytes
+from areno.models.cost import kv_heads
 from areno.models.transformer import Transformer
-
-
-@dataclass(frozen=True)
-class WantedCache:
-    """The KV cache that a rollout wants if there is enough memory, and its memory on a rank.
-
-    The cache has room for all samples that decode at the same time, each of the maximum length, unless
-    `rollout.max_kv_tokens` is smaller.
-
-    Attributes:
-        blocks: Number of blocks.
-        block_bytes: Bytes of a block, for all layers.
-        states: Bytes of the recurrent states of all samples. 0 for a model without such states.
-        layout: Assignment of layers to blocks and block tables.
-        max_running: Largest number of samples that decode at the same time on this data-parallel rank.
-        max_len: Largest number of tokens of a sample, prompt and completion together.
-        mem_fraction: Share of the free memory that the cache may take. None if `rollout.max_kv_tokens` is set.
-    """
-
-    blocks: int
-    block_bytes: int
-    states: int
-    layout: KVLayout
-    max_running: int
-    max_len: int
-    mem_fraction: float | None
-
-    @staticmethod
-    def of(
-        config: TransformerConfig,
-        itemsize: int,
-        engine: EngineSpec,
-        rollout: RolloutSpec,
-        *,
-        max_running: int,
-        block_size: int,
-        route_bytes: int,
-    ) -> WantedCache:
-        """Return the cache that a rollout wants.
-
-        Args:
-            config: Shape of the actor.
-            itemsize: Bytes of an element of a key or value.
-            engine: Settings of the engine.
-            rollout: Settings of the rollout phase.
-            max_running: Largest number of samples that decode at the same time on this data-parallel rank.
-            block_size: Number of tokens in a block.
-            route_bytes: Bytes per token for the chosen experts, which routing replay stores in the blocks. 0 without
-                routing replay.
-        """
-        layout = KVLayout.of(config, block_size, rollout.max_len, by_window=not engine.routing_replay)
-        blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
-        blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
-        blocks, most = (
-            layout.memory_of(max_running * blocks_of_sample + blocks_of_chunk) + 1,
-            rollout.decoder.max_kv_tokens,
-        )
-        return WantedCache(
-            blocks=blocks if most is None else min(blocks, -(-most // block_size) + 1),
-            block_bytes=block_size * (kv_bytes(config, itemsize, engine.layout) + route_bytes),
-            states=(max_running + 1) * state_bytes(config, itemsize, engine.layout),
-            layout=layout,
-            max_running=max_running,
-            max_len=rollout.max_len,
-            mem_fraction=rollout.decoder.mem_fraction if most is None else None,
-        )
-
-    def affordable(self, free_bytes: int) -> int:
-        """Return the number of blocks that the share `mem_fraction` of some free memory has room for.
-
-        Args:
-            free_bytes: The free memory.
-        """
-        assert self.mem_fraction is not None
-        return (int(free_bytes * self.mem_fraction) - self.states) // self.block_bytes
-
-    def bytes_within(self, free_bytes: int) -> int:
-        """Return the bytes that the cache takes, with the recurrent states, in a device with some free memory.
-
-        Args:
-            free_bytes: The memory that is free before the cache is made.
-        """
-        blocks = self.blocks if self.mem_fraction is None else min(self.blocks, self.affordable(free_bytes))
-        return max(0, blocks) * self.block_bytes + self.states
 
 
 def kv_cache_blocks(model: Transformer, engine: EngineSpec, wanted: WantedCache, free_bytes: Callable[[], int]) -> int:
@@ -323,8 +239,9 @@ class StateCache:
             sources: int64, slots to copy from.
             targets: int64, slots to copy to.
         """
-        for each in self._all:
-            each.index_copy_(1, targets, each.index_select(1, sources))
+        for states in self._all:
+            for of_layer in states:  # one layer at a time, because the copy of all layers would take as much as they do
+                of_layer.index_copy_(0, targets, of_layer.index_select(0, sources))
 
 
 def _where(chosen_R: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,265 @@
+"""The command `areno plan`, which predicts the memory and the time of a training step, without a GPU or weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from areno.api.algorithms import Algorithm
+    from areno.plan.forecast import Forecast
+    from areno.plan.ways import Way
+
+_ABOUT = """\
+Predicts the memory and the time of each phase of a training step, for devices that need not be here. Reads the shapes
+of models and no weights. Common hub ids are known without a download.
+
+  areno plan --device h100-80gb areno train --algo gspo --ckpt Qwen/Qwen3-8B --dataset-path rows.jsonl
+  areno plan --device h200 --devices 2 python -m areno.recipes.ppo --config-name=gsm8k actor.path=Qwen/Qwen3-4B
+  areno plan --ckpt Qwen/Qwen3-8B                short for areno train --ckpt Qwen/Qwen3-8B
+
+If the run does not fit, `areno plan` lists settings with which it does, and their prices."""
+_WIDTH = 50  # columns of the longest bar
+_LETTERS = {"weights": "W", "gradients": "G", "masters": "M", "moments": "O", "KV cache": "K", "activations": "A"}
+_COLORS = {"weights": "blue", "gradients": "cyan", "masters": "green", "moments": "yellow"}
+_COLORS |= {"KV cache": "magenta", "activations": "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `areno plan` to its parser.
+
+    Args:
+        parser: Parser of `areno plan`, to which the arguments are added.
+    """
+    parser.description = _ABOUT
+    parser.usage = "%(prog)s [options] COMMAND"
+    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
+    kinds = "h100-80gb, h200, a100-40gb, a100-80gb, rtx-4090, l40s or cpu"
+    parser.add_argument(
+        "--device", metavar="NAME", help=f"kind of device: {kinds} (default: the devices of this machine)"
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="number of devices (default: engine.world_size, else 1)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="tokens of a prompt (default: the limit, at most 512)"
+    )
+    parser.add_argument("--answer-tokens", type=int, metavar="N", help="mean tokens of an answer (default: the limit)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan of the run that a command line describes.
+
+    Args:
+        arguments: The parsed command line. `command` holds the words that are no options of `areno plan`.
+
+    Returns:
+        0 if the run fits its devices, otherwise 1.
+
+    Raises:
+        ConfigError: The command or an option is wrong.
+        CheckpointError: The shape of a model cannot be read.
+    """
+    from areno.plan import hardware
+    from areno.plan.forecast import forecast
+    from areno.plan.ways import ways_to_fit
+
+    for name in ("devices", "prompt_tokens", "answer_tokens"):
+        if (value := vars(arguments)[name]) is not None and value < 1:
+            raise ConfigError(Problem(f"--{name.replace('_', '-')}", f"is {value}; it must be at least 1"))
+    here = [hardware.hardware_of(arguments.device)] if arguments.device else hardware.devices_here()
+    algorithm, settings = _command(arguments.command)
+    config = _config(algorithm, settings)
+    n_devices = arguments.devices or config.engine.world_size or (len(here) if not arguments.device else 1)
+
+    def predict(config: Any, n_devices: int) -> Forecast:
+        return forecast(config, here[0], n_devices, arguments.prompt_tokens, arguments.answer_tokens)
+
+    with keys_renamed({"world_size": "--devices"}.get):
+        found = predict(config, n_devices)
+    ways = [] if found.fits else ways_to_fit(found, predict)
+    if arguments.json:
+        print(json.dumps(as_json(algorithm.name, found, ways), indent=2))
+    else:
+        _print(algorithm.name, found, ways)
+    return 0 if found.fits else 1
+
+
+def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, list[str], dict[str, str]]]:
+    """Return the algorithm that a command runs, and (task, folder of tasks, settings, setting -> flag).
+
+    Accepts `areno train ...`, `python -m areno.recipes.NAME ...`, `NAME ...` and the flags of `areno train` alone.
+    """
+    from areno.api.algorithms import algorithm_names, get_algorithm
+    from areno.cli import train
+    from areno.launch.command import options_of
+
+    left = [word for word in words if word != "--"]
+    left = left[1:] if left[:1] == ["areno"] else left
+    if left[:1] and Path(left[0]).name.startswith("python") and left[1:2] == ["-m"]:
+        left = [left[2].removeprefix("areno.recipes."), *left[3:]] if len(left) > 2 else []
+    if left and not left[0].startswith("-") and "=" not in left[0] and left[0] != "train":
+        names = algorithm_names()
+        if left[0] not in names:
+            text = f"there is no {left[0]!r}{did_you_mean(left[0], [*names, 'train'])}; expected `areno train ...`, "
+            raise ConfigError(
+                Problem("COMMAND", text + "`python -m areno.recipes.gspo ...` or the flags of areno train")
+            )
+        algorithm = get_algorithm(left[0])
+        name, config_dir, settings = options_of(left[1:], algorithm)
+        return algorithm, (name, config_dir, settings, {})
+    parser = argparse.ArgumentParser(prog="areno plan", allow_abbrev=False)
+    train.add_arguments(parser)
+    parsed = parser.parse_intermixed_args(left[1:] if left[:1] == ["train"] else left)
+    algorithm, settings, names_of = train.settings_of(parsed)
+    config_dir = Path(parsed.config_dir) if parsed.config_dir else None
+    return algorithm, (parsed.config_name, config_dir, settings, names_of)
+
+
+def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict[str, str]]) -> Any:
+    """Compose the configuration of a command. Data and rewards may be missing, because a plan does not need them."""
+    from areno.launch.compose import HydraSession
+
+    name, config_dir, settings, names = given
+    with (
+        keys_renamed(names.get),
+        HydraSession(algorithm.config, name, settings, config_dir=config_dir, names=names) as session,
+    ):
+        composition = session.compose()
+        data = composition.data.setdefault("train_dataset", {})
+        if not (data.get("path") or data.get("loader")):
+            data["loader"] = "rows.py:given"
+        fields = algorithm.config.__dataclass_fields__
+        rewards = composition.data.setdefault("reward", {}) if "reward" in fields else {"fn": "math"}
+        agent = composition.data.get("agent") or {}
+        if not (rewards.get("fn") or rewards.get("path") or agent.get("fn")):
+            rewards["fn"] = "math"
+        return composition.build(algorithm.config)
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, Any]:
+    """Return a plan as plain values: bytes, seconds and tokens.
+
+    Args:
+        algorithm: Name of the algorithm.
+        found: The forecast.
+        ways: Changes with which the run fits.
+    """
+    return {
+        "algorithm": algorithm,
+        "model": found.config.actor.path,
+        "device": found.hardware.name,
+        "device_bytes": found.hardware.memory,
+        "devices": found.n_devices,
+        "prompt_tokens": found.lengths.prompt,
+        "answer_tokens": found.lengths.answer,
+        "fits": found.fits,
+        "problems": found.problems,
+        "peak_bytes": found.peak,
+        "step_seconds": found.seconds,
+        "phases": [
+            {
+                "name": phase.name,
+                "seconds": phase.seconds,
+                "tokens": phase.n_tokens,
+                "tokens_in_micro_batch": phase.budget,
+                "peak_bytes": phase.peak,
+                "terms": phase.terms,
+            }
+            for phase in found.phases
+        ],
+        "ways": [
+            {
+                "changes": dict(way.changes),
+                "price": way.price,
+                "peak_bytes": way.forecast.peak,
+                "step_seconds": way.forecast.seconds,
+            }
+            for way in ways
+        ],
+    }
+
+
+def _print(algorithm: str, found: Forecast, ways: Sequence[Way]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from areno.plan.ways import shown
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    hardware, lengths = found.hardware, found.lengths
+    copies = f"{found.n_devices} x " if found.n_devices > 1 else ""
+    gib = hardware.memory / 2**30
+    console.print(f"[bold]{algorithm}, {found.config.actor.path}, on {copies}{hardware.title} ({gib:.1f} GiB)[/bold]")
+    console.print(f"assumed: prompts of {lengths.prompt:,} tokens, answers of {lengths.answer:,}")
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for name in ("phase", "seconds", "tokens/s", "peak, GiB", "largest parts, GiB", "tokens in a micro-batch"):
+        table.add_column(name, justify="right" if name in ("seconds", "tokens/s", "peak, GiB") else "left")
+    for phase in found.phases:
+        largest = sorted(phase.terms.items(), key=lambda pair: -pair[1])[:3]
+        table.add_row(
+            phase.name,
+            f"{phase.seconds:.2f}" if found.fits else "-",
+            _thousands(phase.n_tokens / phase.seconds) if found.fits else "-",
+            f"{phase.peak / 2**30:.1f}",
+            ", ".join(f"{name} {n_bytes / 2**30:.1f}" for name, n_bytes in largest),
+            "" if phase.budget is None else f"{phase.budget:,}",
+        )
+    console.print(table)
+    console.print()
+    _picture(console, found)
+    console.print()
+    if found.fits:
+        console.print(
+            f"[bold green]It fits.[/bold green] A step takes about {found.seconds:.1f} s, with a peak of "
+            f"{found.peak / 2**30:.1f} of {gib:.1f} GiB."
+        )
+        console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
+        return
+    console.print(f"[bold red]It does not fit:[/bold red] {'; '.join(found.problems)}.")
+    if not ways:
+        console.print("No change of one or two settings makes it fit: choose a smaller model or a larger device.")
+        return
+    console.print("With one of these it fits:")
+    for way in ways:
+        price = f"; {way.price}" if way.price else ""
+        step = f"{way.forecast.seconds:.1f} s a step, peak {way.forecast.peak / 2**30:.1f} GiB"
+        console.print(f"  [bold]{shown(way.changes)}[/bold]  ({step}{price})")
+
+
+def _thousands(n: float) -> str:
+    return f"{n / 1000:.1f}k" if n >= 1000 else f"{n:.0f}"
+
+
+def _picture(console: Console, found: Forecast) -> None:
+    """Draw the memory of each phase as a bar whose parts are letters, and the memory of the device as a line."""
+    from rich.text import Text
+
+    scale = max(found.peak, found.hardware.memory) / _WIDTH
+    end = round(found.hardware.memory / scale)
+    width = max(len(phase.name) for phase in found.phases)
+    for phase in found.phases:
+        bar, cells = Text(phase.name.ljust(width) + " "), 0
+        for name, n_bytes in phase.terms.items():
+            n = round(n_bytes / scale)
+            bar.append(_LETTERS[name] * n, style=_COLORS[name])
+            cells += n
+        if cells < end:
+            bar.append(" " * (end - cells) + "|")
+        console.print(bar)
+    used = {name for phase in found.phases for name in phase.terms}
+    legend = ", ".join(f"{letter} {name}" for name, letter in _LETTERS.items() if name in used)
+    console.print(f"{' ' * width} {legend}; | the device's memory")

@@ -1,0 +1,210 @@
+"""The time that phases of a training step take, estimated from the shape of a model and the rates of a device.
+
+The estimate adds the parts of a phase: matrix products at a share of the measured rate of large products, keys and
+values at a share of the copy rate, element-wise work in bytes, and the time in which the host launches kernels. The
+constants are fitted to measurements of models with 0.6B to 32B parameters on an H100 and an H200. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areno.models.config import TransformerConfig
+from areno.models.cost import Cost, mean_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The measured speed of a device, or of several devices together.
+
+    Attributes:
+        copy_bytes_s: Bytes per second of a copy in device memory, counting both the read and the write.
+        matmul_flops_s: FLOPs per second of a matrix multiplication.
+    """
+
+    copy_bytes_s: float
+    matmul_flops_s: float
+
+    def of(self, n_devices: int) -> Rates:
+        """Return the rates of several such devices together.
+
+        Args:
+            n_devices: Number of devices.
+        """
+        return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
+
+    def seconds(self, n_bytes: float, flops: float) -> float:
+        """Return the least seconds to move bytes and compute FLOPs at the same time: the longer of the two times.
+
+        Args:
+            n_bytes: Number of bytes read plus bytes written.
+            flops: Number of FLOPs.
+        """
+        return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
+
+
+H100 = Rates(copy_bytes_s=3.0e12, matmul_flops_s=760e12)
+"""Rates that `areno.bench` measured on an H100 SXM with 80 GB."""
+
+_LARGE_PRODUCTS = 0.82  # share of the rate of large products that the products of a layer reach in training
+_PRODUCTS = 0.83  # the same for a decode step, of the longer of reading the weights and computing
+_EXPERTS = 0.47  # the same for the grouped products of experts
+_ATTENTION, _ATTENTION_MOST = 0.25, 0.5  # the same for attention: in rows of 512 tokens, and in the longest rows
+_KV = 0.76  # share of the copy rate at which decode attention reads keys and values
+_TRAIN_BYTES, _FORWARD_BYTES = 276, 57  # bytes of element-wise work per token, layer and element of the residual stream
+_ADAPTER_BYTES = 8  # the same for the products of adapters in training
+_DELTA_BYTES = 506  # the same, per element of the values, for the gated delta rule in training
+_LOGIT_BYTES = 12  # bytes per row and token of the vocabulary, to sample from logits
+_ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters
+_LAYER_S = 36e-6  # time between the kernels of a layer in a decode step, which CUDA graphs launch
+_LAUNCH_S = {True: 3e-3, False: 1e-3}  # time in which the host launches a layer's kernels: training, scoring
+_BETWEEN_S = 0.008  # time between two micro-batches in which the device waits
+_UPDATE_BYTES = {"adam": 30.0, "adam_8bit": 18.0, "sgd": 14.0}  # bytes per trained parameter of an optimizer step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassWork:
+    """The tokens of a forward pass, or of a forward and a backward pass, over all micro-batches of a phase.
+
+    Attributes:
+        row_lens: Number of tokens of each row.
+        n_predicted: Number of tokens whose logits are computed. 0 for a model with a value head.
+        trains: Whether there is a backward pass.
+        n_recomputed: Number of layers that recompute their large matrix products.
+        budget: Largest number of tokens in a micro-batch.
+    """
+
+    row_lens: tuple[int, ...]
+    n_predicted: int
+    trains: bool
+    n_recomputed: int = 0
+    budget: int = 2**17
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of all rows."""
+        return sum(self.row_lens)
+
+
+def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: Rates) -> float:
+    """Estimate the device's time for a phase, without the time in which it waits for the host.
+
+    Args:
+        config: Shape of the model.
+        cost: Cost of the model. With `adapter_params`, only adapters are trained.
+        work: The tokens of the phase.
+        rates: Rates of the devices that share the work.
+    """
+    n, size, layers = work.n_tokens, config.hidden_size, config.num_layers
+    frozen = bool(cost.adapter_params)
+    passes = (2 if frozen else 3) if work.trains else 1
+    of_experts = 0.0
+    if cost.experts is not None:
+        of_experts = 2.0 * cost.expert_params * cost.experts.top_k * n * passes
+    flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
+    flops += 2.0 * size * _kept_elements(config) * work.n_recomputed * n
+    flops += (3 if work.trains else 1) * 2.0 * cost.adapter_params * n
+    attention = (3.5 if work.trains else 1) * cost.attn_flops * mean_pairs(cost, work.row_lens)
+    rule = (3 if work.trains else 1) * cost.rule_flops * n
+    n_bytes = float(n) * layers * size * (_TRAIN_BYTES if work.trains else _FORWARD_BYTES)
+    if frozen and work.trains:
+        n_bytes += float(n) * layers * size * _ADAPTER_BYTES
+    if config.delta is not None:
+        share = 1 if work.trains else 1 / 3
+        n_bytes += share * _DELTA_BYTES * float(n) * len(config.delta.layers) * config.delta.inner_size
+    of_attention = min(_ATTENTION_MOST, _ATTENTION * (max(work.row_lens, default=512) / 512) ** 0.35)
+    products = flops / _LARGE_PRODUCTS + of_experts / _EXPERTS + (attention + rule) / of_attention
+    return products / rates.matmul_flops_s + n_bytes / rates.copy_bytes_s
+
+
+def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: Rates) -> float:
+    """Estimate the time of a phase that computes micro-batches.
+
+    Args:
+        config: Shape of the model.
+        cost: Cost of the model. With `adapter_params`, only adapters are trained.
+        work: The tokens of the phase.
+        rates: Rates of the devices that share the work.
+    """
+    n_micro_batches = -(-work.n_tokens // work.budget)
+    launched = n_micro_batches * config.num_layers * _LAUNCH_S[work.trains]
+    return max(device_seconds(config, cost, work, rates), launched) + n_micro_batches * _BETWEEN_S
+
+
+def _kept_elements(config: TransformerConfig) -> int:
+    """Return the number of outputs per token of a layer's qkv and gate-up products."""
+    experts, inner = config.experts, 2 * config.intermediate_size
+    if experts is not None:
+        inner = 2 * experts.inner_size * experts.top_k
+    return (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + inner
+
+
+def update_seconds(n_trained: float, optimizer: str, rates: Rates) -> float:
+    """Estimate the time of an optimizer step.
+
+    Args:
+        n_trained: Number of trained parameters on a device.
+        optimizer: Type of the optimizer, such as "adam".
+        rates: Rates of one device.
+    """
+    return _UPDATE_BYTES[optimizer] * n_trained / rates.copy_bytes_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutWork:
+    """The samples of a rollout.
+
+    Attributes:
+        n_prompts: Number of prompts.
+        n_samples: Number of samples of each prompt.
+        prompt_len: Number of tokens of a prompt.
+        answer_len: Number of tokens of an answer, on average.
+        n_running: Largest number of samples that decode at the same time.
+    """
+
+    n_prompts: int
+    n_samples: int
+    prompt_len: int
+    answer_len: float
+    n_running: int
+
+
+def rollout_seconds(
+    config: TransformerConfig, cost: Cost, work: RolloutWork, rates: Rates, copies: int = 1
+) -> tuple[float, float]:
+    """Estimate the time of a rollout.
+
+    Args:
+        config: Shape of the model.
+        cost: Cost of the model.
+        work: The samples.
+        rates: Rates of the devices that share one copy of the model.
+        copies: Number of copies of the model, which share the samples.
+
+    Returns:
+        (seconds of prefill, seconds of decoding).
+    """
+    n_prompts = -(-work.n_prompts // copies)
+    prompt_lens = (work.prompt_len,) * n_prompts
+    prefill = device_seconds(config, cost, PassWork(row_lens=prompt_lens, n_predicted=n_prompts, trains=False), rates)
+    n_total = n_prompts * work.n_samples
+    rows = min(n_total, max(1, -(-work.n_running // copies)))
+    n_waves = n_total / rows
+    groups = max(1.0, rows / work.n_samples)
+    weights = cost.moved_params(rows) * cost.itemsize
+    flops = (2.0 * cost.active_params + 2.0 * cost.adapter_params) * rows
+    if cost.experts is not None:
+        flops *= 1.5
+    products = rates.seconds(weights, flops) / _PRODUCTS
+    kv_tokens = _seen(cost, work.prompt_len, groups) + _seen(cost, work.answer_len / 2, rows)
+    moved = kv_tokens * cost.kv_bytes + 2 * cost.state_bytes * rows
+    attention = moved / rates.copy_bytes_s / _KV
+    sampling = rows * config.vocab_size * _LOGIT_BYTES / rates.copy_bytes_s
+    layer_s = _LAYER_S + _ADAPTER_LAYER_S * bool(cost.adapter_params)
+    step = products + attention + sampling + config.num_layers * layer_s
+    return prefill, n_waves * work.answer_len * step
+
+
+def _seen(cost: Cost, length: float, n_rows: float) -> float:
+    """Return the number of keys that rows of equal length read, as the mean over the attention layers."""
+    return n_rows * sum(share * min(length, window or length) for window, share in cost.windows)

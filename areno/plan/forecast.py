@@ -1,0 +1,458 @@
+"""The memory and the time of each phase of a training step, computed from a configuration. Imports no torch.
+
+The memory of a phase is the sum of its terms: the models that are on the device, the KV cache, and the activations of
+the largest micro-batch. The same functions choose the sizes of micro-batches and of the KV cache in the engine. The
+time comes from `areno/models/speed.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from areno.config.experiments import (
+    CriticExperimentConfig,
+    ExperimentConfig,
+    PolicyExperimentConfig,
+    PreferenceExperimentConfig,
+)
+from areno.config.ratio import RatioConfig
+from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
+from areno.engine.footprint import Footprint, Model, footprint_of
+from areno.engine.memory import RESERVE
+from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec
+from areno.engine.token_budget import SCORE, TRAIN, choose_token_budget
+from areno.errors import ConfigError
+from areno.files.paths import existing_path, model_setting
+from areno.models.config import HeadName, TransformerConfig
+from areno.models.cost import Cost, PassBytes
+from areno.models.folder import resolve
+from areno.models.known_shapes import known_shape
+from areno.models.registry import layout_problems, load_config, parse_config
+from areno.models.speed import PassWork, Rates, RolloutWork, pass_seconds, rollout_seconds, update_seconds
+from areno.plan.hardware import Hardware
+from areno.plan.lora import lora_of
+from areno.plan.plan import experiment_roles, longest_sequence
+
+CONTEXT_BYTES = int(0.68 * 2**30)  # of a CUDA context, which torch does not count
+_GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
+_COPY_BYTES_S = 25e9  # bytes per second between device and pinned host memory
+_DROPPED_S = 2.0  # seconds to make a decoder with its CUDA graphs again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """The lengths that a forecast assumes, in tokens.
+
+    Attributes:
+        prompt: Tokens of a prompt.
+        answer: Tokens of an answer, on average.
+    """
+
+    prompt: int
+    answer: int
+
+    @staticmethod
+    def of(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
+        """Return the given lengths. A length that is None is the limit that the settings give, at most 512 for prompts.
+
+        Args:
+            config: Settings of the run.
+            context_len: Context length of the model.
+            prompt: Tokens of a prompt, or None.
+            answer: Tokens of an answer, or None.
+        """
+        limit = min(config.train_dataset.max_length, context_len)
+        if not isinstance(config, PolicyExperimentConfig):
+            prompt = min(limit, 512) // 2 if prompt is None else prompt
+            return Lengths(prompt=prompt, answer=prompt if answer is None else answer)
+        prompt = min(limit, 512) if prompt is None else prompt
+        most = min(config.gconfig.max_new_tokens, max(1, context_len - prompt))
+        return Lengths(prompt=prompt, answer=most if answer is None else answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One phase of a training step.
+
+    Attributes:
+        name: Name, such as "rollout" or "train actor".
+        seconds: Expected time.
+        terms: Bytes on a device, by what takes them. Their sum is the expected peak of the phase.
+        n_tokens: Tokens that the phase generates, scores or trains, over all devices.
+        budget: Largest number of tokens in a micro-batch. None for a rollout.
+        least: Bytes on a device that the phase needs at least. If they do not fit, the phase runs out of memory.
+    """
+
+    name: str
+    seconds: float
+    terms: dict[str, int]
+    n_tokens: float
+    budget: int | None = None
+    least: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The expected peak of memory, in bytes."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The memory and time of a run, for one kind of device.
+
+    Attributes:
+        config: Settings of the run.
+        hardware: The device.
+        n_devices: Number of devices.
+        footprint: The memory of the models.
+        lengths: The assumed lengths.
+        phases: The phases of a step, in order.
+        problems: Reasons why the run cannot start or runs out of memory. Empty if it fits.
+    """
+
+    config: ExperimentConfig
+    hardware: Hardware
+    n_devices: int
+    footprint: Footprint
+    lengths: Lengths
+    phases: list[Phase]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether each phase fits the memory of a device."""
+        return not self.problems
+
+    @property
+    def peak(self) -> int:
+        """The largest peak of memory over all phases, in bytes."""
+        return max(phase.peak for phase in self.phases)
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step, without evaluation, checkpoints, and rewards that take longer than the rollout."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
+    """Return the shape of a model: from its folder, or from the table of published models.
+
+    Args:
+        path: Model folder or hub id.
+        key: The setting that holds `path`, for messages.
+        head: Kind of the model's head.
+        needs_head: As in `load_config`.
+
+    Raises:
+        CheckpointError: The folder holds no model that areno can run, or the hub id is unknown and cannot be
+            downloaded.
+    """
+    local = existing_path(path)
+    if local is None and (values := known_shape(path)) is not None:
+        return parse_config(values, path, head)  # of a published model, whose head may be of another kind
+    with model_setting(key):
+        return load_config(resolve(local or path), head, needs_head=needs_head)
+
+
+def forecast(
+    config: ExperimentConfig,
+    hardware: Hardware,
+    n_devices: int,
+    prompt_tokens: int | None = None,
+    answer_tokens: int | None = None,
+) -> Forecast:
+    """Compute the memory and the time of each phase of a step.
+
+    Args:
+        config: Settings of the run.
+        hardware: The device.
+        n_devices: Number of devices.
+        prompt_tokens: Tokens of a prompt. None takes the limit of the settings, at most 512.
+        answer_tokens: Tokens of an answer, on average. None takes the limit of the settings.
+
+    Raises:
+        ConfigError: The devices cannot hold the layout, or settings do not fit the model.
+        CheckpointError: The shape of a model cannot be read.
+    """
+    model = shape_of(config.actor.path, "actor.path")
+    engine = replace(config.engine, world_size=n_devices)
+    layout = engine.layout(n_devices)
+    problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
+    if problems:
+        raise ConfigError(problems)
+    itemsize = 4 if config.actor.dtype == "float32" or not hardware.is_cuda else 2
+    spec = EngineSpec(
+        actor=RoleSpec(
+            path=config.actor.path,
+            optimizer=config.actor.optimizer,
+            gradient_checkpointing=config.actor.gradient_checkpointing,
+            lora=lora_of(config.actor, model),
+        ),
+        devices=["cuda:0" if hardware.is_cuda else "cpu"] * n_devices,
+        engine=engine,
+        mb_spec=config.actor.mb_spec,
+        routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
+    )
+    roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
+    roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
+    shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}
+    apart = {name: role for name, role in roles.items() if name == "actor" or not _is_base(spec, role)}
+    footprint = footprint_of(spec, {name: shapes[name] for name in apart}, apart, itemsize, hardware.is_cuda)
+    lengths = Lengths.of(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
+    step = _Step(config, hardware, spec, footprint, lengths, roles)
+    return Forecast(
+        config=config,
+        hardware=hardware,
+        n_devices=n_devices,
+        footprint=footprint,
+        lengths=lengths,
+        phases=step.phases(),
+        problems=step.problems(),
+    )
+
+
+def _is_base(spec: EngineSpec, role: RoleSpec) -> bool:
+    """Return whether a role is the frozen base of an actor with adapters, which takes no memory of its own."""
+    same = Path(role.path) == Path(spec.actor.path)
+    return spec.actor.lora is not None and role.optimizer is None and role.head == "lm" and same
+
+
+class _Step:
+    """The phases of one training step.
+
+    Args:
+        config: Settings of the run.
+        hardware: The device.
+        spec: The engine.
+        footprint: The memory of the models.
+        lengths: The assumed lengths.
+        roles: Spec of each role, by name.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        hardware: Hardware,
+        spec: EngineSpec,
+        footprint: Footprint,
+        lengths: Lengths,
+        roles: dict[str, RoleSpec],
+    ):
+        self.config, self.hardware, self.spec, self.footprint = config, hardware, spec, footprint
+        self.lengths, self.roles, self.layout = lengths, roles, spec.layout
+        self.models = {model.name: model for model in footprint.models}
+        self.total = hardware.memory
+        self.free = self.total - CONTEXT_BYTES * hardware.is_cuda - footprint.resident
+        self.cache = self._cache()
+        drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
+        self.stays = 0 if drops or self.cache is None else self.cache.bytes_within(self.free)
+        self._phases: list[Phase] = []
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _cache(self) -> WantedCache | None:
+        """Return the KV cache that the rollout wants. None for a run without a rollout."""
+        config, model = self.config, self.footprint.models[0].config
+        if not isinstance(config, PolicyExperimentConfig):
+            return None
+        at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
+        max_len = longest_sequence(config, model.max_position_embeddings)
+        rollout = RolloutSpec(max_running=at_once, max_len=max_len, decoder=config.rollout)
+        return WantedCache.of(
+            model,
+            self.footprint.itemsize,
+            self.spec,
+            rollout,
+            max_running=max(1, -(-at_once // self.layout.dp_size)),
+            block_size=FIXED_ORDER_KV_BLOCK if config.engine.exact else KV_BLOCK,
+            route_bytes=0,
+        )
+
+    def _resident(self, visitor: str | None = None, trains: bool = False) -> dict[str, int]:
+        """Return the bytes of the models on a device, by term, while the model `visitor` works."""
+        terms: dict[str, int] = {}
+        for model in self.footprint.models:
+            found = self.footprint.of_model(model)
+            if model.offload and model.name != visitor:
+                continue
+            terms["weights"] = terms.get("weights", 0) + found.weights
+            if not model.offload or trains:
+                for name in ("gradients", "masters", "moments"):
+                    terms[name] = terms.get(name, 0) + vars(found)[name]
+        return {name: n_bytes for name, n_bytes in terms.items() if n_bytes}
+
+    def _pass_terms(self, name: str, phase: str, budget: int, n_tokens: int, n_predicted: int) -> tuple[dict, int, int]:
+        """Return (terms, recomputed layers, least bytes) of a scoring or training phase of the model `name`."""
+        model = self._model(name)
+        terms = self._resident(name, phase == TRAIN)
+        if self.stays:
+            terms["KV cache"] = self.stays
+        need, n_kept = self._need(model, phase), 0
+        n_tokens = max(1, min(budget, n_tokens))
+        room = int((1 - RESERVE) * self.total) - CONTEXT_BYTES * self.hardware.is_cuda - sum(terms.values())
+        if phase == TRAIN and model.recompute:
+            n_kept = need.fitting_layers(n_tokens, room, model.config.num_layers) if self.hardware.is_cuda else 0
+        terms["activations"] = need.expected(n_tokens, n_kept, n_predicted)
+        n_recomputed = model.config.num_layers - n_kept if phase == TRAIN and model.recompute else 0
+        least = sum(terms.values()) - terms["activations"] + need.expected(n_tokens, 0, n_predicted)
+        return terms, n_recomputed, least
+
+    def _need(self, model: Model, phase: str) -> PassBytes:
+        if phase == TRAIN:
+            return self.footprint.training_pass(model)
+        return PassBytes.of_scoring(model.config, self.footprint.itemsize, self.layout, split=self.footprint.split)
+
+    def _model(self, name: str) -> Model:
+        return self.models.get(name) or self.models["actor"]
+
+    def budget(self, name: str, phase: str) -> int:
+        """Return the number of tokens in a micro-batch: that of the settings, or the one that the engine chooses.
+
+        Args:
+            name: Name of the model.
+            phase: TRAIN or SCORE.
+        """
+        mb_spec = self.config.actor.mb_spec
+        if phase == TRAIN and name == "critic" and isinstance(self.config, CriticExperimentConfig):
+            mb_spec = self.config.critic.mb_spec
+        if mb_spec.max_tokens_per_mb is not None:
+            return mb_spec.max_tokens_per_mb
+        row = self.lengths.prompt + self.lengths.answer
+        if mb_spec.mini_bs is not None:
+            return mb_spec.mini_bs * row
+        if self.config.actor.gradient_accumulation_steps is not None and phase == TRAIN:
+            return (mb_spec.counted.mini_bs or 1) * row
+        cache = self.cache.bytes_within(self.total - self.footprint.resident) if self.stays and self.cache else 0
+        return choose_token_budget(self.footprint, self._model(name), phase, self.total, cache)
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+
+    def phases(self) -> list[Phase]:
+        """Return the phases of a step, in order."""
+        config, n_rows = self.config, self.n_rows
+        found = []
+        if isinstance(config, PolicyExperimentConfig):
+            found.append(self._rollout(config))
+        for name, role in self.roles.items():
+            if name == "actor" or isinstance(config, PreferenceExperimentConfig):
+                continue
+            found.append(self._pass(name, SCORE, n_rows))
+            if role.optimizer is not None:
+                found.append(self._pass(name, TRAIN, n_rows))
+        if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
+            found.append(self._pass("actor", SCORE, n_rows))
+        found.append(self._pass("actor", TRAIN, n_rows))
+        self._phases = found
+        return found
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of training data in a step."""
+        if isinstance(self.config, PolicyExperimentConfig):
+            return self.config.rows_per_step
+        return self.config.train_dataset.batch_size * (2 if isinstance(self.config, PreferenceExperimentConfig) else 1)
+
+    @property
+    def _rates(self) -> Rates:
+        return self.hardware.rates.of(self.layout.tp_size)
+
+    def _rollout(self, config: PolicyExperimentConfig) -> Phase:
+        model, lengths = self.footprint.models[0], self.lengths
+        assert self.cache is not None
+        at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
+        copies = self.layout.dp_size
+        cache_bytes = self.cache.bytes_within(self.free)
+        row = lengths.prompt / max(1, config.gconfig.n_samples) + lengths.answer
+        cached_tokens = cache_bytes // max(1, self.cache.block_bytes) * self.cache.layout.block_size
+        work = RolloutWork(
+            n_prompts=config.train_dataset.batch_size,
+            n_samples=config.gconfig.n_samples,
+            prompt_len=lengths.prompt,
+            answer_len=lengths.answer,
+            n_running=max(1, min(at_once, int(cached_tokens / row) * copies)),
+        )
+        cost = Cost.of(model.config, self.footprint.itemsize, model.adapters)
+        seconds = sum(rollout_seconds(model.config, cost, work, self._rates, copies))
+        if config.rollout.drop_rollout_state and self.hardware.is_cuda:
+            seconds += _DROPPED_S
+        n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * lengths.prompt)
+        forward = PassBytes.of_scoring(model.config, self.footprint.itemsize, self.layout, split=self.footprint.split)
+        logits = -(-at_once // copies) * self.layout.share_up(model.config.vocab_size) * 4
+        terms = self._resident() | {"KV cache": cache_bytes}
+        terms["activations"] = forward.expected(n_prefill, 0, 0) + logits + _GRAPH_BYTES * self.hardware.is_cuda
+        n_tokens = config.rows_per_step * lengths.answer
+        return Phase(name="rollout", seconds=seconds, terms=terms, n_tokens=n_tokens, least=sum(terms.values()))
+
+    def _pass(self, name: str, phase: str, n_rows: int) -> Phase:
+        """Return the phase in which the model `name` scores or trains `n_rows` rows."""
+        model, lengths, role = self._model(name), self.lengths, self.roles[name]
+        row, n_each = lengths.prompt + lengths.answer, -(-n_rows // self.layout.data_size)
+        n_tokens = -(-n_each * row // self.layout.cp_size)
+        budget = self.budget(name, phase)
+        share = lengths.answer / row if phase == TRAIN else 1.0
+        head = 0.0 if model.config.head == "value" else share
+        in_batch = min(budget, n_tokens)
+        terms, n_recomputed, least = self._pass_terms(name, phase, budget, n_tokens, int(head * in_batch))
+        cost = Cost.of(model.config, self.footprint.itemsize, model.adapters if phase == TRAIN else None)
+        work = PassWork(
+            row_lens=(row,) * n_each,
+            n_predicted=int(head * n_each * row),
+            trains=phase == TRAIN,
+            n_recomputed=n_recomputed,
+            budget=budget * self.layout.cp_size,
+        )
+        rates = self._rates.of(self.layout.cp_size)
+        seconds = pass_seconds(model.config, cost, work, rates)
+        seconds *= self._rounds(phase, name)
+        if role.offload:
+            found = self.footprint.of_model(model)
+            moved = found.weights if phase == SCORE else 2 * (found.total - found.gradients)
+            seconds += moved / _COPY_BYTES_S
+        if phase == TRAIN and role.optimizer is not None:
+            trained = cost.adapter_params or cost.n_params
+            shards = self.layout.tp_size * (self.layout.dp_size if self.footprint.zero_stage else 1)
+            seconds += self._updates(name) * update_seconds(trained / shards, role.optimizer.type, self.hardware.rates)
+        verb = "train" if phase == TRAIN else "score"
+        named = f"{verb} {name}" if phase == TRAIN or name != "actor" else "score actor again"
+        return Phase(name=named, seconds=seconds, terms=terms, n_tokens=n_rows * row, budget=budget, least=least)
+
+    def _updates(self, name: str) -> int:
+        """Return the number of optimizer steps of a model in a training step."""
+        section = vars(self.config)[name]
+        return int(vars(section).get("ppo_n_minibatches", 1))
+
+    def _rounds(self, phase: str, name: str) -> float:
+        """Return by how much an extra scoring pass before several updates lengthens training."""
+        again = phase == TRAIN and name == "actor" and isinstance(self.config, PolicyExperimentConfig)
+        return 1.0 + (0.3 if again and self._updates(name) > 1 else 0.0)
+
+    # -- problems --------------------------------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """Return the reasons why the run does not fit a device. Empty if it fits."""
+        limit = int((1 - RESERVE) * self.total) if self.hardware.is_cuda else self.total
+        limit -= CONTEXT_BYTES * self.hardware.is_cuda
+        found = []
+        if self.footprint.least > limit:
+            return [f"the models need {_gib(self.footprint.least)} GiB, and a device has {_gib(limit)}"]
+        if self.cache is not None:
+            room = self.cache.affordable(self.free) if self.cache.mem_fraction is not None else self.cache.blocks
+            room = min(room, self.cache.blocks)
+            tokens = self.cache.layout.max_sequence_tokens(
+                self.cache.layout.pool_size(max(room, 0)), self.cache.max_len
+            )
+            if tokens < self.cache.max_len:
+                found.append(
+                    f"the KV cache has room for {tokens:,} tokens, and a sample may need {self.cache.max_len:,}"
+                )
+        found += [
+            f"{phase.name} needs {_gib(phase.least)} GiB, and a device has {_gib(limit)}"
+            for phase in self._phases
+            if phase.least > limit
+        ]
+        return found
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.1f}"

@@ -1,0 +1,108 @@
+"""The devices that a run can be planned for: their memory and their speed. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from areno.errors import ConfigError, Problem, did_you_mean
+from areno.models.speed import H100, Rates
+
+GIB = 2**30
+_COPY, _PRODUCTS = 0.88, 0.78  # shares of the rates of a data sheet that an H100 and an H200 reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A kind of device.
+
+    Attributes:
+        name: Name for the option `--device`.
+        title: Name in texts.
+        memory: Bytes of memory that CUDA reports. For a CPU, the memory of the machine.
+        rates: Speed of copies and of large matrix products in bfloat16 (float32 on a CPU).
+        is_cuda: Whether the device is a GPU.
+    """
+
+    name: str
+    title: str
+    memory: int
+    rates: Rates
+    is_cuda: bool = True
+
+
+def _by_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float) -> Hardware:
+    """Return a GPU with the rates that are expected from its data sheet: bandwidth, and dense FLOPs in bfloat16."""
+    rates = Rates(copy_bytes_s=_COPY * bytes_s, matmul_flops_s=_PRODUCTS * flops_s)
+    return Hardware(name=name, title=title, memory=int(gib * GIB), rates=rates)
+
+
+_GPUS = (
+    Hardware(name="h100-80gb", title="H100 80 GB", memory=85_017_493_504, rates=H100),
+    Hardware(
+        name="h200",
+        title="H200",
+        memory=int(139.8 * GIB),
+        rates=Rates(copy_bytes_s=4.23e12, matmul_flops_s=780e12),  # measured by areno.bench
+    ),
+    # Rates of NVIDIA's data sheets.
+    _by_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12),
+    _by_data_sheet("a100-80gb", "A100 80 GB", 79.2, 2.039e12, 312e12),
+    _by_data_sheet("rtx-4090", "RTX 4090", 23.6, 1.008e12, 165e12),
+    _by_data_sheet("l40s", "L40S", 44.4, 0.864e12, 362e12),
+)
+
+
+def this_cpu() -> Hardware:
+    """Return the CPU of this machine. Its speed is a rough estimate from the number of cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rates = Rates(copy_bytes_s=8e9 + 2e9 * cores, matmul_flops_s=4e10 * cores)
+    return Hardware(name="cpu", title=f"CPU with {cores} cores", memory=memory, rates=rates, is_cuda=False)
+
+
+def names() -> list[str]:
+    """Return the names of all known devices."""
+    return [*(gpu.name for gpu in _GPUS), "cpu"]
+
+
+def hardware_of(name: str) -> Hardware:
+    """Return a device by its name.
+
+    Args:
+        name: One of `names()`.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if name == "cpu":
+        return this_cpu()
+    found = next((gpu for gpu in _GPUS if gpu.name == name.lower()), None)
+    if found is None:
+        text = f"is {name!r}{did_you_mean(name, names())}; expected one of {', '.join(names())}"
+        raise ConfigError(Problem("--device", text))
+    return found
+
+
+def devices_here() -> list[Hardware]:
+    """Return the GPUs of this machine as `nvidia-smi` lists them, or the CPU if there is no GPU."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
+        return [this_cpu()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    found = [_listed(*line.rsplit(",", 1)) for line in done.stdout.splitlines() if line.count(",")]
+    return found if done.returncode == 0 and found else [this_cpu()]
+
+
+def _listed(title: str, mib: str) -> Hardware:
+    """Return a GPU that `nvidia-smi` lists.
+
+    A GPU of an unknown kind has the rates of the known GPU nearest in memory.
+    """
+    memory = int(float(mib) * 2**20)
+    words = title.upper().replace("-", " ").split()
+    alike = [gpu for gpu in _GPUS if gpu.title.split()[0] in words or gpu.title.upper() in title.upper()] or [*_GPUS]
+    nearest = min(alike, key=lambda gpu: abs(gpu.memory - memory))
+    return Hardware(name=nearest.name, title=title.strip(), memory=int(0.9945 * memory), rates=nearest.rates)
