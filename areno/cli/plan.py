@@ -115,7 +115,7 @@ def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, l
                 Problem("COMMAND", text + "`python -m areno.recipes.gspo ...` or the flags of areno train")
             )
         algorithm = get_algorithm(left[0])
-        name, config_dir, settings = options_of(left[1:], algorithm)
+        name, config_dir, settings = options_of(f"areno plan {left[0]}", left[1:], algorithm)
         return algorithm, (name, config_dir, settings, {})
     parser = argparse.ArgumentParser(prog="areno plan", allow_abbrev=False)
     train.add_arguments(parser)

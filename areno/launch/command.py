@@ -159,17 +159,18 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     return 0
 
 
-def options_of(arguments: Sequence[str], algorithm: Algorithm) -> tuple[str, Path | None, list[str]]:
+def options_of(command: str, arguments: Sequence[str], algorithm: Algorithm) -> tuple[str, Path | None, list[str]]:
     """Parse the command line of a recipe.
 
     Args:
+        command: The command without its arguments, for messages.
         arguments: The options and settings of the command line.
         algorithm: The algorithm of the recipe.
 
     Returns:
         (name of the task, folder of task files or None, settings as key=value).
     """
-    args = _parser(f"python -m areno.recipes.{algorithm.name}").parse_intermixed_args(arguments)
+    args = _parser(command).parse_intermixed_args(arguments)
     return args.config_name or algorithm.default, absolute(args.config_dir), args.overrides
 
 

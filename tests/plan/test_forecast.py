@@ -1,0 +1,207 @@
+"""The memory and time predicted for a run, against peaks and times that were measured on an H100 and an H200."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from areno.api.algorithms import get_algorithm
+from areno.cli.__main__ import main
+from areno.errors import ConfigError
+from areno.launch.compose import load
+from areno.plan.forecast import Forecast, forecast
+from areno.plan.hardware import devices_here, hardware_of, names
+from areno.plan.ways import ways_to_fit
+from tests.helpers.pages import ROOT
+
+WORK = [
+    *("train_dataset.batch_size=32", "gconfig.n_samples=8", "gconfig.max_new_tokens=256", "valid_dataset=null"),
+    *("train_dataset.max_length=256", "actor.gradient_checkpointing=true"),
+]
+KL = ["ref=default", "actor.kl_ctl=0.1"]
+CRITIC = ["critic.gradient_checkpointing=true", "critic.ppo_n_minibatches=1"]
+
+
+def config(recipe: str, *settings: str) -> Any:
+    return load(get_algorithm(recipe).config, "quickstart", [*WORK, *settings])
+
+
+def predicted(recipe: str, *settings: str, device: str = "h100-80gb", n: int = 1) -> Forecast:
+    return forecast(config(recipe, *settings), hardware_of(device), n, 256, 256)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "device", "peak", "seconds"),
+    [
+        ("grpo", ["actor.path=Qwen/Qwen3-0.6B"], "h100-80gb", 70.31, {"rollout": 1.019, "train actor": 1.198}),
+        (
+            "grpo",
+            ["actor.path=Qwen/Qwen3-1.7B", *KL],
+            "h100-80gb",
+            67.19,
+            {"rollout": 1.211, "score ref": 0.872, "train actor": 2.699},
+        ),
+        (
+            "grpo",
+            ["actor.path=Qwen/Qwen3-4B", "actor.optimizer.type=adam_8bit"],
+            "h100-80gb",
+            71.71,
+            {"rollout": 2.192, "train actor": 7.032},
+        ),
+        (
+            "grpo",
+            ["actor.path=Qwen/Qwen3-8B", "actor.use_lora=true"],
+            "h100-80gb",
+            67.00,
+            {"rollout": 3.262, "train actor": 8.561},
+        ),
+        (
+            "ppo",
+            ["actor.path=Qwen/Qwen3-0.6B", *KL, *CRITIC],
+            "h100-80gb",
+            69.16,
+            {
+                "rollout": 0.934,
+                "score ref": 0.388,
+                "score critic": 0.302,
+                "train critic": 1.161,
+                "train actor": 1.205,
+            },
+        ),
+        (
+            "grpo",
+            ["actor.path=Qwen/Qwen3-30B-A3B", "actor.use_lora=true", "actor.mb_spec.max_tokens_per_mb=8192"],
+            "h200",
+            94.5,
+            {"rollout": 5.5, "train actor": 5.0},
+        ),
+    ],
+    ids=["0.6b", "1.7b with ref", "4b", "8b adapters", "ppo", "30b-a3b adapters"],
+)
+def test_against_measurements(
+    recipe: str, settings: list[str], device: str, peak: float, seconds: dict[str, float]
+) -> None:
+    found = predicted(recipe, *settings, device=device)
+    assert found.fits
+    assert 0.98 <= found.peak / 2**30 / peak <= 1.05
+    assert found.seconds == pytest.approx(sum(seconds.values()), rel=0.15)
+    assert {phase.name: phase.seconds for phase in found.phases} == pytest.approx(seconds, rel=0.15)
+
+
+def test_a_run_that_does_not_fit_gets_ways_that_fit() -> None:
+    found = predicted("grpo", "actor.path=Qwen/Qwen3-8B")
+    assert not found.fits
+    ways = ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
+    assert ways
+    assert all(way.forecast.fits for way in ways)
+    assert {"actor.use_lora": True} in [dict(way.changes) for way in ways]
+    on_one = [way.forecast.n_devices == 1 for way in ways]
+    assert on_one == sorted(on_one, reverse=True)
+
+
+def test_settings_in_effect_are_no_way() -> None:
+    settings = ["actor.path=Qwen/Qwen3-32B", "actor.optimizer.type=adam_8bit", "rollout.drop_rollout_state=true"]
+    found = predicted("grpo", *settings)
+    ways = ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
+    keys = {key for way in ways for key in way.changes}
+    assert not keys & {"actor.optimizer.type", "rollout.drop_rollout_state"}
+
+
+def test_more_memory_and_devices_lower_the_need() -> None:
+    settings = ["actor.path=Qwen/Qwen3-8B", "engine.zero_stage=2"]
+    four, eight = (predicted("grpo", *settings, n=n) for n in (4, 8))
+    assert four.footprint.resident > eight.footprint.resident
+    assert four.seconds > eight.seconds
+    with pytest.raises(ConfigError, match="does not divide the number of devices"):
+        predicted("grpo", "actor.path=Qwen/Qwen3-8B", "engine.tp_size=2", n=3)
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_runs_without_a_rollout(recipe: str) -> None:
+    settings = ["train_dataset.max_length=512", "valid_dataset=null", "actor.path=Qwen/Qwen3-0.6B"]
+    found = forecast(
+        load(get_algorithm(recipe).config, get_algorithm(recipe).default, settings), hardware_of("h200"), 1
+    )
+    assert [phase.name for phase in found.phases] == ["train actor"]
+    assert "KV cache" not in found.phases[0].terms
+
+
+@pytest.mark.parametrize("device", names())
+def test_every_device_can_be_planned_for(device: str) -> None:
+    assert predicted("gspo", "actor.path=Qwen/Qwen3-0.6B", device=device).seconds > 0
+    assert devices_here()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_phases_a_picture_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt-tokens", "256", "--answer-tokens", "256"]
+    run = ["python", "-m", "areno.recipes.gspo", "--config-name=gsm8k", "actor.path=Qwen/Qwen3-0.6B"]
+    assert main(["plan", "--device", "h100-80gb", *lengths, *run]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("gspo, Qwen/Qwen3-0.6B, on H100 80 GB (79.2 GiB)")
+    assert "rollout " in told
+    assert "WG" in told
+    assert "It fits. A step takes about" in told
+    assert main(["plan", "--device", "h100-80gb", "areno", "train", "--ckpt", "Qwen/Qwen3-8B"]) == 1
+    told = capsys.readouterr().out
+    assert "It does not fit: the models need 138.0 GiB" in told
+    assert "actor.use_lora=true" in told
+
+
+def test_the_commands_of_the_guide_work(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("areno plan --")]
+    assert len(lines) == 2
+    for line in lines:
+        assert main(shlex.split(line)[1:]) in (0, 1)
+        assert " fits" in (told := capsys.readouterr().out) or "not fit" in told
+
+
+def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "h200", "--json", "--ckpt", "Qwen/Qwen3-8B", "--algo", "grpo"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["algorithm"] == "grpo"
+    assert found["peak_bytes"] == max(sum(phase["terms"].values()) for phase in found["phases"])
+    assert found["step_seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device h10 --ckpt Qwen/Qwen3-8B", "--device: is 'h10'"),
+        ("--devices 0 --ckpt Qwen/Qwen3-8B", "--devices: is 0; it must be at least 1"),
+        ("--device h200 gsp", "COMMAND: there is no 'gsp'; did you mean gspo?"),
+        ("--device h200 --devices 3 --ckpt Qwen/Qwen3-8B engine.tp_size=2", "does not divide the number of devices"),
+        ("--device h200 --ckpt nowhere/at-all", "nowhere/at-all is not a local folder"),
+        ("--device h200 gspo --config-name=nothing", "nothing"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words.split()]) in (1, 2)
+    said = capsys.readouterr()
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+    assert not said.out
+
+
+def test_a_damaged_config_is_named(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert main(["plan", "--device", "h200", "--ckpt", str(tmp_path)]) == 1
+    assert "hidden_size" in capsys.readouterr().err
+
+
+def test_a_plan_needs_no_torch() -> None:
+    script = (
+        "import sys\nfrom areno.cli.__main__ import main\n"
+        "main(['plan', '--device', 'h200', '--ckpt', 'Qwen/Qwen3-0.6B'])\n"
+        "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
