@@ -292,6 +292,8 @@ def tables(summary: TraceSummary) -> list[Table]:
     names = [name for name in names if name != "other"] + ["other"]
     ranks = list(dict.fromkeys(rank for step in steps for rank in step.idle))
     title = "seconds of each step, by phase, and in which a device was idle"
+    if len(steps) < len(summary.steps):
+        title += f" (the last {len(steps)} of {len(summary.steps)} steps)"
     by_step = Table(right("step"), *map(right, ("seconds", *names)), *(right(f"{rank} idle") for rank in ranks))
     by_step.title = title
     for step in steps:

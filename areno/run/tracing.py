@@ -18,7 +18,7 @@ from areno import trace
 from areno.config.experiments import ExperimentConfig
 from areno.engine.requests import version_range
 from areno.engine.spec import ProfilingSpec
-from areno.tracking.trace_file import SessionFile, TraceFile
+from areno.tracking.trace_file import SessionFile, TraceFile, writing
 from areno.types import ScoredSample
 
 logger = logging.getLogger("areno")
@@ -70,9 +70,9 @@ class RunTracer(AbstractContextManager["RunTracer"]):
         self._sessions = SessionFile(folder, sessions.flush_threshold) if sessions.enabled else None
         self.spec: ProfilingSpec | None = None
         if tracer.enabled or memory is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             entries = None if memory is None else memory.max_entries
-            self.spec = ProfilingSpec(folder=str(folder), events=tracer.enabled, memory_entries=entries)
+            with writing(folder):
+                self.spec = ProfilingSpec(folder=str(folder), events=tracer.enabled, memory_entries=entries)
         if self._file is not None:
             trace.begin()
             logger.info("the trace is in %s; open it at https://ui.perfetto.dev", os.path.relpath(folder))

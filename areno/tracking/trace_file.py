@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,15 +35,22 @@ _PROCESSES = {
 _FIRST_RANK, _TRACKS = 100, 1000
 
 
-def names_the_setting(folder: Path, error: OSError) -> ArenoError:
-    """Return the error for a folder of traces that cannot be written.
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make a folder of traces, and convert an OSError in a `with` block to an ArenoError that names the setting.
 
     Args:
         folder: The folder.
-        error: The error of the system.
+
+    Raises:
+        ArenoError: The folder cannot be written.
     """
-    text = "{} cannot be written: {}; free space there, or set another folder"
-    return ArenoError(Problem("cluster.fileroot", text, folder, error.strerror))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        text = "{} cannot be written: {}; free space there or set another folder"
+        raise ArenoError(Problem("cluster.fileroot", text, folder, error.strerror)) from error
 
 
 class TraceFile:
@@ -65,14 +72,11 @@ class TraceFile:
         self._writer = ThreadPoolExecutor(1, "areno-trace")
         self._known: set[tuple[int, int]] = set()  # processes and tracks whose names are in the file
         self._file: BinaryIO | None = None
-        try:
+        with writing(folder):
             self._open()
-        except OSError as error:
-            raise names_the_setting(folder, error) from error
 
     def _open(self) -> None:
         """Open the file with the next free number."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(path.stem[6:]) for path in trace_files(self._folder)), default=0)
         self._file = open(self._folder / f"trace-{number:04}.json", "xb", buffering=0)  # noqa: SIM115
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._origin / 1e9))
@@ -184,11 +188,8 @@ class SessionFile:
     def __init__(self, folder: Path, threshold: int):
         self.path, self._threshold = folder / "sessions.jsonl", threshold
         self._lines: list[str] = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
             self.path.touch()
-        except OSError as error:
-            raise names_the_setting(folder, error) from error
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a finished session.
