@@ -25,7 +25,7 @@ _SHOWN_PARTS = 12
 
 
 class Bar(NamedTuple):
-    """An event of a track of the trace. Times are in microseconds since the beginning of its file.
+    """An event of a track of the trace. Times are in nanoseconds since the beginning of its file.
 
     Attributes:
         process: Name of the process, such as "rank 0".
@@ -38,8 +38,8 @@ class Bar(NamedTuple):
     process: str
     track: str
     name: str
-    start: float
-    end: float
+    start: int
+    end: int
 
 
 @dataclass(kw_only=True)
@@ -117,7 +117,7 @@ def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
     for path in files:
         events = read_trace(path)
         bars = _bars(events)
-        found = _steps(bars, {round(event["ts"], 3): event["args"]["step"] for event in events if _is_step(event)})
+        found = _steps(bars, {_ns(event["ts"]): event["args"]["step"] for event in events if _is_step(event)})
         steps |= {step.step: step for step in found}
         samples |= {(each.step, each.prompt, each.sample): each for each in _samples(events)}
     if not steps:
@@ -139,12 +139,18 @@ def _bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
         elif event["ph"] == "M" and event["name"] == "thread_name":
             tracks[event["tid"]] = event["args"]["name"]
     bars = [
-        Bar(processes[each["pid"]], tracks[each["tid"]], each["name"], each["ts"], each["ts"] + each["dur"])
+        Bar(
+            processes[each["pid"]],
+            tracks[each["tid"]],
+            each["name"],
+            start := _ns(each["ts"]),
+            start + _ns(each["dur"]),
+        )
         for each in events
         if each["ph"] == "X"
     ]
     calls = [(begin, end) for begin, end in _pairs(events) if begin["cat"].endswith(" calls")]
-    return bars + [Bar(processes[one["pid"]], "", one["name"], one["ts"], end["ts"]) for one, end in calls]
+    return bars + [Bar(processes[one["pid"]], "", one["name"], _ns(one["ts"]), _ns(end["ts"])) for one, end in calls]
 
 
 def _pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
@@ -157,7 +163,7 @@ def _pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], d
             yield running[event["cat"], event["id"]].pop(), event
 
 
-def _steps(bars: Sequence[Bar], numbers: dict[float, int]) -> list[StepTimes]:
+def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
     """Summarise each step of a file. `numbers` has the number of the step that begins at a time."""
     by_lane: dict[tuple[str, str], list[Bar]] = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: bar.start):
@@ -170,7 +176,7 @@ def _steps(bars: Sequence[Bar], numbers: dict[float, int]) -> list[StepTimes]:
         devices = {process: of_lane for (process, track), of_lane in inside.items() if track == DEVICE}
         found.append(
             StepTimes(
-                step=numbers[round(step.start, 3)],
+                step=numbers[step.start],
                 seconds=_seconds(step.end - step.start),
                 phases=phases,
                 idle={rank: _seconds(step.end - step.start - _busy(of_rank)) for rank, of_rank in devices.items()},
@@ -201,11 +207,11 @@ def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
     return dict(phases)
 
 
-def _busy(bars: Sequence[Bar]) -> float:
-    """Return the microseconds in which at least one of the bars runs."""
-    busy, reached = 0.0, 0.0
+def _busy(bars: Sequence[Bar]) -> int:
+    """Return the nanoseconds in which at least one of the bars runs."""
+    busy, reached = 0, 0
     for bar in sorted(bars, key=lambda bar: bar.start):
-        busy += max(0.0, bar.end - max(bar.start, reached))
+        busy += max(0, bar.end - max(bar.start, reached))
         reached = max(reached, bar.end)
     return busy
 
@@ -233,14 +239,14 @@ def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[
     return dict(sorted(path.items(), key=lambda pair: -pair[1]))
 
 
-def _covered(gaps: list[tuple[float, float]], bars: list[Bar], path: dict[str, float]) -> list[tuple[float, float]]:
+def _covered(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
     """Walk backwards through gaps of the path along some bars, and add the seconds of each bar to `path`.
 
     Returns:
         The parts of the gaps in which no bar runs, the last one first.
     """
     waiting = sorted(bars, key=lambda bar: bar.end)  # the last one is the next to be met
-    running: list[tuple[float, int, Bar]] = []  # a heap: of several bars, the path takes the one that began first
+    running: list[tuple[int, int, Bar]] = []  # a heap: of several bars, the path takes the one that began first
     left = []
     for first, last in gaps:
         at = last
@@ -271,14 +277,18 @@ def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
             found[begin["id"]] = SampleTimes(step=int(given["of"]), **names)
     for begin, end in pairs:
         if begin["name"] in _SAMPLED and begin["id"] in found:
-            sample, seconds = found[begin["id"]], _seconds(end["ts"] - begin["ts"])
+            sample, seconds = found[begin["id"]], _seconds(_ns(end["ts"]) - _ns(begin["ts"]))
             sample.phases[begin["name"]] = sample.phases.get(begin["name"], 0.0) + seconds
             sample.seconds += seconds
     return list(found.values())
 
 
-def _seconds(microseconds: float) -> float:
-    return microseconds / 1e6
+def _ns(microseconds: float) -> int:
+    return round(microseconds * 1000)
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / 1e9
 
 
 def tables(summary: TraceSummary) -> list[Table]:

@@ -168,11 +168,12 @@ class Run:
             self.outputs.display.begin(self.step)
         self.progress.open_batches()
         while not self.evaluator.is_exhausted:
+            self.tracer.before_step(self.step + 1)
             self.clock.reset()
             batch = self.progress.next_step()
             if batch is None:
                 break
-            self.tracer.begin_step(self.step, self.clock.began)
+            self.tracer.begin_step(self.clock.began)
             self.outputs.begin_step()
             yield batch
         if self.evaluator.is_exhausted and self.step < self.progress.total_steps:

@@ -77,18 +77,24 @@ class RunTracer(AbstractContextManager["RunTracer"]):
             trace.begin()
             logger.info("the trace is in %s; open it at https://ui.perfetto.dev", os.path.relpath(folder))
 
-    def begin_step(self, step: int, began: float) -> None:
+    def before_step(self, step: int) -> None:
+        """Begin to record kernels if the settings ask for it, which takes seconds the first time.
+
+        Args:
+            step: Number of the step that follows.
+        """
+        if step in self._kernel_steps:
+            self._engine().begin_kernels()
+
+    def begin_step(self, began: float) -> None:
         """Begin to trace a step, after its batch was read.
 
         Args:
-            step: Number of the step.
             began: Reading of time.perf_counter at the start of the step.
         """
         if self._file is not None:
             self._began = trace.at(began)
             trace.add(trace.DRIVER, "data", self._began, trace.now())
-        if step in self._kernel_steps:
-            self._engine().begin_kernels()
 
     def end_step(self, step: int) -> None:
         """End the trace of a step, and write profiles, snapshots and events that are due after it.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -126,27 +127,26 @@ class TraceFile:
             yield from self._objects(group, track, nested, pid, tid) if is_object else self._bars(nested, pid, tid)
 
     def _bars(self, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int) -> Iterator[str]:
+        rest, origin = f'"pid":{pid},"tid":{tid}', self._origin
         for (_, name, start, end, arguments), _ in events:
-            times = f'"ts":{self._us(start)},"dur":{self._us(end, start)}'
-            yield f'{{"ph":"X","name":{_json(name)},"pid":{pid},"tid":{tid},{times}{_args(arguments)}}}'
+            start = max(0, start - origin)
+            times = f'"ts":{start / 1000:.3f},"dur":{max(0, end - origin - start) / 1000:.3f}'
+            yield f'{{"ph":"X","name":{_name(name)},{rest},{times}{_args(arguments)}}}'
 
     def _objects(
         self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
-    ) -> Iterator[str]:
-        """Yield the begin and the end of each event of one object, in the order of time."""
-        rest = f'"cat":{_json(group)},"id":{_json(track)},"pid":{pid},"tid":{tid}'
-        running: list[trace.Event] = []
-
-        def ended(depth: int) -> Iterator[str]:
-            while len(running) > depth:
-                event = running.pop()
-                yield f'{{"ph":"e","name":{_json(event[1])},{rest},"ts":{self._us(event[3])}}}'
-
-        for event, depth in events:
-            yield from ended(depth)
-            yield f'{{"ph":"b","name":{_json(event[1])},{rest},"ts":{self._us(event[2])}{_args(event[4])}}}'
-            running.append(event)
-        yield from ended(0)
+    ) -> list[str]:
+        """Return the begin and the end of each event of one object, in the order of time."""
+        rest, origin = f'"cat":{_name(group)},"id":{_json(track)},"pid":{pid},"tid":{tid}', self._origin
+        lines: list[str] = []
+        ends: list[str] = []  # of the events that are running, the outermost first
+        for (_, name, start, end, arguments), depth in events:
+            lines += ends[: depth - len(ends) - 1 : -1] if len(ends) > depth else ()
+            del ends[depth:]
+            both = f'"name":{_name(name)},{rest},"ts":'
+            lines.append(f'{{"ph":"b",{both}{max(0, start - origin) / 1000:.3f}{_args(arguments)}}}')
+            ends.append(f'{{"ph":"e",{both}{max(0, end - origin) / 1000:.3f}}}')
+        return lines + ends[::-1]
 
     def _names(self, group: str, track: str) -> Iterator[str]:
         """Yield the names of a process and of a track, if they are not in the file yet."""
@@ -158,13 +158,6 @@ class TraceFile:
         if track and (pid, tid) not in self._known:
             self._known.add((pid, tid))
             yield _metadata("thread_name", pid, tid, {"name": track})
-
-    def _us(self, time_ns: int, since: int | None = None) -> str:
-        """Return a time in microseconds as text, since the beginning of the file or since another time."""
-        passed = max(0, time_ns - self._origin)
-        if since is not None:
-            passed -= max(0, since - self._origin)
-        return f"{passed // 1000}.{passed % 1000:03d}"
 
     def close(self) -> None:
         """Write all events that were given to `write`, and close the file."""
@@ -277,11 +270,14 @@ def _nested(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
     """
     found: list[tuple[trace.Event, int]] = []
     around: list[int] = []  # ends of the events that have not ended
-    for lane, name, start, end, arguments in sorted(events, key=lambda event: (event[2], -event[3])):
+    for event in sorted(events, key=lambda event: (event[2], -event[3])):
+        lane, name, start, end, arguments = event
         while around and around[-1] <= start:
             around.pop()
-        end = min([end, *around[-1:]])
-        found.append(((lane, name, start, end, arguments), len(around)))
+        if around and end > around[-1]:
+            end = around[-1]
+            event = lane, name, start, end, arguments
+        found.append((event, len(around)))
         around.append(end)
     return found
 
@@ -297,3 +293,4 @@ def _args(arguments: Mapping[str, Any]) -> str:
 
 
 _json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
+_name = lru_cache(1024)(_json)  # there are few names
