@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 from areno.config.rollout import SamplingConfig
 from areno.errors import did_you_mean
 from areno.schema.fields import setting, settings
+from areno.trace import Phases
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -196,6 +197,7 @@ class GenerationOutput:
             output of a request with prompt_logprobs has them.
         routes: With actor.routing_replay, the experts chosen for each token but the last, which is never computed:
             (tokens, layers with experts, experts per token), see RouteShape. Only a finished output has them.
+        phases: In a run that is traced, (name, start) of each phase of a finished sample, see areno.trace.Phases.
     """
 
     request_id: int
@@ -208,6 +210,7 @@ class GenerationOutput:
     top_logprobs: list[TokenScores] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
     routes: np.ndarray | None = None
+    phases: Phases = ()
 
 
 @dataclass
@@ -521,6 +524,8 @@ class ScoredSample:
         train_logprobs: Log-probability of each token of the completion from the training pass, before the update. None
             if it is not known.
         arrays: Prompt and completion as arrays, for the training row. None for an agent.
+        spans: (name, start, end) of each phase of the sample so far, such as "decode", for the trace of the run. The
+            times are those of areno.trace.
     """
 
     item: PromptItem
@@ -532,6 +537,7 @@ class ScoredSample:
     advantages: np.ndarray | None = None
     train_logprobs: np.ndarray | None = None
     arrays: TokenArrays | None = None
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:

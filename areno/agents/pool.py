@@ -36,11 +36,13 @@ class AgentOutcome:
             fills the model's context.
         turns: The turns of the trajectory, or None unless the status is "ok".
         message: The reason for any status other than "ok". "" for "ok".
+        span: (start, end) of the agent's run, as times of areno.trace. None if its process gave no answer.
     """
 
     status: Literal["ok", "error", "timeout", "filtered"]
     turns: list[PlainTurn] | None = None
     message: str = ""
+    span: tuple[int, int] | None = None
 
 
 class AgentPool(WorkerPool[AgentConfig]):
@@ -147,12 +149,12 @@ class _Running:
             self._settle(position, AgentOutcome("error", None, text))
             return None
 
-    def answered(self, position: int, answer: tuple[Any, ...]) -> None:
+    def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
         """Record the outcome that a process sent for the item with index `position`.
 
-        `answer` is the tuple (status, turns, message), see `AgentOutcome`.
+        `answer` is the tuple (status, turns, message), and `span` is (start, end) of the call, see `AgentOutcome`.
         """
-        self._settle(position, AgentOutcome(*answer))
+        self._settle(position, AgentOutcome(*answer, span=span))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
         """Handle a process that died or hung, by sending its unfinished items again or recording that they failed.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from areno import heartbeat
+from areno import heartbeat, trace
 from areno.config.experiments import pass_sizes
 from areno.data.loader import BatchLoader
 from areno.errors import EngineError
@@ -33,22 +33,23 @@ class Stopwatch:
 
     Attributes:
         seconds: Phase name -> seconds spent in this phase since `reset`.
+        began: Reading of time.perf_counter at the last `reset`.
     """
 
     def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
         self._before_phase = before_phase
         self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         self._running = ""
         self._lock = threading.RLock()
 
     def reset(self) -> None:
         """Start a new step, with no time in any phase."""
-        self.seconds, self._began = {}, time.perf_counter()
+        self.seconds, self.began = {}, time.perf_counter()
 
     def close_step(self) -> None:
         """Record the time since `reset` that was spent outside all phases, as the phase `other`."""
-        self.seconds["other"] = max(0.0, time.perf_counter() - self._began - self.total)
+        self.seconds["other"] = max(0.0, time.perf_counter() - self.began - self.total)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -71,12 +72,13 @@ class Stopwatch:
             )
         try:
             if self._running:
-                yield
+                with contextlib.nullcontext() if name == self._running else trace.span(trace.DRIVER, name):
+                    yield
                 return
             self._before_phase(name)
             self._running, started = name, time.perf_counter()
             try:
-                with heartbeat.working(name):
+                with heartbeat.working(name), trace.span(trace.DRIVER, name):
                     yield
             finally:
                 self._running = ""

@@ -30,6 +30,7 @@ COMMANDS = {
         "runs": "list runs with their date, state, best result and duration",
         "report": "write one HTML page of runs: curves, samples, settings",
         "replay": "recompute the log-probabilities of one recorded sample with a checkpoint",
+        "trace": "summarise the trace of a run: phases of steps, idle devices, critical path",
         "compare": "print the differences between runs: settings, versions, results",
         "reward": "try reward functions on recorded samples",
     },

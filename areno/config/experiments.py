@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.config import datasets, models, run
+from areno.config import datasets, models, run, tracing
 from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
@@ -75,6 +75,12 @@ class ExperimentConfig(Section):
     stats_logger: StatsLoggerConfig = setting(
         factory=StatsLoggerConfig, help="Console output, and the services that metrics are sent to"
     )
+    perf_tracer: tracing.PerfTracerConfig = setting(
+        factory=tracing.PerfTracerConfig, help="A trace of the run: a timeline of processes, devices and samples"
+    )
+    memory_profiler: tracing.MemoryProfilerConfig | None = setting(
+        None, help="Snapshots of the device memory. null: no snapshots"
+    )
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
     scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="How worker processes are started")
 
@@ -110,6 +116,13 @@ class ExperimentConfig(Section):
             for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
                 text = "is true, but {} is sgd, which has no moments; leave it out"
                 yield Problem(f"recover.{name}", text, Key("actor.optimizer.type"))
+
+    @check
+    def sessions_without_agents(self) -> Iterator[Problem]:
+        """Report perf_tracer.session_tracer.enabled for an algorithm that has no section `agent`."""
+        if self.perf_tracer.session_tracer.enabled and "agent" not in vars(self):
+            key = "perf_tracer.session_tracer.enabled"
+            yield Problem(key, "is true, but this algorithm has no agents; leave it out")
 
     @forbid(
         "cluster.n_nodes",

@@ -17,8 +17,9 @@ import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
+from areno.engine.memory import resident_bytes
 from areno.engine.processes.workers import start_workers
-from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, wait_for_all
+from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request, wait_for_all
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
 from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, budgets_in_words
@@ -263,6 +264,8 @@ class Engine(AbstractContextManager["Engine"]):
         for output in outputs:
             if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
                 self._ready.append(output)
+            elif output.phases:  # the caller of `generate` has more to say of its samples, so it traces them itself
+                trace_request(output)
         self.streams.deliver_taken()
 
     def _poll_for_streams(self) -> None:
@@ -666,6 +669,30 @@ class Engine(AbstractContextManager["Engine"]):
         On a CPU it is the peak since the process started.
         """
         return max(self._call("memory_gib"))
+
+    def host_memory_gib(self) -> float:
+        """Return the host memory that the driver and all workers have in use, in GiB."""
+        return (resident_bytes() + self.workers.host_bytes()) / 2**30
+
+    def begin_kernels(self) -> None:
+        """Begin to record the operators and kernels of each rank, see EngineSpec.profiling."""
+        self._call("begin_kernels")
+
+    def end_kernels(self, name: str) -> None:
+        """Write the operators and kernels since `begin_kernels`, one file for each rank.
+
+        Args:
+            name: Part of the files' names.
+        """
+        self._call("end_kernels", name)
+
+    def write_memory_snapshots(self, name: str) -> None:
+        """Write the state of each rank's device memory to a file.
+
+        Args:
+            name: Part of the files' names.
+        """
+        self._call("write_memory_snapshot", name)
 
     def wait(self) -> None:
         """Wait until the devices have finished all work, for exact timing. `train` may return earlier."""

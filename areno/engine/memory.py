@@ -75,6 +75,15 @@ def free_unused() -> None:
     torch.cuda.empty_cache()  # does nothing without CUDA
 
 
+def resident_bytes() -> int:
+    """Return the host memory that this process has in use (its resident set), or 0 if the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def host_bytes_free() -> int:
     """Return the bytes of available memory of this machine. Without /proc/meminfo, half of the whole memory."""
     try:

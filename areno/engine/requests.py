@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from areno import trace
 from areno.engine.spec import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem, non_finite_logits
 from areno.schema.fields import partial_section, problems_between, settings
@@ -199,6 +200,7 @@ class Part:
         length: Expected completion length of each sample, in tokens.
         missing: Number of samples that are not finished.
         rank: Index of the copy. None while the part is queued in the Dispatcher.
+        added_at: Time at which the request arrived, as areno.trace gives it.
     """
 
     request: GenerationRequest
@@ -206,6 +208,7 @@ class Part:
     length: float
     missing: int
     rank: int | None = None
+    added_at: int = 0
 
 
 class Dispatcher:
@@ -276,11 +279,13 @@ class Dispatcher:
         # the requests like the original run.
         has_room = n_samples + sum(self.n_samples) <= self._slots * self.n_copies
         parts: list[Part] = []
+        now = trace.now()
         for request in requests:
             most = max_new_by_request[request.request_id]
             length = most if has_room else min(request.expected_tokens or most, most)
             self._of_request[request.request_id] = mine = [
-                Part(part, request.request_id, length, part.n_samples) for part in self._cut(request, share)
+                Part(part, request.request_id, length, part.n_samples, added_at=now)
+                for part in self._cut(request, share)
             ]
             self._parts.update((part.request.request_id, part) for part in mine)
             parts += mine
@@ -339,6 +344,9 @@ class Dispatcher:
                 continue
             output.request_id = part.request_id
             if output.finish_reason is not None:
+                if output.phases:  # it was queued here before it was queued at its copy of the model
+                    (first, start), *later = output.phases
+                    output.phases = ((first, min(start, part.added_at)), *later)
                 self._finish(part)
             yield output
 
@@ -399,6 +407,43 @@ class Dispatcher:
                 yield GenerationOutput(
                     request_id=request_id, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason="abort"
                 )
+
+
+def spans_of(phases: trace.Phases) -> list[tuple[str, int, int]]:
+    """Convert the phases of a sample to (name, start, end) of each phase.
+
+    Args:
+        phases: The phases of a finished sample. Empty if the run is not traced.
+    """
+    return [(name, start, end) for (name, start), (_, end) in itertools.pairwise(phases)]
+
+
+def trace_request(output: GenerationOutput) -> None:
+    """Record the phases of a finished sample of a client's request in the trace.
+
+    Args:
+        output: The finished sample.
+    """
+    lane, phases = f"requests#{output.request_id}.{output.sample}", output.phases
+    arguments = {"tokens": len(output.tokens), "cached_tokens": output.cached_tokens}
+    trace.add(lane, "request", phases[0][1], phases[-1][1], **arguments, **version_range(vars(output)["versions"]))
+    for name, start, end in spans_of(phases):
+        trace.add(lane, name, start, end)
+
+
+def version_range(versions: Sequence[int]) -> dict[str, int]:
+    """Return the first and the last version of the weights that sampled some tokens, for arguments of an event.
+
+    Args:
+        versions: The version of each token.
+
+    Returns:
+        {"weights_version": first}, and "last_weights_version" if it differs. Empty without tokens.
+    """
+    if not len(versions):
+        return {}
+    first, last = int(versions[0]), int(versions[-1])
+    return {"weights_version": first} | ({"last_weights_version": last} if last != first else {})
 
 
 OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]

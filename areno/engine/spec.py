@@ -102,6 +102,21 @@ class WorkerAddress:
         return self.device if self.host == LOOPBACK else f"{self.device} of {self.host}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfilingSpec:
+    """What each worker records about itself, beside its results.
+
+    Attributes:
+        folder: Folder of the files, which exists.
+        events: Whether to record events for the trace of the run.
+        memory_entries: Number of events that snapshots of the device memory hold. None makes no snapshots.
+    """
+
+    folder: str
+    events: bool = False
+    memory_entries: int | None = None
+
+
 @dataclass(kw_only=True)
 class EngineSpec:
     """One engine: its models, the devices they are on, and the settings of the section `engine`.
@@ -128,6 +143,7 @@ class EngineSpec:
             addresses are unknown.
         shared: Settings that hold folders which all machines must see, as (name of the setting, folder) pairs.
         setup_timeout: Seconds to wait for missing machines.
+        profiling: What the workers record about themselves. None records nothing.
     """
 
     actor: RoleSpec
@@ -145,6 +161,7 @@ class EngineSpec:
     hosts: tuple[str, ...] = ()
     shared: tuple[tuple[str, str], ...] = ()
     setup_timeout: float = 0.0
+    profiling: ProfilingSpec | None = None
 
     def frozen(self) -> EngineSpec:
         """Return a copy of the spec without the actor's optimizer, for an engine that cannot train the actor."""

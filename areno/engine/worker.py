@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.engine import memory
+from areno.engine import memory, profiling
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
 from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
@@ -69,6 +69,7 @@ class Worker:
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
+        self._profiler = profiling.Profiler(spec.profiling, context.rank, context.device)
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)
         self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
@@ -142,6 +143,7 @@ class Worker:
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
         self.decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
+        profiling.set_anchor()
         return self.decoder.limits
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
@@ -325,6 +327,7 @@ class Worker:
         Returns:
             The result of TrainBackend.train. Its statistics also contain the peak memory, as `memory_gib`.
         """
+        profiling.set_anchor()
         with self.roles[role].on_device(training=True) as backend, nondeterministic_operations_named():
             result = backend.train(steps, loss_fn, update)
         result.stats["memory_gib"] = self.memory_gib()
@@ -354,6 +357,7 @@ class Worker:
             (results, number of halvings). The results are those of the method, one for each row: an array with one
             entry per token, or a float for "rewards".
         """
+        profiling.set_anchor()
         with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             longest = max(map(len, token_rows), default=0)
@@ -451,6 +455,18 @@ class Worker:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+    def begin_kernels(self) -> None:
+        """Begin to record the operators and kernels of this rank."""
+        self._profiler.begin_kernels()
+
+    def end_kernels(self, name: str) -> None:
+        """Write the operators and kernels since `begin_kernels` to a file, whose name contains `name`."""
+        self._profiler.end_kernels(name)
+
+    def write_memory_snapshot(self, name: str) -> None:
+        """Write the state of the device's memory to a file, whose name contains `name`."""
+        self._profiler.write_snapshot(name)
 
     def wait(self) -> None:
         """Wait until the device has finished all work."""

@@ -32,8 +32,6 @@ def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
 _RUN = {
     "teacher": "there is no distillation from a teacher yet",
     "tune": "memory is not tuned by a trial run; see actor.mb_spec and rollout.mem_fraction",
-    "perf_tracer": "there is no tracer; the times of a step are logged as time/*",
-    "memory_profiler": "there is no profiler; the memory of a step is logged as train/memory_gib",
     "enable_offload": "each model has a setting of its own: ref.offload, critic.offload, reward.offload",
     **dict.fromkeys(("sglang", "vllm"), _OWN_ENGINE),
     **dict.fromkeys(("launcher", "allocation_mode"), _OWN_PROCESSES),
@@ -133,7 +131,7 @@ NOT_HERE = {
     **_under(("rollout",), _OF_ROLLOUT),
     **_under(("gconfig", "eval_gconfig"), {"lora_name": _ONE_ADAPTER, "use_beam_search": "there is no beam search"}),
     **_under(("train_dataset", "valid_dataset"), _OF_DATASETS),
-    **_under((*_MODELS, "rollout", "saver", "evaluator", "recover", "stats_logger"), _OF_FILES),
+    **_under((*_MODELS, "rollout", "saver", "evaluator", "recover", "stats_logger", "perf_tracer"), _OF_FILES),
     **_OF_SERVICES,
 }
 """Dotted key -> the end of the message. `key=value` stands for a value that the setting does not take."""

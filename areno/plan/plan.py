@@ -69,15 +69,21 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         ConfigError: Settings do not fit the model or the machine. All problems are reported together.
         CheckpointError: A folder holds no model.
     """
+    devices: list[str] = []
+
+    def find() -> list[str]:
+        devices[:] = devices_of(config.engine, config.cluster, config.scheduler)
+        return devices
+
     plan = open_actor(
         config.actor,
         config.engine,
-        lambda: devices_of(config.engine, config.cluster, config.scheduler),
+        find,
         tokenizer_path=config.tokenizer_path,
         control_tokens=config.allow_control_tokens,
         seed=config.seed,
         routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
-        more_problems=lambda model: model_problems(config, model),
+        more_problems=lambda model: [*model_problems(config, model), *_memory_problems(config, devices[0])],
     )
     if config.scheduler.type == "ray":
         plan = on_ray(plan, config)
@@ -90,6 +96,12 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         rollout=replace(config.rollout, max_concurrent_rollouts=at_once),
         max_len=longest_sequence(config, plan.spec.context_len),
     )
+
+
+def _memory_problems(config: ExperimentConfig, device: str) -> Iterator[Problem]:
+    """Yield a problem if snapshots of the device memory are set, but the device is a CPU."""
+    if config.memory_profiler is not None and device == "cpu":
+        yield Problem("memory_profiler", "takes snapshots of CUDA memory, but the run is on the CPU; leave it out")
 
 
 def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:

@@ -123,6 +123,7 @@ _CHARTS = {
         Chart("Time of a step, by phase", (), stacked=True),
         Chart("Tokens per second", ("rollout/tokens_per_second", "train/tokens_per_second")),
         Chart("Peak device memory", ("train/memory_gib",)),
+        Chart("Host memory", ("train/host_memory_gib",)),
     ],
 }
 _TIMES, _WHOLE_TIME = "time/", "time/step"

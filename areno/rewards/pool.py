@@ -207,6 +207,14 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._raise_error()
         return self._calls.outcomes
 
+    def span_of(self, number: int) -> tuple[int, int] | None:
+        """Return (start, end) of the scoring of a sample, as times of areno.trace. None if no process has answered.
+
+        Args:
+            number: Number of the sample, as given to `add`.
+        """
+        return self._calls.spans.get(number)
+
     def _raise_error(self) -> None:
         """Raise the exception that ended the thread, if there is one."""
         if self._error is not None:
@@ -248,6 +256,7 @@ class _Calls:
 
     Attributes:
         outcomes: Number of each scored sample -> its outcome.
+        spans: Number of each sample that a process has answered -> (start, end) of the call, as times of areno.trace.
         n_open: How many samples have no outcome yet.
         alone: The numbers of samples that are sent one at a time, because one of them may crash its process.
         waiting: The numbers of all other samples that are still to be sent.
@@ -259,6 +268,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.outcomes: dict[int, RewardOutcome] = {}
+        self.spans: dict[int, tuple[int, int]] = {}
         self.n_open = 0
         self.n_timeouts = self.n_answers = 0
         self.n_unanswered = 0  # timeouts since the last answer, which came at answered_at
@@ -280,11 +290,12 @@ class _Calls:
         else:
             self.waiting.append(position)
 
-    def answered(self, position: int, answer: tuple[Any, ...]) -> None:
+    def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
         """Record the outcome that a process sent for the sample with the number `position`.
 
-        `answer` is (status, reward or None, message, parts of the reward).
+        `answer` is (status, reward or None, message, parts of the reward), and `span` is (start, end) of the call.
         """
+        self.spans[position] = span
         status, value, text, parts = answer
         self.settle(position, RewardOutcome(value, status, text, parts))
 

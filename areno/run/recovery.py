@@ -66,6 +66,18 @@ class RecoverableEngine(Protocol):
         """Start the worker processes again after a worker was lost."""
         ...
 
+    def begin_kernels(self) -> None:
+        """Begin to record operators and kernels."""
+        ...
+
+    def end_kernels(self, name: str) -> None:
+        """Write the operators and kernels that were recorded."""
+        ...
+
+    def write_memory_snapshots(self, name: str) -> None:
+        """Write the state of each device's memory."""
+        ...
+
     @property
     def token_budgets(self) -> dict[str, Any]:
         """The chosen sizes of micro-batches, which a state records."""

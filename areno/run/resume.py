@@ -47,7 +47,7 @@ _LISTED: dict[tuple[Kind, str], str] = {
     ("harmless", _END): "total_train_steps total_train_epochs total_train_n_seqs evaluator.patience",
     ("harmless", _FROM_HERE): (
         "saver evaluator recover stats_logger valid_dataset eval_gconfig rollout.dump_to_file rollout.dump_n_samples "
-        "actor.max_skipped_steps reward.timeout_s"
+        "actor.max_skipped_steps reward.timeout_s perf_tracer memory_profiler"
     ),
     ("harmless", "nothing: the run keeps its folder"): "experiment_name trial_name cluster",
     ("harmless", _SPEED): (

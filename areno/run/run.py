@@ -18,12 +18,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from areno import heartbeat
+from areno import heartbeat, trace
 from areno.api.metrics import Stopwatch, step_scalars, step_times, with_prefix
 from areno.config.experiments import ExperimentConfig
 from areno.data.loader import BatchLoader
@@ -36,6 +36,7 @@ from areno.run.outputs import RunOutputs, RunTexts
 from areno.run.progress import RunProgress
 from areno.run.recovery import RecoverableEngine, Recovery
 from areno.run.resume import folder_for
+from areno.run.tracing import RunTracer
 from areno.tracking.console import RESUMED, log_done, log_stopped
 from areno.tracking.display.display import chosen_console
 from areno.tracking.run_log import RunLog
@@ -97,6 +98,7 @@ class Run:
         recovery: Training states, from which a run resumes, and restarts of workers.
         saver: Checkpoints.
         evaluator: Validation sets and early stopping.
+        tracer: The trace of the run.
         clock: Measures the seconds of each phase in the current step.
         stop: Delays Ctrl-C and SIGTERM until nothing is lost.
     """
@@ -128,6 +130,7 @@ class Run:
             log.write_earlier()  # Recovery has noted where this session begins in the file
             self.outputs = RunOutputs(config, self.folder, log, self.progress, texts or RunTexts(), trackers)
             stack.enter_context(self.outputs)
+            self.tracer = stack.enter_context(RunTracer(config, self.folder, models.engine))
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.stop = Stop() if self.outputs.display is None else Stop(self.outputs.display.tell)
@@ -165,10 +168,12 @@ class Run:
             self.outputs.display.begin(self.step)
         self.progress.open_batches()
         while not self.evaluator.is_exhausted:
+            self.tracer.before_step(self.step + 1)
             self.clock.reset()
             batch = self.progress.next_step()
             if batch is None:
                 break
+            self.tracer.begin_step(self.clock.began)
             self.outputs.begin_step()
             yield batch
         if self.evaluator.is_exhausted and self.step < self.progress.total_steps:
@@ -230,6 +235,7 @@ class Run:
         """
         self.saver.poll()
         self.clock.close_step()
+        self.tracer.end_step(self.step)
         self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
         self.outputs.warn_of_divergence()
         step, epoch_ended = self.step, self.progress.epoch_ended
@@ -251,11 +257,12 @@ class Run:
             state_is_due: Whether a training state is due.
         """
         self.recovery.remember(self.state_dict())
-        self.recovery.write(self.step, state_is_due)
+        with trace.span(trace.DRIVER, "state") if state_is_due else nullcontext():
+            self.recovery.write(self.step, state_is_due)
         while self._todo:
             self.stop.check()
             if self._todo[0] == "save":
-                with heartbeat.working("checkpoint"):
+                with heartbeat.working("checkpoint"), trace.span(trace.DRIVER, "checkpoint"):
                     self.saver.save(self._models.write_checkpoint, self.step)
             else:
                 self.evaluate()
@@ -270,7 +277,7 @@ class Run:
             The metrics by name. Empty without validation sets.
         """
         self.begin()
-        with heartbeat.working("evaluation"):
+        with heartbeat.working("evaluation"), trace.span(trace.DRIVER, "evaluation"):
             scalars = self.evaluator.evaluate(self.step)
         if scalars:
             self.log(with_prefix("eval", scalars))

@@ -200,7 +200,7 @@ class Setup(Generic[Config]):
 
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
-            plan = replace(plan, spec=replace(plan.spec, planned=at_once))
+            plan = replace(plan, spec=replace(plan.spec, planned=at_once, profiling=self.run.tracer.spec))
             self.trainer = models.trainer = self._load(stack, plan, at_once)
             self._resources = stack.pop_all()
 

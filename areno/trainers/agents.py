@@ -209,6 +209,7 @@ def sample_with_agents(
             item = every[first + place]
             group = first_group + item.prompt_index
             sample, record = _sample(setup, items[item.prompt_index], item, outcome, rows, group)
+            sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
             found[first + place] = sample
             take({first + place: (sample, record)})
 

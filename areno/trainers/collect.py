@@ -80,7 +80,8 @@ def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeq
         rows: The training rows of `rollout.kept`.
     """
     try:
-        yield
+        with setup.run.tracer.training(setup.run.step, rollout.samples, rollout.keep.tolist()):
+            yield
     finally:
         _log_samples(setup, rollout, rows)
 
@@ -246,7 +247,10 @@ def sample_and_score(
                     )
             log_stage(f"{title}_end")
         with clock.phase("reward"):  # waits for the rewards that are still being computed
-            return scorer.finish()
+            samples = scorer.finish()
+    if setup.agents is not None:
+        setup.run.tracer.add_sessions(setup.run.step, title, samples)
+    return samples
 
 
 def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptItem]) -> dict[str, float]:
@@ -265,5 +269,6 @@ def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptIte
     items = [item for batch in loader.batches() for item in batch.items]
     at_once = loader.config.batch_size
     samples = sample_and_score(setup, items, gconfig, setup.config.seed, "eval", at_once=at_once)
+    setup.run.tracer.add_samples(f"eval {name} {setup.run.step}", samples)
     setup.run.outputs.trackers.eval_samples(setup.run.step, samples, name)
     return evaluation_metrics(samples, gconfig.n_samples)

@@ -11,6 +11,7 @@ import numpy as np
 from areno.api.session import sequence_of
 from areno.config.rollout import GenerationConfig
 from areno.data.encode import decode_all
+from areno.engine.requests import spans_of
 from areno.rewards.pool import report_failures
 from areno.rewards.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.run.setup import PolicySetup
@@ -68,6 +69,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 outcome=_NOT_SCORED,
                 group=self._first_group + output.request_id,
                 arrays=arrays,
+                spans=spans_of(output.phases),
             )
             place = output.request_id * self._gconfig.n_samples + output.sample
             found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
@@ -113,6 +115,9 @@ class Scorer(AbstractContextManager["Scorer"]):
             with setup.run.stop.interruptible():
                 by_place = self._scoring.outcomes()
             outcomes = [by_place[place] for place in asked]
+            for place, (sample, _) in asked.items():
+                if (span := self._scoring.span_of(place)) is not None:
+                    sample.spans.append(("scored", *span))
             report_failures(records, outcomes)
         own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
         if any(own) or (outcomes is None and setup.config.reward.path is None):

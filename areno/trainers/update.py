@@ -216,9 +216,11 @@ def update(
             old_logprobs=old_logprobs,
         )
         log_stage("train_end")
-    run.outputs.watch_update(stats, applied=setup.trainer.engine.weights_version > version)
+    run.tracer.weights_version = setup.trainer.engine.weights_version
+    run.outputs.watch_update(stats, applied=run.tracer.weights_version > version)
     n_tokens = sum(map(len, token_rows(rows)))
-    return {**stats, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
+    measured = {"host_memory_gib": setup.trainer.engine.host_memory_gib()}
+    return {**stats, **measured, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:

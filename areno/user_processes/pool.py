@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from areno import heartbeat
+from areno import heartbeat, trace
 from areno.config.rollout import AgentConfig, RewardConfig
 from areno.errors import ConfigError, EngineError, Key, Problem
 from areno.user_processes.worker import Output, Worker
@@ -98,12 +98,13 @@ class Work(Protocol):
         """
         ...
 
-    def answered(self, position: int, answer: tuple[Any, ...]) -> None:
+    def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
         """Record the answer to a call.
 
         Args:
             position: The index of the call, as returned by `next_chunk`.
             answer: The answer that the process sent.
+            span: (start, end) of the call, as times of areno.trace.
         """
         ...
 
@@ -294,8 +295,16 @@ class WorkerPool(Generic[Config]):
             if kind_or_position == "ready":
                 worker.is_starting, worker.is_async, worker.deadline = False, value, math.inf
             elif work is not None:
-                worker.answered(kind_or_position, self.config.timeout_s)
-                work.answered(kind_or_position, value)
+                span = worker.answered(kind_or_position, self.config.timeout_s)
+                self._trace_call(worker, kind_or_position, span)
+                work.answered(kind_or_position, value, span)
+
+    def _trace_call(self, worker: Worker, position: int, span: tuple[int, int]) -> None:
+        """Record a call in the trace of the run. Concurrent calls of an async function get a lane each."""
+        if trace.active:
+            number, name = self.workers.index(worker), self.section
+            lane = f"{name} calls#{number}.{position}" if worker.is_async else f"{name}/process {number}"
+            trace.add(lane, self.section, *span, sample=position, process=number)
 
     def _lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
         """Replace a process that died or hangs, and report its unanswered calls to `work`.

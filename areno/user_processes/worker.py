@@ -20,6 +20,7 @@ from collections import deque
 from multiprocessing.connection import Pipe
 from typing import IO, Any
 
+from areno import trace
 from areno.errors import printable
 from areno.user_processes.supervisor import exit_text
 
@@ -112,6 +113,7 @@ class Worker:
         self._printed.start()
         self.chunk: deque[int] = deque()
         self.sent = 0
+        self._began_at = 0  # when the process began the call that it answers next, or all of them if it is async
         self.is_async = False
         self.is_starting = True
         self.deadline = time.monotonic() + import_limit_s
@@ -134,7 +136,7 @@ class Worker:
         if not chunk:
             return
         self.chunk = deque(position for position, _ in chunk)
-        self.sent = len(chunk)
+        self.sent, self._began_at = len(chunk), trace.now()
         self._post(chunk)
         self.deadline = time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
 
@@ -155,7 +157,7 @@ class Worker:
         self._sender = threading.Thread(target=send, daemon=True)
         self._sender.start()
 
-    def answered(self, position: int, timeout_s: float) -> None:
+    def answered(self, position: int, timeout_s: float) -> tuple[int, int]:
         """Remove an answered call from `self.chunk`, and set the deadline for the next answer.
 
         The deadline of an async function is for all calls of a chunk, so it changes only when the chunk is finished.
@@ -163,12 +165,17 @@ class Worker:
         Args:
             position: The index of the call.
             timeout_s: The time limit for the next answer, in seconds.
+
+        Returns:
+            (start, end) of the call, as times of areno.trace. The calls of an async function start together.
         """
         self.chunk.remove(position)
+        span = self._began_at, trace.now()
         if not self.chunk:
             self.deadline = math.inf
         elif not self.is_async:  # the process runs the next call from now on
-            self.deadline = time.monotonic() + timeout_s
+            self.deadline, self._began_at = time.monotonic() + timeout_s, span[1]
+        return span
 
     def exit_text(self) -> str:
         """Return how the process ended as text, such as "exit code 3".

@@ -22,6 +22,7 @@ from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.sampler import LogitEdits, SlotSampler, sample_edited, scores_of, token_scores
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
@@ -285,11 +286,14 @@ class Runner:
         if (masks := self.sampler.pack_masks(prefilled + scheduled.decode)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
         if scheduled.chunks:
-            out = self._prefill(scheduled.chunks, prefilled)
+            with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
+                out = self._prefill(scheduled.chunks, prefilled)
             if prefilled:
                 pending.append(self._download(prefilled, out))
         if scheduled.decode:
-            pending.append(self._download(scheduled.decode, self._launch_decode(scheduled.decode)))
+            with phase("decode", samples=len(scheduled.decode)):
+                out = self._launch_decode(scheduled.decode)
+            pending.append(self._download(scheduled.decode, out))
         return pending
 
     def _upload(self, array: np.ndarray) -> Tensor:

@@ -279,6 +279,7 @@ class Scheduler:
                 follower.n_kv = leader.n_kv
                 follower.block_tables.share_prefix(leader.block_tables, leader.n_kv // self.blocks.block_size)
             for sequence in prefill.sequences:
+                sequence.enter("decode")
                 sequence.n_sampled += 1
                 self.running.append(sequence)
         if self.blocks.has_windows:
@@ -340,6 +341,7 @@ class Scheduler:
         leader.block_tables = BlockTables(self.blocks)
         n_taken = leader.block_tables.allocate_prompt(match, n_tokens)
         leader.n_kv, leader.slot = match.n_group_blocks * size, self._slots.pop()
+        leader.enter("prefill")
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
         if leader.is_fresh:
@@ -353,6 +355,7 @@ class Scheduler:
                     follower.block_tables.allocate_last_block()
                 follower.slot = self._slots.pop()
                 follower.n_cached = leader.n_cached
+                follower.enter("prefill")
                 prefill.followers.append(follower)
         return prefill
 
@@ -377,6 +380,7 @@ class Scheduler:
         for sequence in reversed(victims):
             assert sequence.n_sampled == len(sequence.logprobs), "preempted with a token in flight"
             self._release(sequence)
+            sequence.enter("preempted")
             self.waiting.appendleft(sequence)
         self.n_preemptions += len(victims)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from areno import trace
 from areno.engine.decoder.block_manager import BlockTables
 from areno.engine.decoder.grammar import GrammarState
 from areno.types import FinishReason, GenerationOutput, GenerationRequest, TokenScores
@@ -100,6 +101,7 @@ class Sequence:
         n_kv: Number of positions whose keys and values are in the cache after the planned step.
         block_tables: KV blocks of the sequence. Only set while it has a slot.
         needs_edits: Whether sampling needs LogitEdits, as for a logit bias, min-p or top log-probabilities.
+        phases: (name, start) of each phase so far, such as "prefill". Empty unless the run is traced.
     """
 
     request: GenerationRequest
@@ -118,6 +120,7 @@ class Sequence:
     n_streamed: int = 0
     n_sampled: int = 0
     finish_reason: FinishReason | None = None
+    phases: list[tuple[str, int]] = field(default_factory=list)
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
     n_kv: int = 0  # positions whose keys and values are in the cache, or will be when the planned step has run
@@ -125,7 +128,17 @@ class Sequence:
     needs_edits: bool = field(init=False)  # whether its draws need more than the sampling kernel: see LogitEdits
 
     def __post_init__(self) -> None:
+        self.enter("queued")
         self.needs_edits = self.request.edits_logits or self.request.top_logprobs > 0
+
+    def enter(self, phase: str) -> None:
+        """Note that a phase of the sample begins, for the trace. Does nothing unless the run is traced.
+
+        Args:
+            phase: "queued", "prefill", "decode", "preempted" or "end".
+        """
+        if trace.active:
+            self.phases.append((phase, trace.now()))
 
     @property
     def blocks(self) -> list[int]:
@@ -242,6 +255,8 @@ class Sequence:
         Returns:
             The whole completion if the sample is finished. Otherwise the completion tokens since the previous call.
         """
+        if self.finish_reason is not None:
+            self.enter("end")
         start = self.n_streamed if self.finish_reason is None else 0
         self.n_streamed = len(self.logprobs)
         return GenerationOutput(
@@ -254,4 +269,5 @@ class Sequence:
             cached_tokens=self.n_cached,
             top_logprobs=self.top_logprobs[start:],
             prompt_logprobs=[] if self.finish_reason is None else self.prompt_logprobs,
+            phases=() if self.finish_reason is None else tuple(self.phases),
         )

@@ -10,12 +10,14 @@ import itertools
 import pickle
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from areno import trace
+from areno.engine import profiling
 from areno.engine.processes.child import dumps
 from areno.engine.spec import RolloutStats
 from areno.errors import ArenoError, EngineError, Key
@@ -29,6 +31,7 @@ _NUMBERS = (
 _REST = tuple(field.name for field in fields(GenerationOutput) if field.name not in _NUMBERS)
 _FIELDS = (*_NUMBERS, *_REST)
 _rest_of = attrgetter(*_REST)
+_LEAST_NS = 20_000  # a shorter command is not worth an event of the trace
 
 
 @dataclass
@@ -57,11 +60,15 @@ class Reply:
         value: Return value of the method. None from ranks that are not the leader (rank 0) of their tensor-parallel
             group.
         error: The error that the method raised. None if the command succeeded.
+        events: Events of the trace since the last reply. Empty unless the run is traced.
+        host_bytes: Host memory that the worker has in use.
     """
 
     id: int | None
     value: Any = None
     error: ArenoError | None = None
+    events: list[trace.Event] = field(default_factory=list)
+    host_bytes: int = 0
 
 
 @dataclass
@@ -168,4 +175,14 @@ def execute(worker: Any, method: str, args: Sequence[Any]) -> Any:
         method: Name of the method.
         args: Positional arguments.
     """
-    return getattr(worker, method)(*args)
+    call = getattr(worker, method)
+    if not trace.active:
+        return call(*args)
+    start = trace.now()
+    try:
+        return call(*args)
+    finally:
+        end = trace.now()
+        if method != "step" and end - start > _LEAST_NS:  # a decoding step has events of its own
+            trace.add(f"rank {worker.context.rank}/commands", method, start, end)
+        profiling.settle()

@@ -13,8 +13,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from areno import heartbeat
-from areno.engine.memory import MORE_DEVICES, out_of_memory_hint
+from areno import heartbeat, trace
+from areno.engine.memory import MORE_DEVICES, out_of_memory_hint, resident_bytes
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, execute, portable
 from areno.engine.processes.stack_traces import StackTraceServer
@@ -130,6 +130,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
                 reply.error = _failure(error, context)
             own_heartbeat.has_done(worker.has_work)
             if command.id is not None or (reply.error is not None and context.is_leader):
+                reply.events, reply.host_bytes = trace.take(), resident_bytes()
                 pipe.send(reply)
         if worker.has_work:
             outputs = worker.step()

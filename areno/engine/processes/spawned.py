@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from areno import heartbeat
+from areno import heartbeat, trace
 from areno.engine.processes.local import Processes, on_this_machine
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
 from areno.engine.processes.watchdog import Watchdog, WorkerHeartbeats
@@ -46,6 +46,7 @@ class SpawnedGroup:
         self._ready: list[GenerationOutput] = []
         self._last_id = 0  # id of the command whose replies are awaited; 0 is the start
         self._replies: dict[int, Reply] = {}  # replies to that command, by rank
+        self._host_bytes: dict[int, int] = {}  # by rank, as of its last reply
         self._error: ArenoError | None = None  # from a command without a reply, or from decoding
         self.processes: Processes | None = start(spec)
         self.spec = self.processes.spec
@@ -144,6 +145,10 @@ class SpawnedGroup:
         """Return the latest decoding statistics of each data-parallel rank, in order."""
         return self._stats
 
+    def host_bytes(self) -> int:
+        """Return the host memory that all workers together have in use, as of their last replies."""
+        return sum(self._host_bytes.values())
+
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return a pair of texts for each worker by rank: its process state in words, and its Python stacks.
 
@@ -212,8 +217,11 @@ class SpawnedGroup:
     def _take(self, rank: int, message: Reply | Outputs) -> None:
         """Store the content of a message from a rank, for `poll` or `call` to return or raise."""
         heartbeat.beat()
-        if isinstance(message, Reply) and message.error is not None:
-            message.error = self._of_its_node(rank, message.error)
+        if isinstance(message, Reply):
+            trace.extend(message.events)
+            self._host_bytes[rank] = message.host_bytes
+            if message.error is not None:
+                message.error = self._of_its_node(rank, message.error)
         if isinstance(message, Outputs):
             self._ready.extend(message.outputs)
             self._stats[self._layout.place_of(rank)[0]] = message.stats

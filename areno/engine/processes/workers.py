@@ -147,6 +147,10 @@ class InlineGroup:
         """Return a list with the latest decoding statistics of the worker."""
         return [self.worker.rollout_stats()]
 
+    def host_bytes(self) -> int:
+        """Return 0, since the worker has no process of its own."""
+        return 0
+
     def close(self) -> None:
         """Close the worker, which frees its device. Closing twice has no effect."""
         self.watchdog.stop()

@@ -17,6 +17,7 @@ from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.memory import Option, free_unused, is_out_of_memory, training_hint
+from areno.engine.profiling import phase
 from areno.engine.spec import UpdateSpec
 from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
@@ -177,7 +178,7 @@ class TrainBackend:
         Returns:
             (N,) float32 log-probabilities. Tokens that are not in `trained_T` have 0.
         """
-        with torch.no_grad():
+        with torch.no_grad(), phase("old logprobs", tokens=len(packed.tokens_N)):
             logprobs_N = self._logprobs(packed, trained_T, sampling)[0]
         if self._routing is not None:
             self._routing.end()
@@ -255,7 +256,8 @@ class TrainBackend:
             scored = []
             for batch in batches:
                 given = None if routes is None else [routes[i] for i in batch]
-                scored.append(score(pack_tokens([rows[i] for i in batch], self.device, given)))
+                with phase("score", rows=len(batch)):
+                    scored.append(score(pack_tokens([rows[i] for i in batch], self.device, given)))
                 heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
         if self._routing is not None:
@@ -357,7 +359,8 @@ class TrainBackend:
                 Key("engine.exact"),
                 apart,
             )
-        gradient = self.optimizer.gradient_stats()
+        with phase("gradient norm"):
+            gradient = self.optimizer.gradient_stats()
         applies = step.step_tokens > 0 and math.isfinite(gradient.norm) and math.isfinite(numbers["loss"])
         numbers |= {
             "response_len": step.step_tokens / max(step.step_rows, 1),
@@ -366,10 +369,11 @@ class TrainBackend:
             "lr": self.optimizer.lr,
             "skipped_steps": float(not applies),
         }
-        if applies:
-            self.optimizer.step(gradient.norm)
-        else:
-            self.optimizer.skip()
+        with phase("optimizer"):
+            if applies:
+                self.optimizer.step(gradient.norm)
+            else:
+                self.optimizer.skip()
         heartbeat.beat()
         return numbers
 
@@ -389,7 +393,8 @@ class TrainBackend:
                 pack.old_logprobs = old_N
             try:
                 stats = self._accumulate_once(batches, loss_fn, update, is_first)
-                self._gradients.finish()
+                with phase("sum gradients"):
+                    self._gradients.finish()
                 return stats
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -415,24 +420,41 @@ class TrainBackend:
         if self._routing is not None:
             self._routing.restart()
         for packed, pack in batches:
-            if self.model.config.head == "value":
-                loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
-            else:
-                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.sampling)
-                own_N = logprobs_N.detach()
-                if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
-                    pack.old_logprobs = complete(pack.old_logprobs, own_N)
-                loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
-                before_N = pack.old_logprobs
-                if update.old_logprobs == "rollout":
-                    before_N = own_N if is_first else None
-                compare_with_rollout(stats, pack, own_N, before_N)
+            with phase("forward", tokens=len(packed.tokens_N)):
+                loss, loss_stats = self._loss_of(packed, pack, loss_fn, update, is_first, stats)
             if self._routing is not None:
                 self._routing.add()
-            self._gradients.backward(loss)
+            with phase("backward", tokens=len(packed.tokens_N)):
+                self._gradients.backward(loss)
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
         return stats
+
+    def _loss_of(
+        self,
+        packed: PackedTokens,
+        pack: DataPack,
+        loss_fn: LossFn,
+        update: UpdateSpec,
+        is_first: bool,
+        stats: StepStats,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the forward pass of a micro-batch, and return its loss and the statistics of the loss function.
+
+        Sets `pack.entropy` and the missing `pack.old_logprobs`, and adds the comparison with the rollout to `stats`.
+        """
+        if self.model.config.head == "value":
+            return _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
+        logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.sampling)
+        own_N = logprobs_N.detach()
+        if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
+            pack.old_logprobs = complete(pack.old_logprobs, own_N)
+        loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
+        before_N = pack.old_logprobs
+        if update.old_logprobs == "rollout":
+            before_N = own_N if is_first else None
+        compare_with_rollout(stats, pack, own_N, before_N)
+        return loss, loss_stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         """Return the context manager that explains an out-of-memory error in micro-batches of this size."""

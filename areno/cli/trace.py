@@ -1,0 +1,43 @@
+"""The command `areno trace`, which summarises the trace of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `areno trace` to its parser.
+
+    Args:
+        parser: Parser of `areno trace`, to which the arguments are added.
+    """
+    parser.description = (
+        "Summarises the trace of a run, which perf_tracer.enabled=true writes: the seconds of each step by phase, the "
+        "time in which a device was idle, the work that the steps waited for, and the slowest samples."
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every step, instead of tables")
+    parser.add_argument(
+        "--samples", type=int, default=5, metavar="N", help="number of slowest samples to list (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the summary of a run's trace.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+    """
+    from areno.report.tables import show
+    from areno.report.trace_summary import summarise, tables
+
+    summary = summarise(arguments.run, arguments.samples)
+    if arguments.json:
+        print(json.dumps(summary.as_json(), indent=2))
+    else:
+        show(*tables(summary))
+    return 0

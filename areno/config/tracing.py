@@ -1,0 +1,88 @@
+"""Settings of traces and profiles: the timeline of a run, the kernels of a step, and the memory of the devices.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from areno.errors import Problem
+from areno.schema.fields import Needs, Section, check, setting
+
+_TRACED = Needs("enabled", so="no trace is written")
+
+
+def _not_steps(name: str, steps: list[int] | None) -> Iterator[Problem]:
+    """Yield a problem if a list of steps has a number below 1."""
+    if wrong := [step for step in steps or () if step < 1]:
+        yield Problem(name, "has {}, but steps are numbered from 1", wrong[0])
+
+
+@dataclass(kw_only=True)
+class SessionTracerConfig(Section):
+    """The file traces/sessions.jsonl, with one line for each agent session: its times, tokens, turns and reward."""
+
+    enabled: bool = setting(
+        False,
+        help="Write one line for each agent session, which is the run of the agent for one sample, to "
+        "traces/sessions.jsonl in the folder of the run",
+        only_with=Needs("agent.fn", so="there are no agent sessions"),
+    )
+    flush_threshold: int = setting(
+        256,
+        help="Number of finished sessions whose lines are collected before they are written. The rest is written at "
+        "the end of the run",
+        gt=0,
+        only_with=Needs("enabled", so="no sessions are written"),
+    )
+
+
+@dataclass(kw_only=True)
+class PerfTracerConfig(Section):
+    """The trace of a run: a timeline of the driver, of each device and of each sample, for Perfetto and areno trace."""
+
+    enabled: bool = setting(
+        False,
+        help="Write a trace of the run to traces/ in its folder. https://ui.perfetto.dev shows it, and areno trace "
+        "summarises it",
+    )
+    save_interval: int = setting(
+        1, help="Write the trace to disk each time this many steps have ended", gt=0, only_with=_TRACED
+    )
+    profile_steps: list[int] | None = setting(
+        None,
+        help="Steps at which torch.profiler records the operators and kernels of each rank, into one file per rank in "
+        "traces/. Such a step is slower, and its files are large. null: no step",
+        only_with=_TRACED,
+    )
+    session_tracer: SessionTracerConfig = setting(
+        factory=SessionTracerConfig, help="A line for each agent session, in traces/sessions.jsonl"
+    )
+
+    @check
+    def steps_of_profiles(self) -> Iterator[Problem]:
+        """Report a step in profile_steps that no run has."""
+        yield from _not_steps("profile_steps", self.profile_steps)
+
+
+@dataclass(kw_only=True)
+class MemoryProfilerConfig(Section):
+    """Snapshots of the device memory: what torch's CUDA allocator holds, and the stack of each allocation."""
+
+    profile_steps: list[int] = setting(
+        factory=list,
+        help="Steps at whose end each rank writes a snapshot of its device memory to traces/ in the folder of the run. "
+        "In addition, a rank that runs out of device memory always writes a snapshot",
+    )
+    max_entries: int = setting(
+        100_000,
+        help="Number of allocations and frees that a snapshot lists: the last ones before it",
+        gt=0,
+    )
+
+    @check
+    def steps_of_snapshots(self) -> Iterator[Problem]:
+        """Report a step in profile_steps that no run has."""
+        yield from _not_steps("profile_steps", self.profile_steps)

@@ -1,0 +1,337 @@
+"""The summary of a run's trace: where the time of each step went, its critical path, idle devices, slowest samples.
+
+`areno trace` prints it. The trace is read from traces/trace-*.json in the folder of the run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from heapq import heappush
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from areno.errors import ArenoError
+from areno.report.tables import right
+from areno.tracking.trace_file import read_trace, trace_files
+
+DRIVER, STEP, DEVICE, COMMANDS, SAMPLES, SAMPLE = "driver", "step", "device", "commands", "samples", "sample"
+_SAMPLED = ("queued", "prefill", "decode", "preempted", "agent")  # phases of a sample that the summary adds up
+_SHOWN_STEPS = 20
+_SHOWN_PARTS = 12
+
+
+class Bar(NamedTuple):
+    """An event of a track of the trace. Times are in nanoseconds since the beginning of its file.
+
+    Attributes:
+        process: Name of the process, such as "rank 0".
+        track: Name of the track, such as "device". "" for events of an object, such as a sample.
+        name: Name of the event.
+        start: Time at which the event began.
+        end: Time at which the event ended.
+    """
+
+    process: str
+    track: str
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(kw_only=True)
+class SampleTimes:
+    """How long one sample took until it was sampled.
+
+    Attributes:
+        step: Step of the sample.
+        prompt: Index of the prompt in the step.
+        sample: Index of the sample among those of the prompt.
+        tokens: Number of sampled tokens.
+        seconds: Seconds from the request to the last token.
+        phases: Seconds of each phase by name: queued, prefill, decode, preempted, agent.
+    """
+
+    step: int
+    prompt: int
+    sample: int
+    tokens: int
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class StepTimes:
+    """Where the time of one step went.
+
+    Attributes:
+        step: Number of the step.
+        seconds: Duration of the step.
+        phases: Seconds of each phase of the driver by name. "other" is the rest of the step.
+        idle: Rank, such as "rank 0" -> seconds in which its device had no work.
+        critical_path: Work, such as "rank 0: decode" -> seconds in which the step waited for it.
+    """
+
+    step: int
+    seconds: float
+    phases: dict[str, float]
+    idle: dict[str, float]
+    critical_path: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class TraceSummary:
+    """The summary of the trace of a run.
+
+    Attributes:
+        steps: Each step, in order. Of a step that was repeated after a resume, the last time counts.
+        samples: The samples that took longest, the slowest first.
+    """
+
+    steps: list[StepTimes]
+    samples: list[SampleTimes]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the summary as values of JSON."""
+        return asdict(self)
+
+
+def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
+    """Read the trace of a run, and summarise it.
+
+    Args:
+        run: Folder of the run.
+        n_samples: Number of slowest samples to return.
+
+    Raises:
+        ArenoError: The run has no trace, its trace has no whole step, or a file is damaged.
+    """
+    files = trace_files(Path(run).expanduser() / "traces")
+    if not files:
+        raise ArenoError("{} has no trace; set perf_tracer.enabled=true to write one", run)
+    steps: dict[int, StepTimes] = {}
+    samples: dict[tuple[int, int, int], SampleTimes] = {}
+    for path in files:
+        events = read_trace(path)
+        bars = _bars(events)
+        found = _steps(bars, {_ns(event["ts"]): event["args"]["step"] for event in events if _is_step(event)})
+        steps |= {step.step: step for step in found}
+        samples |= {(each.step, each.prompt, each.sample): each for each in _samples(events)}
+    if not steps:
+        raise ArenoError("the trace of {} has no whole step; let the run end a step first", run)
+    slowest = sorted(samples.values(), key=lambda sample: -sample.seconds)[:n_samples]
+    return TraceSummary(steps=[steps[number] for number in sorted(steps)], samples=slowest)
+
+
+def _is_step(event: dict[str, Any]) -> bool:
+    return event["ph"] == "X" and event["name"] == STEP and "step" in event.get("args", {})
+
+
+def _bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
+    """Return the events with a duration: those of tracks, and calls of processes that run several calls at once."""
+    processes, tracks = {}, {}
+    for event in events:
+        if event["ph"] == "M" and event["name"] == "process_name":
+            processes[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "M" and event["name"] == "thread_name":
+            tracks[event["tid"]] = event["args"]["name"]
+    bars = [
+        Bar(
+            processes[each["pid"]],
+            tracks[each["tid"]],
+            each["name"],
+            start := _ns(each["ts"]),
+            start + _ns(each["dur"]),
+        )
+        for each in events
+        if each["ph"] == "X"
+    ]
+    calls = [(begin, end) for begin, end in _pairs(events) if begin["cat"].endswith(" calls")]
+    return bars + [Bar(processes[one["pid"]], "", one["name"], _ns(one["ts"]), _ns(end["ts"])) for one, end in calls]
+
+
+def _pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield (begin, end) of each event of an object. An event whose end is missing is left out."""
+    running: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "b":
+            running[event["cat"], event["id"]].append(event)
+        elif event["ph"] == "e" and running[event["cat"], event["id"]]:
+            yield running[event["cat"], event["id"]].pop(), event
+
+
+def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
+    """Summarise each step of a file. `numbers` has the number of the step that begins at a time."""
+    by_lane: dict[tuple[str, str], list[Bar]] = defaultdict(list)
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        by_lane[bar.process, bar.track].append(bar)
+    driver = [bar for (process, _), of_lane in by_lane.items() if process == DRIVER for bar in of_lane]
+    found = []
+    for step in (bar for bar in driver if bar.name == STEP):
+        inside = {lane: _within(of_lane, step) for lane, of_lane in by_lane.items()}
+        phases = _phases(step, [bar for bar in _within(driver, step) if bar.name != STEP])
+        devices = {process: of_lane for (process, track), of_lane in inside.items() if track == DEVICE}
+        found.append(
+            StepTimes(
+                step=numbers[step.start],
+                seconds=_seconds(step.end - step.start),
+                phases=phases,
+                idle={rank: _seconds(step.end - step.start - _busy(of_rank)) for rank, of_rank in devices.items()},
+                critical_path=_critical_path(step, inside),
+            )
+        )
+    return found
+
+
+def _within(bars: Sequence[Bar], step: Bar) -> list[Bar]:
+    """Return the bars that overlap with a step, cut to its time."""
+    return [
+        bar._replace(start=max(bar.start, step.start), end=min(bar.end, step.end))
+        for bar in bars
+        if bar.start < step.end and bar.end > step.start
+    ]
+
+
+def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
+    """Return the seconds of each outermost phase of the driver in a step, and of the rest of the step."""
+    phases: dict[str, float] = defaultdict(float)
+    reached = step.start
+    for bar in sorted(inside, key=lambda bar: (bar.start, -bar.end)):
+        if bar.start >= reached:  # not inside of the phase before it
+            phases[bar.name] += _seconds(bar.end - bar.start)
+            reached = bar.end
+    phases["other"] = max(0.0, _seconds(step.end - step.start) - sum(phases.values()))
+    return dict(phases)
+
+
+def _busy(bars: Sequence[Bar]) -> int:
+    """Return the nanoseconds in which at least one of the bars runs."""
+    busy, reached = 0, 0
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        busy += max(0, bar.end - max(bar.start, reached))
+        reached = max(reached, bar.end)
+    return busy
+
+
+def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[str, float]:
+    """Return the work that a step waited for, followed backwards from its end.
+
+    At each moment, the path is on work of a device if there is any. Otherwise it is on a command of a rank, on a call
+    of a reward or agent process, or on the driver alone. Of several pieces of equal kind, the path takes the one that
+    ran last, and then the one that began first.
+
+    Returns:
+        Work, such as "rank 0: decode" -> its seconds on the path, the longest first.
+    """
+    kinds: list[list[Bar]] = [[], [], [], []]
+    for (process, track), bars in inside.items():
+        kind = 3 if process == DRIVER else 0 if track == DEVICE else 1 if track == COMMANDS else 2
+        kinds[kind] += [bar for bar in bars if bar.name != STEP]
+    path: dict[str, float] = defaultdict(float)
+    gaps = [(step.start, step.end)]
+    for bars in kinds:
+        gaps = _covered(gaps, bars, path)
+    for start, end in gaps:
+        path[f"{DRIVER}: other"] += _seconds(end - start)
+    return dict(sorted(path.items(), key=lambda pair: -pair[1]))
+
+
+def _covered(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
+    """Walk backwards through gaps of the path along some bars, and add the seconds of each bar to `path`.
+
+    Returns:
+        The parts of the gaps in which no bar runs, the last one first.
+    """
+    waiting = sorted(bars, key=lambda bar: bar.end)  # the last one is the next to be met
+    running: list[tuple[int, int, Bar]] = []  # a heap: of several bars, the path takes the one that began first
+    left = []
+    for first, last in gaps:
+        at = last
+        while at > first:
+            while waiting and waiting[-1].end >= at:
+                bar = waiting.pop()
+                heappush(running, (bar.start, len(waiting), bar))
+            if running and running[0][0] < at:
+                bar = running[0][2]
+                until = max(bar.start, first)
+                path[f"{bar.process}: {bar.name}"] += _seconds(at - until)
+            else:
+                running.clear()  # they all begin later
+                until = max(first, waiting[-1].end) if waiting else first
+                left.append((until, at))
+            at = until
+    return left
+
+
+def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
+    """Return the times of all samples of training steps."""
+    found: dict[str, SampleTimes] = {}
+    pairs = [(begin, end) for begin, end in _pairs(events) if begin["cat"] == SAMPLES]
+    for begin, _ in pairs:
+        given = begin.get("args", {})
+        if begin["name"] == SAMPLE and given["of"].isdigit():  # those of an evaluation are named after it
+            names = {name: given[name] for name in ("prompt", "sample", "tokens")}
+            found[begin["id"]] = SampleTimes(step=int(given["of"]), **names)
+    for begin, end in pairs:
+        if begin["name"] in _SAMPLED and begin["id"] in found:
+            sample, seconds = found[begin["id"]], _seconds(_ns(end["ts"]) - _ns(begin["ts"]))
+            sample.phases[begin["name"]] = sample.phases.get(begin["name"], 0.0) + seconds
+            sample.seconds += seconds
+    return list(found.values())
+
+
+def _ns(microseconds: float) -> int:
+    return round(microseconds * 1000)
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / 1e9
+
+
+def tables(summary: TraceSummary) -> list[Table]:
+    """Return the tables of a summary for the terminal: phases, idle devices, the critical path and slowest samples.
+
+    Args:
+        summary: The summary.
+    """
+    steps = summary.steps[-_SHOWN_STEPS:]
+    names = list(dict.fromkeys(name for step in steps for name in step.phases))
+    names = [name for name in names if name != "other"] + ["other"]
+    ranks = list(dict.fromkeys(rank for step in steps for rank in step.idle))
+    title = "seconds of each step, by phase, and in which a device was idle"
+    if len(steps) < len(summary.steps):
+        title += f" (the last {len(steps)} of {len(summary.steps)} steps)"
+    by_step = Table(right("step"), *map(right, ("seconds", *names)), *(right(f"{rank} idle") for rank in ranks))
+    by_step.title = title
+    for step in steps:
+        seconds = [step.seconds, *(step.phases.get(name, 0.0) for name in names)]
+        by_step.add_row(str(step.step), *map(_shown, seconds), *(_shown(step.idle.get(rank)) for rank in ranks))
+    total = sum(step.seconds for step in steps)
+    shares = [sum(step.phases.get(name, 0.0) for step in steps) / total for name in names]
+    idle = [sum(step.idle.get(rank, 0.0) for step in steps) / total for rank in ranks]
+    by_step.add_section()
+    by_step.add_row("share", "100 %", *(f"{100 * share:.1f} %" for share in (*shares, *idle)))
+
+    path: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for name, seconds in step.critical_path.items():
+            path[name] += seconds
+    critical = Table("critical path", right("seconds"), right("share"), title="what the steps waited for")
+    for name, seconds in sorted(path.items(), key=lambda pair: -pair[1])[:_SHOWN_PARTS]:
+        critical.add_row(name, _shown(seconds), f"{100 * seconds / total:.1f} %")
+    if not summary.samples:
+        return [by_step, critical]
+    phases = [name for name in _SAMPLED if any(name in sample.phases for sample in summary.samples)]
+    slowest = Table(*map(right, ("step", "prompt", "sample", "tokens", "seconds", *phases)), title="slowest samples")
+    for sample in summary.samples:
+        numbers = (sample.step, sample.prompt, sample.sample, sample.tokens)
+        seconds = (sample.seconds, *(sample.phases.get(name) for name in phases))
+        slowest.add_row(*map(str, numbers), *map(_shown, seconds))
+    return [by_step, critical, slowest]
+
+
+def _shown(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f}"

@@ -1,0 +1,203 @@
+"""The trace of a run: begins and ends recording, and collects what the driver knows of steps, samples and sessions.
+
+areno/trace.py records events in each process, areno/engine/profiling.py profiles the devices, and
+areno/tracking/trace_file.py writes the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from areno import trace
+from areno.config.experiments import ExperimentConfig
+from areno.engine.requests import version_range
+from areno.engine.spec import ProfilingSpec
+from areno.tracking.trace_file import SessionFile, TraceFile, writing
+from areno.types import ScoredSample
+
+logger = logging.getLogger("areno")
+
+FOLDER = "traces"
+
+
+class ProfiledEngine(Protocol):
+    """The methods of an Engine that profile its workers."""
+
+    def begin_kernels(self) -> None:
+        """Begin to record operators and kernels."""
+        ...
+
+    def end_kernels(self, name: str) -> None:
+        """Write the operators and kernels that were recorded."""
+        ...
+
+    def write_memory_snapshots(self, name: str) -> None:
+        """Write the state of each device's memory."""
+        ...
+
+
+class RunTracer(AbstractContextManager["RunTracer"]):
+    """Traces a run as the settings perf_tracer and memory_profiler ask for. Does nothing without them.
+
+    Args:
+        config: Settings of the run.
+        folder: Folder of the run, in which the folder traces/ is made.
+        engine: Returns the engine. Called in steps only, because the engine does not exist when the run is opened.
+
+    Attributes:
+        spec: What the workers record. None if they record nothing.
+        weights_version: Version of the actor's weights after the last update.
+
+    Raises:
+        ArenoError: The folder cannot be written.
+    """
+
+    def __init__(self, config: ExperimentConfig, folder: Path, engine: Callable[[], ProfiledEngine]):
+        tracer, memory, folder = config.perf_tracer, config.memory_profiler, (folder / FOLDER).absolute()
+        self._engine, self._began = engine, 0
+        self.weights_version = 0
+        self._interval = tracer.save_interval
+        self._kernel_steps = frozenset(tracer.profile_steps or ())
+        self._memory_steps = frozenset(() if memory is None else memory.profile_steps)
+        self._file = TraceFile(folder) if tracer.enabled else None
+        sessions = tracer.session_tracer
+        self._sessions = SessionFile(folder, sessions.flush_threshold) if sessions.enabled else None
+        self.spec: ProfilingSpec | None = None
+        if tracer.enabled or memory is not None:
+            entries = None if memory is None else memory.max_entries
+            with writing(folder):
+                self.spec = ProfilingSpec(folder=str(folder), events=tracer.enabled, memory_entries=entries)
+        if self._file is not None:
+            trace.begin()
+            logger.info("the trace is in %s; open it at https://ui.perfetto.dev", os.path.relpath(folder))
+
+    def before_step(self, step: int) -> None:
+        """Begin to record kernels if the settings ask for it, which takes seconds the first time.
+
+        Args:
+            step: Number of the step that follows.
+        """
+        if step in self._kernel_steps:
+            self._engine().begin_kernels()
+
+    def begin_step(self, began: float) -> None:
+        """Begin to trace a step, after its batch was read.
+
+        Args:
+            began: Reading of time.perf_counter at the start of the step.
+        """
+        if self._file is not None:
+            self._began = trace.at(began)
+            trace.add(trace.DRIVER, "data", self._began, trace.now())
+
+    def end_step(self, step: int) -> None:
+        """End the trace of a step, and write profiles, snapshots and events that are due after it.
+
+        Args:
+            step: Number of the step.
+        """
+        if self._file is not None:
+            trace.add(trace.DRIVER, "step", self._began, trace.now(), step=step)
+        name = f"step{step}"
+        if step in self._kernel_steps:
+            with trace.span(trace.DRIVER, "write kernels"):
+                self._engine().end_kernels(name)
+        if step in self._memory_steps:
+            with trace.span(trace.DRIVER, "write memory snapshot"):
+                self._engine().write_memory_snapshots(name)
+        if self._file is not None and step % self._interval == 0:
+            self._file.write(trace.take())
+
+    @contextmanager
+    def training(self, step: int, samples: Sequence[ScoredSample], keep: Sequence[bool]) -> Iterator[None]:
+        """Trace the samples of a step, which the `with` block trains on.
+
+        Args:
+            step: Number of the step.
+            samples: All samples of the step.
+            keep: For each sample, whether it is trained on.
+        """
+        start = trace.now()
+        yield
+        if self._file is not None:
+            end = trace.now()
+            for sample, is_kept in zip(samples, keep, strict=True):
+                sample.spans += [("trained", start, end)] if is_kept else []
+            self.add_samples(f"{step}", samples)
+
+    def add_samples(self, name: str, samples: Sequence[ScoredSample]) -> None:
+        """Add a lane for each sample to the trace, with its phases.
+
+        Args:
+            name: What the samples belong to, such as the number of the step.
+            samples: All samples of the step or of the evaluation.
+        """
+        if self._file is None:
+            return
+        for sample, number in _numbered(samples):
+            if not sample.spans:
+                continue
+            lane = f"samples#{name}.{sample.group}.{number}"
+            starts, ends = zip(*((start, end) for _, start, end in sample.spans), strict=True)
+            arguments = _facts(sample, number) | {"finish_reason": sample.sequence.finish_reason}
+            versions = vars(sample.sequence)["resp_versions"]
+            arguments |= version_range(() if versions is None else versions)
+            trace.add(lane, "sample", min(starts), max(ends), of=name, **arguments)
+            for phase, start, end in sample.spans:
+                more = {"weights_version": self.weights_version} if phase == "trained" else {}
+                trace.add(lane, phase, start, end, **more)
+
+    def add_sessions(self, step: int, title: str, samples: Sequence[ScoredSample]) -> None:
+        """Add a line for each agent session to traces/sessions.jsonl, if perf_tracer.session_tracer is enabled.
+
+        Args:
+            step: Number of the step.
+            title: "rollout" or "eval".
+            samples: The samples of the agents.
+        """
+        if self._sessions is None:
+            return
+        for sample, number in _numbered(samples):
+            record = {"step": step, "phase": title, **_facts(sample, number)}
+            for phase, start, end in sample.spans:
+                record |= {f"{phase}_began": start / 1e9, f"{phase}_seconds": (end - start) / 1e9}
+            if (trajectory := sample.trajectory) is not None:
+                record["turns"] = len(trajectory.turns)
+                record["tool_calls"] = len(trajectory.tool_calls)
+                record["rows"] = len(trajectory.rows)
+            versions = vars(sample.sequence)["resp_versions"]
+            self._sessions.add(record | version_range(() if versions is None else versions))
+
+    def __exit__(self, *exc: object) -> None:
+        if self._file is not None:
+            self._file.write(trace.take())
+            self._file.close()
+            trace.end()
+        if self._sessions is not None:
+            self._sessions.flush()
+
+
+def _numbered(samples: Sequence[ScoredSample]) -> Iterator[tuple[ScoredSample, int]]:
+    """Yield each sample with its number among the samples of its prompt."""
+    seen: Counter[int] = Counter()
+    for sample in samples:
+        yield sample, seen[sample.group]
+        seen[sample.group] += 1
+
+
+def _facts(sample: ScoredSample, number: int) -> dict[str, Any]:
+    """Return facts about a sample as JSON values by name. `number` is its number among the samples of its prompt."""
+    outcome = sample.outcome
+    return {
+        "prompt": sample.group,
+        "sample": number,
+        "tokens": sample.sequence.n_tokens,
+        "reward": outcome.value,
+        "status": outcome.status,
+    }

@@ -1,0 +1,125 @@
+"""The recorder of trace events of this process: what the process did, where, and from when to when.
+
+`begin` turns the recorder on, which is off by default. Code that is worth a bar in a timeline is wrapped in `span`, or
+calls `add` with times that it has measured itself. While the recorder is off, both return at once. Worker processes
+send their events to the driver together with the replies to its commands. The driver takes all events at the end of
+each step, and areno/tracking/trace_file.py writes them.
+
+A lane is the row of the timeline that an event belongs to, as "group/track", such as "rank 0/device". Events of such a
+lane follow each other or are nested. Events of a lane "group#id", such as "samples#3.5.0", belong to one object, and
+may overlap with events of other objects of the group.
+
+All times are in nanoseconds since 1970. They come from the monotonic clock of the machine, to which each process adds
+the same offset as long as nobody sets the clock of the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+Event = tuple[str, str, int, int, Mapping[str, Any]]
+"""(lane, name, start, end, arguments): times in nanoseconds since 1970, arguments as JSON values by name."""
+
+Phases = tuple[tuple[str, int], ...]
+"""(name, start) of each phase of a sample in the decoder, in order. The last entry is ("end", time of the end)."""
+
+DRIVER = "driver/main"
+"""The lane of the driver."""
+
+active = False
+"""Whether this process records events. Read it, but call `begin` and `end` to change it."""
+
+_events: list[Event] = []
+_OFF = nullcontext()
+
+
+def _offset() -> int:
+    """Return the nanoseconds from the zero of the monotonic clock to 1970, from the closest of several readings."""
+    found = []
+    for _ in range(5):
+        before, now, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        found.append((after - before, now - (before + after) // 2))
+    return min(found)[1]
+
+
+_to_1970 = _offset()
+
+
+def begin() -> None:
+    """Record events from now on."""
+    global active
+    active = True
+
+
+def end() -> None:
+    """Stop recording, and drop all events that have not been taken."""
+    global active
+    active = False
+    take()
+
+
+def now() -> int:
+    """Return the current time."""
+    return time.perf_counter_ns() + _to_1970
+
+
+def at(seconds: float) -> int:
+    """Convert a reading of time.perf_counter to a time of events.
+
+    Args:
+        seconds: The reading, in seconds.
+    """
+    return int(seconds * 1e9) + _to_1970
+
+
+def add(lane: str, name: str, start: int, end: int, **arguments: Any) -> None:
+    """Record an event, if the recorder is on. Any thread may call this.
+
+    Args:
+        lane: Lane of the event, see the docstring of this module.
+        name: Name of the event. Equal work has equal names.
+        start: Time at which the event began.
+        end: Time at which the event ended.
+        **arguments: More facts about the event, as JSON values.
+    """
+    if active:
+        _events.append((lane, name, start, max(start, end), arguments))
+
+
+def span(lane: str, name: str, **arguments: Any) -> AbstractContextManager[None]:
+    """Return a context manager that records its `with` block as an event, also if the block raises an exception.
+
+    Args:
+        lane: Lane of the event.
+        name: Name of the event.
+        **arguments: More facts about the event, as JSON values.
+    """
+    return _span(lane, name, arguments) if active else _OFF
+
+
+@contextmanager
+def _span(lane: str, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    start = now()
+    try:
+        yield
+    finally:
+        add(lane, name, start, now(), **arguments)
+
+
+def take() -> list[Event]:
+    """Return all events that were recorded since the last call, and forget them."""
+    taken = list(_events)
+    del _events[: len(taken)]  # an event that another thread has added meanwhile stays
+    return taken
+
+
+def extend(events: Iterable[Event]) -> None:
+    """Add events that another process has recorded.
+
+    Args:
+        events: The events, as `take` has returned them in the other process.
+    """
+    _events.extend(events)

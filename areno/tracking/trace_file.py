@@ -1,0 +1,296 @@
+"""The files of a trace: the timeline as JSON of the Chrome trace event format, and one line for each agent session.
+
+Both are written in a thread, outside of the time of the steps. If a file cannot be written any more, as on a full disk,
+a warning is logged once, and the run continues without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from areno import trace
+from areno.errors import ArenoError, Problem
+
+logger = logging.getLogger("areno")
+
+_MOST_BYTES = 256 * 2**20  # of one file, so that a browser can show it
+_END = b"\n]\n"
+_PROCESSES = {
+    "driver": (1, "driver"),
+    "reward": (2, "reward processes"),
+    "reward calls": (2, "reward processes"),
+    "agent": (3, "agent processes"),
+    "agent calls": (3, "agent processes"),
+    "samples": (4, "samples"),
+    "requests": (5, "requests of agents"),
+}
+"""Group of a lane -> number and name of the process that stands for it in the timeline."""
+_FIRST_RANK, _TRACKS = 100, 1000
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make a folder of traces, and convert an OSError in a `with` block to an ArenoError that names the setting.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        ArenoError: The folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        text = "{} cannot be written: {}; free space there or set another folder"
+        raise ArenoError(Problem("cluster.fileroot", text, folder, error.strerror)) from error
+
+
+class TraceFile:
+    """The timeline of a run, which Perfetto and `areno trace` read: traces/trace-0001.json in the folder of the run.
+
+    The file grows, and is complete JSON after each write. A process that is killed while it writes leaves a file
+    without its end, which Perfetto and `areno trace` also read. Each process of a run writes a file of its own, and
+    begins another file after 256 MiB.
+
+    Args:
+        folder: Folder of the traces. It is made if it does not exist.
+
+    Raises:
+        ArenoError: The folder cannot be written.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._origin = folder, trace.now()
+        self._writer = ThreadPoolExecutor(1, "areno-trace")
+        self._known: set[tuple[int, int]] = set()  # processes and tracks whose names are in the file
+        self._file: BinaryIO | None = None
+        with writing(folder):
+            self._open()
+
+    def _open(self) -> None:
+        """Open the file with the next free number."""
+        number = 1 + max((int(path.stem[6:]) for path in trace_files(self._folder)), default=0)
+        self._file = open(self._folder / f"trace-{number:04}.json", "xb", buffering=0)  # noqa: SIM115
+        began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._origin / 1e9))
+        self._known = set()
+        lines = [*self._names("driver", "main"), _metadata("process_labels", 1, 0, {"labels": f"began {began}"})]
+        self._size = _write(self._file, ("[\n" + ",\n".join(lines)).encode() + _END)
+
+    def write(self, events: Sequence[trace.Event]) -> None:
+        """Write events in the background.
+
+        Args:
+            events: The events, of all lanes and in any order. All events of a lane that overlap must be given together.
+        """
+        if events and self._file is not None:
+            self._writer.submit(self._append, events)
+
+    def _append(self, events: Sequence[trace.Event]) -> None:
+        """Write events to the end of the file. Runs in the thread."""
+        if self._file is None:
+            return
+        try:
+            if self._size > _MOST_BYTES:
+                self._file.close()
+                self._open()
+            lines = ",\n".join(self._lines(events))
+            self._file.seek(self._size - len(_END))
+            self._size = self._size - len(_END) + _write(self._file, b",\n" + lines.encode() + _END)
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._size - len(_END))
+                self._file.close()
+            self._file = None
+            logger.warning("the trace cannot be written any more: %s: %s", self._folder, error.strerror)
+
+    def _lines(self, events: Sequence[trace.Event]) -> Iterator[str]:
+        """Yield the JSON of each event, and the names of new lanes."""
+        by_lane: dict[str, list[trace.Event]] = {}
+        for event in events:
+            by_lane.setdefault(event[0], []).append(event)
+        for lane, of_lane in by_lane.items():
+            group, is_object, track = lane.partition("#")
+            if not is_object:
+                group, _, track = lane.partition("/")
+            yield from self._names(group, "" if is_object else track)
+            pid, tid = _ids(group, "" if is_object else track)
+            nested = _nested(of_lane)
+            yield from self._objects(group, track, nested, pid, tid) if is_object else self._bars(nested, pid, tid)
+
+    def _bars(self, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int) -> Iterator[str]:
+        rest, origin = f'"pid":{pid},"tid":{tid}', self._origin
+        for (_, name, start, end, arguments), _ in events:
+            start = max(0, start - origin)
+            times = f'"ts":{start / 1000:.3f},"dur":{max(0, end - origin - start) / 1000:.3f}'
+            yield f'{{"ph":"X","name":{_name(name)},{rest},{times}{_args(arguments)}}}'
+
+    def _objects(
+        self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
+    ) -> list[str]:
+        """Return the begin and the end of each event of one object, in the order of time."""
+        rest, origin = f'"cat":{_name(group)},"id":{_json(track)},"pid":{pid},"tid":{tid}', self._origin
+        lines: list[str] = []
+        ends: list[str] = []  # of the events that are running, the outermost first
+        for (_, name, start, end, arguments), depth in events:
+            lines += ends[: depth - len(ends) - 1 : -1] if len(ends) > depth else ()
+            del ends[depth:]
+            both = f'"name":{_name(name)},{rest},"ts":'
+            lines.append(f'{{"ph":"b",{both}{max(0, start - origin) / 1000:.3f}{_args(arguments)}}}')
+            ends.append(f'{{"ph":"e",{both}{max(0, end - origin) / 1000:.3f}}}')
+        return lines + ends[::-1]
+
+    def _names(self, group: str, track: str) -> Iterator[str]:
+        """Yield the names of a process and of a track, if they are not in the file yet."""
+        pid, tid = _ids(group, track)
+        if (pid, 0) not in self._known:
+            self._known.add((pid, 0))
+            yield _metadata("process_name", pid, 0, {"name": _PROCESSES.get(group, (pid, group))[1]})
+            yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+        if track and (pid, tid) not in self._known:
+            self._known.add((pid, tid))
+            yield _metadata("thread_name", pid, tid, {"name": track})
+
+    def close(self) -> None:
+        """Write all events that were given to `write`, and close the file."""
+        self._writer.shutdown()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+class SessionFile:
+    """One line of JSON for each agent session, in traces/sessions.jsonl in the folder of the run.
+
+    Args:
+        folder: Folder of the traces. It is made if it does not exist.
+        threshold: Number of lines that are collected before they are written.
+
+    Raises:
+        ArenoError: The folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, threshold: int):
+        self.path, self._threshold = folder / "sessions.jsonl", threshold
+        self._lines: list[str] = []
+        with writing(folder):
+            self.path.touch()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a finished session.
+
+        Args:
+            record: Facts about the session, as JSON values by name.
+        """
+        self._lines.append(json.dumps(record) + "\n")
+        if len(self._lines) >= self._threshold:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all lines that are not written yet."""
+        lines, self._lines = self._lines, []
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            logger.warning("lines about %d agent sessions were lost: %s: %s", len(lines), self.path, error.strerror)
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """Return the files of the timeline in a folder of traces, the oldest first.
+
+    Args:
+        folder: The folder. It need not exist.
+    """
+    return sorted(path for path in folder.glob("trace-*.json") if path.stem[6:].isdigit())
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Read the events of a file of the timeline, also if the process that wrote it was killed.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The events in the order of the file, in the Chrome trace event format.
+
+    Raises:
+        ArenoError: The file is not a trace of areno.
+    """
+    events = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        text = line.rstrip(",")
+        if text in ("[", "]", ""):
+            continue
+        try:
+            event = json.loads(text)
+            if not isinstance(event, dict) or "ph" not in event:
+                raise ValueError
+        except ValueError as error:
+            if number == len(lines) - 1:  # the end of a file whose process was killed
+                break
+            raise ArenoError("{} is not a trace of areno: line {} is no event", path, number + 1) from error
+        events.append(event)
+    return events
+
+
+def _write(file: BinaryIO, content: bytes) -> int:
+    """Write all bytes, and return their number."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
+    return len(content)
+
+
+def _ids(group: str, track: str) -> tuple[int, int]:
+    """Return (process id, thread id) of a lane. Thread ids differ between processes, as Perfetto expects it."""
+    if group in _PROCESSES:
+        pid = _PROCESSES[group][0]
+    else:
+        pid = _FIRST_RANK + int(group.removeprefix("rank "))
+    digits = track.rpartition(" ")[2]
+    number = 10 + int(digits) if digits.isdigit() else {"": 0, "main": 1, "commands": 1, "device": 2}[track]
+    return pid, pid * _TRACKS + number
+
+
+def _nested(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
+    """Sort the events of a lane, and cut each event at the end of the event that it lies in.
+
+    Returns:
+        (event, number of events that it lies in) pairs, in the order of time.
+    """
+    found: list[tuple[trace.Event, int]] = []
+    around: list[int] = []  # ends of the events that have not ended
+    for event in sorted(events, key=lambda event: (event[2], -event[3])):
+        lane, name, start, end, arguments = event
+        while around and around[-1] <= start:
+            around.pop()
+        if around and end > around[-1]:
+            end = around[-1]
+            event = lane, name, start, end, arguments
+        found.append((event, len(around)))
+        around.append(end)
+    return found
+
+
+def _metadata(name: str, pid: int, track: int, arguments: Mapping[str, Any]) -> str:
+    tid = track or pid * _TRACKS
+    return f'{{"ph":"M","name":{_json(name)},"pid":{pid},"tid":{tid},"ts":0{_args(arguments)}}}'
+
+
+def _args(arguments: Mapping[str, Any]) -> str:
+    """Return the end of an event's JSON, with its arguments."""
+    return f',"args":{_json(arguments)}' if arguments else ""
+
+
+_json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
+_name = lru_cache(1024)(_json)  # there are few names
