@@ -76,12 +76,36 @@ def free_unused() -> None:
 
 
 def host_bytes_free() -> int:
-    """Return the bytes of available memory of this machine. Without /proc/meminfo, half of the whole memory."""
+    """Return the bytes of available memory of this machine or, if it is less, of this process's container.
+
+    Without /proc/meminfo, half of the whole memory of the machine.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min([machine, *_container_bytes_free()])
+
+
+_CGROUPS = {
+    "/sys/fs/cgroup": ("memory.max", "memory.current"),
+    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Folder of the memory controller -> files with its limit and its use, for both versions of control groups."""
+
+
+def _container_bytes_free() -> Iterator[int]:
+    """Yield the memory that the limit of this process's control group leaves. Nothing if there is no limit."""
+    for folder, (limit, used) in _CGROUPS.items():
+        try:
+            most, taken = (int((Path(folder) / name).read_text()) for name in (limit, used))
+            lines = (Path(folder) / "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # no such file, or "max" in place of a number
+            continue
+        # Pages of files that were not read again soon are freed when memory is needed.
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        yield max(0, most - taken + cached)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -117,12 +141,16 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
         options = list(advice())
         values = [arg() if callable(arg) else arg for arg in args] + [arg for _, *args in options for arg in args]
         raise EngineError(
-            f"out of device memory {when} ({said}): {_either([o[0] for o in options])}", *values
+            f"out of device memory {when} ({said}): {either([o[0] for o in options])}", *values
         ) from error
 
 
-def _either(texts: Sequence[str]) -> str:
-    """Join texts as "a, b or c"."""
+def either(texts: Sequence[str]) -> str:
+    """Join texts as "a, b or c".
+
+    Args:
+        texts: The texts, at least one.
+    """
     return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
 
 
@@ -133,6 +161,11 @@ MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.t
 
 RESTING = ("ref", "reward", "critic")
 """Configuration sections whose models may rest in host memory while they are not used."""
+
+
+def may_stream(role: RoleSpec) -> bool:
+    """Return whether actor.offload would free device memory: the role is an actor that trains all its weights."""
+    return role.key == "actor.path" and role.optimizer is not None and role.lora is None and not role.offload
 
 
 def in_loading(
@@ -158,7 +191,7 @@ def in_loading(
     if can_offload:
         for each in (role, *others):
             section = each.key.removesuffix(".path")
-            if section in RESTING and not each.offload:
+            if (section in RESTING and not each.offload) or may_stream(each):
                 yield ("set {}=true", Key(f"{section}.offload"))
     yield from _smaller_optimizer(role)
     if role.key == spec.actor.key and may_have_adapters(spec):

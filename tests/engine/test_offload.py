@@ -14,14 +14,17 @@ import transformers
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.roles import Offload
+from areno.engine.roles import Offload, _offload
 from areno.engine.spec import RolloutSpec
+from areno.engine.train.backend import TrainBackend
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
 from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, large_shape, reference
 from tests.helpers.tiny_engine import VOCAB, request, rollout, scored, spec, train_on, values
+from tests.helpers.zero_ranks import ALONE, backend, state_of
+from tests.helpers.zero_ranks import rows as zero_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,62 +33,79 @@ def test_buffers_that_come_and_go_change_nothing(
     folder: Path, dtype: torch.dtype, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CPU in the part of the device: what is away has no memory, what returns is what left."""
-    from areno.engine.roles import _offload
-    from areno.engine.train.backend import TrainBackend
-
     monkeypatch.setattr("areno.engine.roles.CHUNK_BYTES", chunk_bytes)
     backends = []
-    for _ in range(2):
+    for away in (False, True):
         model = build_model(load_config(folder, "value"), dtype=dtype, device="cpu")
         weights.load_weights(model, folder)
-        backends.append(TrainBackend(model, OPTIMIZER, attn_backend="sdpa", recompute=False))
+        backends.append(TrainBackend(model, OPTIMIZER, attn_backend="sdpa", recompute=False, in_host=away))
     plain, moved = backends
-    offload = _offload(moved)
+    offload = _offload(moved, keeps_weights=False)
     assert moved.flat is not None
     assert moved.optimizer is not None
-    buffers = [
-        moved.flat.params,
-        moved.flat.masters,
-        moved.flat.grads,
-        moved.optimizer.exp_avg,
-        moved.optimizer.exp_avg_sq,
-    ]
+    buffers = [moved.flat.params, moved.flat.grads]
 
     def at_home() -> list[bool]:
         return [buffer.untyped_storage().nbytes() > 0 for buffer in buffers]
 
     spec = MicroBatchSpec(mini_bs=3)
     for _ in range(3):
-        assert at_home() == [False] * 5
+        assert at_home() == [False, False]
         expected = train_on(plain, critic_rows(), value_loss_fn, spec)
         with offload.on_device(training=True):
-            assert at_home() == [True] * 5
+            assert at_home() == [True, True]
             assert train_on(moved, critic_rows(), value_loss_fn, spec) == expected
         with offload.on_device():
-            assert at_home() == [True, dtype == torch.float32, False, False, False]
+            assert at_home() == [True, False]
             assert [row.tolist() for row in moved.values(ROWS, spec)] == [
                 row.tolist() for row in plain.values(ROWS, spec)
             ]
     assert any(value for row in plain.values(ROWS, spec) for value in row)
     with pytest.raises(ValueError, match="amid"), offload.on_device(training=True):
         raise ValueError("amid")
-    assert at_home() == [False] * 5
+    assert at_home() == [False, False]
     with offload.on_device(training=True):
         assert torch.equal(moved.flat.params, plain.flat.params)  # type: ignore[union-attr]
-        assert torch.equal(moved.optimizer.exp_avg_sq, plain.optimizer.exp_avg_sq)  # type: ignore[union-attr]
+        assert_same_state(moved, plain)
+
+
+def assert_same_state(one: TrainBackend, other: TrainBackend) -> None:
+    found, expected = state_of(one), state_of(other)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_an_actor_keeps_its_weights_and_scores_without_gradients(folder: Path) -> None:
+    """The LM head's gradient is a view of memory that is freed while the model scores."""
+    plain, moved = (backend(folder, 0, ALONE, torch.bfloat16, in_host=away) for away in (False, True))
+    offload = _offload(moved, keeps_weights=True)
+    assert moved.flat is not None
+    rows = [np.array(row) for row in ROWS]
+    spec = MicroBatchSpec(mini_bs=3)
+    for _ in range(2):
+        with offload.on_device(training=True):
+            found = train_on(moved, zero_rows(), sft_loss_fn, spec)
+        assert found == train_on(plain, zero_rows(), sft_loss_fn, spec)
+        assert moved.flat.params.untyped_storage().nbytes() > 0 == moved.flat.grads.untyped_storage().nbytes()
+        with offload.on_device():
+            scored_rows = moved.logprobs(rows, SamplingConfig(), spec)
+        for one, other in zip(scored_rows, plain.logprobs(rows, SamplingConfig(), spec), strict=True):
+            assert one.tolist() == other.tolist()
+    assert_same_state(moved, plain)
 
 
 def test_what_had_come_leaves_again_where_the_rest_finds_no_room() -> None:
-    params, state = torch.arange(10.0), torch.arange(5.0)
-    offload = Offload([params], [state])
-    arrive = offload._state[0].arrive
-    offload._state[0].arrive = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))  # type: ignore[method-assign]
+    params, scratch = torch.arange(10.0), torch.arange(5.0)
+    offload = Offload([params], [scratch])
+    arrive = offload._scratch[0].arrive
+    offload._scratch[0].arrive = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError), offload.on_device(training=True):
         pass
-    assert (params.untyped_storage().nbytes(), state.untyped_storage().nbytes()) == (0, 0)
-    offload._state[0].arrive = arrive  # type: ignore[method-assign]
+    assert (params.untyped_storage().nbytes(), scratch.untyped_storage().nbytes()) == (0, 0)
+    offload._scratch[0].arrive = arrive  # type: ignore[method-assign]
     with offload.on_device(training=True):
-        assert (params.tolist(), state.tolist()) == ([*range(10)], [*range(5)])
+        assert (params.tolist(), scratch.untyped_storage().nbytes()) == ([*range(10)], 20)
 
 
 SLOW_OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
