@@ -183,6 +183,12 @@ class UpdatedModelConfig(Section):
         "as are needed to fit into memory",
         flag="--activation-checkpointing",
     )
+    offload: bool = setting(
+        False,
+        help="Keep the optimizer's master weights and moments in pinned host memory. Each update copies them through "
+        "the GPU in parts, which takes time but gives the same weights. Gradients take GPU memory only while the "
+        "model is trained. With fp32 moments, this moves 12 bytes per trained parameter to host memory (CUDA)",
+    )
     gradient_accumulation_steps: int | None = setting(
         None,
         help="Number of micro-batches whose gradients are summed for one optimizer step. null: one optimizer step per "
@@ -462,7 +468,11 @@ class CriticConfig(Section):
         help="true: start the critic from random weights, with the architecture in config.json of the folder that "
         "path names. The folder needs no weight files, and the random numbers depend on seed",
     )
-    offload: bool = setting(False, help="Keep the critic in host memory while it is not in use (CUDA)")
+    offload: bool = setting(
+        False,
+        help="Keep the critic in host memory while it is not in use, and its master weights and moments always, as "
+        "actor.offload does (CUDA)",
+    )
     mask_no_eos_with_zero: bool = setting(
         False,
         help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. If "

@@ -179,12 +179,11 @@ def test_adapters_are_a_way_out_of_full_training() -> None:
     """With the reference of the same folder, which is then the actor without them."""
     actor, ref = replace(ACTOR, path="/m"), replace(REF, path="/m")
     alone = of(replace(actor, optimizer="adam_8bit"), may_adapt=True)
-    assert re.search(
-        r"; what fits is actor\.use_lora=true \(\d\d\.\d GiB\) or engine\.world_size=2 ", refused(alone, 40)
-    )
-    assert "adam_8bit" not in refused(alone, 40)
     assert re.search(r"; what fits is actor\.offload=true \(46\.\d GiB\)$", refused(alone, 60))
-    assert "offload" not in refused(replace(alone, host_bytes=40 * GIB), 60)  # 46 GiB of masters and moments
+    text = refused(replace(alone, host_bytes=40 * GIB), 60)  # masters and moments take 46 GiB of host memory
+    assert re.search(r"; what fits is actor\.use_lora=true \(\d\d\.\d GiB\) or engine\.world_size=2 ", text)
+    assert "adam_8bit" not in text
+    assert "offload" not in text
     both = of(actor, ref, may_adapt=True)
     assert "what fits is actor.use_lora=true (" in refused(both, 25)
     other = of(actor, replace(ref, path="/other"), may_adapt=True)
@@ -269,7 +268,7 @@ def test_the_table_says_it_all() -> None:
     assert left == "45.8 of 80.0 are taken, which leaves 29.4 for these"
     assert away == "offload keeps 7.63 in host memory; a model in use takes up to 7.63 more of its device"
     alone = of(replace(ACTOR, offload=True)).table(80 * GIB).splitlines()
-    assert alone[2].startswith("actor (masters, moments in host memory)  15.3 ")
+    assert alone[2].startswith("actor (masters, moments in host memory) ")
     assert alone[-1] == "offload keeps 91.5 in host memory; a model in use takes up to 31.1 more of its device"
     small = replace(ACTOR, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
     assert of(small).short(80 * GIB).startswith("memory of each device: less than 0.01 of 80.0 GiB for ")
