@@ -185,9 +185,8 @@ class UpdatedModelConfig(Section):
     )
     offload: bool = setting(
         False,
-        help="Keep the optimizer's master weights and moments in pinned host memory. Each update copies them through "
-        "the GPU in parts, which takes time but gives the same weights. Gradients take GPU memory only while the "
-        "model is trained. With fp32 moments, this moves 12 bytes per trained parameter to host memory (CUDA)",
+        help="Keep master weights and moments in pinned host memory, and gradients on the GPU only in training. Each "
+        "update copies masters and moments to the GPU and back. The results stay the same (CUDA)",
     )
     gradient_accumulation_steps: int | None = setting(
         None,
@@ -468,11 +467,7 @@ class CriticConfig(Section):
         help="true: start the critic from random weights, with the architecture in config.json of the folder that "
         "path names. The folder needs no weight files, and the random numbers depend on seed",
     )
-    offload: bool = setting(
-        False,
-        help="Keep the critic in host memory while it is not in use, and its master weights and moments always, as "
-        "actor.offload does (CUDA)",
-    )
+    offload: bool = setting(False, help="As actor.offload, and unused weights are in host memory, too (CUDA)")
     mask_no_eos_with_zero: bool = setting(
         False,
         help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. If "
