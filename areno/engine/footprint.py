@@ -158,14 +158,14 @@ class Footprint:
             copies_a=self.copies_a,
         )
 
-    def stays(self, model: Model) -> int:
+    def resident_bytes(self, model: Model) -> int:
         """Return the bytes of a model on each device while it is not used."""
         found = self.of_model(model)
         if not model.offload:
             return found.total
         return found.weights if model.keeps_weights else 0
 
-    def visit(self, model: Model, training: bool) -> int:
+    def extra_in_use(self, model: Model, training: bool) -> int:
         """Return the additional bytes of a model on each device while it is used, without activations.
 
         Args:
@@ -181,12 +181,12 @@ class Footprint:
     @property
     def resident(self) -> int:
         """Bytes on each device that are always in use."""
-        return sum(map(self.stays, self.models))
+        return sum(map(self.resident_bytes, self.models))
 
     @property
-    def largest_visit(self) -> int:
+    def most_extra_in_use(self) -> int:
         """Largest number of additional bytes on each device while one of the models is used, without activations."""
-        return max((self.visit(model, training=True) for model in self.models), default=0)
+        return max((self.extra_in_use(model, training=True) for model in self.models), default=0)
 
     @property
     def hosted(self) -> int:
@@ -205,7 +205,7 @@ class Footprint:
         work = [0]
         for model in self.models:
             of_tokens = self.training_bytes(model, min(_MIN_TOKENS, self.batch_tokens)) if model.optimizer else 0
-            work.append(self.visit(model, training=True) + of_tokens)
+            work.append(self.extra_in_use(model, training=True) + of_tokens)
         actor = self.models[0].config
         kv = _MIN_TOKENS * kv_bytes(actor, self.itemsize, self.layout)
         kv += _MIN_SLOTS * state_bytes(actor, self.itemsize, self.layout)
@@ -262,8 +262,8 @@ class Footprint:
         if actor.optimizer:
             need = gib(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
-        visits, hosted = gib(self.largest_visit), gib(self.hosted)
-        away = f"offload keeps {hosted} in host memory; a model in use takes up to {visits} more of its device"
+        extra, hosted = gib(self.most_extra_in_use), gib(self.hosted)
+        away = f"offload keeps {hosted} in host memory; a model in use takes up to {extra} more of its device"
         return "\n".join(
             [
                 f"memory of each device in GiB, with {self.layout_in_words()}:",

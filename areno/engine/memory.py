@@ -207,6 +207,7 @@ def training_hint(
     *,
     recomputes: bool,
     in_adam: bool,
+    may_offload: bool = False,
 ) -> AbstractContextManager[None]:
     """Return the `out_of_memory_hint` context manager for forward and backward passes of micro-batches.
 
@@ -219,13 +220,16 @@ def training_hint(
         recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
             checkpointing.
         in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
+        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
     """
     size = ("max_tokens_per_mb", mb_spec.max_tokens_per_mb)
     if mb_spec.max_tokens_per_mb is None:
         size = ("mini_bs", mb_spec.mini_bs)
     return out_of_memory_hint(
         "in training, with {}={}{}",
-        lambda: in_training(section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam),
+        lambda: in_training(
+            section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam, may_offload=may_offload
+        ),
         Key(f"{section}.mb_spec.{size[0]}"),
         size[1],
         fitting,
@@ -233,7 +237,13 @@ def training_hint(
 
 
 def in_training(
-    section: str, mb_spec: MicroBatchSpec, *, recomputes: bool, beside: Iterable[Option], in_adam: bool
+    section: str,
+    mb_spec: MicroBatchSpec,
+    *,
+    recomputes: bool,
+    beside: Iterable[Option],
+    in_adam: bool,
+    may_offload: bool = False,
 ) -> Iterator[Option]:
     """Yield setting changes to suggest if memory runs out in forward or backward passes.
 
@@ -246,6 +256,7 @@ def in_training(
             checkpointing.
         beside: Setting changes that make the KV cache smaller.
         in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
+        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
     """
     if mb_spec.max_tokens_per_mb is not None:
         yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
@@ -254,6 +265,8 @@ def in_training(
     if not recomputes:
         yield ("set {}=true", Key(f"{section}.gradient_checkpointing"))
     yield from beside
+    if may_offload:
+        yield ("set {}=true", Key(f"{section}.offload"))
     if in_adam:
         yield ("set {}=adam_8bit", Key(f"{section}.optimizer.type"))
     yield MORE_DEVICES

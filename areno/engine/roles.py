@@ -237,7 +237,7 @@ class Roles:
         """
         total, footprint = self.total_bytes, self.footprint
         # A cache that is dropped after the rollout is None here, so this cache leaves room for offloaded models.
-        cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident - footprint.largest_visit)
+        cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident - footprint.most_extra_in_use)
         models = {model.name: model for model in footprint.models}
         found: TokenBudgets = {}
         for name, role in self._roles.items():

@@ -95,8 +95,8 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
         device_bytes: Total memory of a device.
         cache_bytes: Memory of the KV cache that stays while the model works.
     """
-    visit = footprint.visit(model, training=phase == TRAIN)
-    room = int((1 - RESERVE) * device_bytes) - footprint.resident - visit - cache_bytes
+    extra = footprint.extra_in_use(model, training=phase == TRAIN)
+    room = int((1 - RESERVE) * device_bytes) - footprint.resident - extra - cache_bytes
     work = _Work.of(footprint, model, phase)
     sizes = list(_sizes(work.need.fitting_tokens(room)))
     if not footprint.on_cuda:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -147,10 +147,12 @@ class Worker:
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
+        wanted = self._wanted_cache(spec)
+        reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 self.actor,
-                n_blocks=kv_cache_blocks(self.actor, self.spec, self._wanted_cache(spec), self._free_for_cache(spec)),
+                n_blocks=kv_cache_blocks(self.actor, self.spec, wanted, self.free_bytes, reserved),
                 block_size=self._block_size,
                 max_running=self._max_running(spec),
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
@@ -164,15 +166,6 @@ class Worker:
                 stream_every_s=_STREAM_EVERY_S,
                 keeps_routes=self.spec.routing_replay,
             )
-
-    def _free_for_cache(self, spec: RolloutSpec) -> Callable[[], int]:
-        """Return a function that returns the free memory of the device for the KV cache and for work beside it.
-
-        If the cache stays in memory after the rollout, the memory that offloaded models take while they are used is
-        not free.
-        """
-        reserved = self.roles.footprint.largest_visit if spec.keeps_cache else 0
-        return lambda: self.free_bytes() - reserved
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""

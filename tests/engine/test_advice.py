@@ -116,6 +116,12 @@ def test_training_runs_out(
     assert told(options) == said
 
 
+def test_masters_and_moments_may_leave_the_device() -> None:
+    whole = MicroBatchSpec(mini_bs=1)
+    options = memory.in_training("critic", whole, recomputes=True, beside=[], in_adam=False, may_offload=True)
+    assert told(options) == f"set critic.offload=true {DIVIDE}"
+
+
 @pytest.mark.parametrize(
     ("decoder", "on_cuda", "first", "graphs"),
     [

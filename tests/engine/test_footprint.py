@@ -64,29 +64,29 @@ def test_offloaded_bytes_worked_by_hand() -> None:
     windows = 3 * 2**24
     away = replace(ACTOR, offload=True)
     assert of(away).resident == 2 * n
-    assert of(away).visit(away, training=True) == pytest.approx(4 * n + (4 + 8) * windows, abs=99)
-    assert of(away).visit(away, training=False) == 0
+    assert of(away).extra_in_use(away, training=True) == pytest.approx(4 * n + (4 + 8) * windows, abs=99)
+    assert of(away).extra_in_use(away, training=False) == 0
     assert of(away).hosted == 12 * n
-    assert of(away).least == of(away).resident + of(away).largest_visit + of().training_bytes(ACTOR, 256)
+    assert of(away).least == of(away).resident + of(away).most_extra_in_use + of().training_bytes(ACTOR, 256)
     assert of(away).fits(80 * GIB)
     assert of(away, world_size=2, zero_stage=1).hosted == 6 * n
     in_codes = replace(away, optimizer="adam_8bit")
     assert of(in_codes).hosted == pytest.approx((4 + 2 * (1 + 4 / 256)) * n)
-    assert of(in_codes).largest_visit < of(away).largest_visit
+    assert of(in_codes).most_extra_in_use < of(away).most_extra_in_use
     in_sgd = replace(away, optimizer="sgd")
-    assert (of(in_sgd).hosted, of(in_sgd).largest_visit - 4 * n) == (4 * n, pytest.approx(4 * windows, abs=99))
+    assert (of(in_sgd).hosted, of(in_sgd).most_extra_in_use - 4 * n) == (4 * n, pytest.approx(4 * windows, abs=99))
     frozen = replace(away, optimizer=None)
-    assert (of(frozen).resident, of(frozen).hosted, of(frozen).largest_visit) == (2 * n, 0, 0)
+    assert (of(frozen).resident, of(frozen).hosted, of(frozen).most_extra_in_use) == (2 * n, 0, 0)
     resting = replace(CRITIC, offload=True)
     both = of(ACTOR, resting)
     assert both.resident == 18 * n
-    assert both.visit(resting, training=False) == 2 * critic
-    assert both.visit(resting, training=True) == pytest.approx(6 * critic + 12 * windows, abs=99)
+    assert both.extra_in_use(resting, training=False) == 2 * critic
+    assert both.extra_in_use(resting, training=True) == pytest.approx(6 * critic + 12 * windows, abs=99)
     assert both.hosted == 14 * critic
     in_float32 = replace(of(away), itemsize=4)  # the weights are the masters
     assert (in_float32.resident, in_float32.hosted) == (4 * n, 8 * n)
     small = replace(away, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
-    assert of(small).largest_visit == (4 + 12) * parameters(small.config)  # less than three windows
+    assert of(small).most_extra_in_use == (4 + 12) * parameters(small.config)  # less than three windows
 
 
 def test_adapters_worked_by_hand() -> None:

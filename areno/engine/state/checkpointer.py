@@ -150,6 +150,8 @@ class StateCheckpointer:
 
         self._wait_for_copies()
         self._wait_for_files()
+        if self._stream is not None:
+            torch.cuda.current_stream().synchronize()  # the last update has stored masters and moments in host memory
         roles, context = self._roles.trained(), self._context
         readers: list[Reader] = []
 

@@ -442,8 +442,16 @@ class TrainBackend:
         """Return the context manager that explains an out-of-memory error in micro-batches of this size."""
         recomputes = self.recompute or not torch.is_grad_enabled()
         in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
-        fitting = self.kept_layers.fitting
-        return training_hint(self.section, mb_spec, fitting, self._beside, recomputes=recomputes, in_adam=in_adam)
+        flat, on_cuda = self.flat, self.device.type == "cuda"
+        return training_hint(
+            self.section,
+            mb_spec,
+            self.kept_layers.fitting,
+            self._beside,
+            recomputes=recomputes,
+            in_adam=in_adam,
+            may_offload=on_cuda and flat is not None and not flat.frozen and not flat.in_host,
+        )
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:

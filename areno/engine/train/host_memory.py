@@ -221,7 +221,7 @@ class _Slot:
     """Device memory for one window of the buffers in host memory."""
 
     def __init__(self, hosted: Mapping[str, HostBuffer], n: int, device: torch.device):
-        self._hosted = hosted
+        self._hosted, self._device = hosted, device
         self._memory = {
             name: torch.empty(_scaled(slice(0, n), buffer).stop, dtype=buffer.dtype, device=device)
             for name, buffer in hosted.items()
@@ -247,13 +247,13 @@ class _Slot:
             for in_host, on_device in self._pairs:
                 on_device.copy_(in_host, non_blocking=True)
         if streams is not None:
-            torch.cuda.current_stream().wait_stream(streams[0])
+            torch.cuda.current_stream(self._device).wait_stream(streams[0])
         return loaded
 
     def store(self, streams: Streams) -> None:
         """Start to copy the window back to host memory, after the work that the current stream has so far."""
         if streams is not None:
-            streams[1].wait_stream(torch.cuda.current_stream())
+            streams[1].wait_stream(torch.cuda.current_stream(self._device))
         with _on(None if streams is None else streams[1]):
             for in_host, on_device in self._pairs:
                 in_host.copy_(on_device, non_blocking=True)
