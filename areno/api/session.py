@@ -192,6 +192,7 @@ class RolloutSession:
             max_running=self._max_running or most,
             max_len=plan.max_len or longest,
             decoder=DecoderConfig.of(plan.rollout),
+            keeps_cache=not plan.rollout.drop_rollout_state,
         )
         if running == spec:
             return

@@ -142,6 +142,7 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
 
 Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver"]
 
+_TRAINS = ("train", "step", "state")
 _WITH_TEXT = ("sampling", "agents", "serve", "driver")
 PLAIN = "plain"
 """Name of areno without --exact and --deterministic, for --against."""
@@ -186,6 +187,7 @@ class Settings:
     repeats: int
     optimizer: OptimizerType
     recompute: bool
+    offload: bool
     tokens_per_mb: int
     clients: int
     copies: tuple[int, ...]
@@ -227,7 +229,7 @@ class Settings:
     @property
     def trains(self) -> bool:
         """Whether the kind of work includes training."""
-        return self.kind in ("train", "step", "state")
+        return self.kind in _TRAINS
 
 
 def parse(argv: list[str] | None = None) -> Settings:
@@ -317,6 +319,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=get_args(OptimizerType), default="adam")
     kept = "keep all activations (default: keep as many as fit into memory, and recompute the others)"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
+    add("--offload", action="store_true", help="as actor.offload")
     add("--max-prefill-tokens", type=_positive, default=8192, help="maximum number of prompt tokens per decoder step")
     add("--mem-fraction", type=_fraction, default=0.6, help="fraction of the free memory for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
@@ -386,6 +389,8 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (world > 1 and args.profile, "--profile", "traces one process, and --world-size starts several"),
         (args.profile and not cuda, "--profile", f"traces a CUDA device, and --device is {device}"),
         (bool(against) and kind in _STANDALONE, "--against", f"is for other works; {kind} compares areno with itself"),
+        (args.offload and kind not in _TRAINS, "--offload", f"is for {', '.join(_TRAINS)}, not for {kind}"),
+        (args.offload and not cuda, "--offload", f"is for a CUDA device, and --device is {device}"),
         (args.profile and kind in _STANDALONE, "--profile", f"is for other works, not for {kind}"),
         (args.folder and kind != "state", "--folder", f"is for state, not for {kind}"),
         (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is not a folder"),

@@ -55,6 +55,9 @@ class ExperimentConfig(Section):
         help="What the tokenizer does with text in a system, user or tool message that spells a control token (turn "
         "marker, bos, eos, pad). true: it is encoded as the control token. false: it is encoded as ordinary text",
     )
+    enable_offload: bool = setting(
+        False, help="Turn on the setting offload of every model of the run, such as actor.offload and ref.offload"
+    )
     actor: models.ModelConfig = setting(help="The model that is trained")
     engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices, parallelism and worker processes")
     train_dataset: datasets.DatasetConfig = setting(
@@ -83,6 +86,14 @@ class ExperimentConfig(Section):
     )
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
     scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="How worker processes are started")
+
+    def offloads(self, section: Any) -> bool:
+        """Return whether a model is offloaded, by its own setting or by enable_offload.
+
+        Args:
+            section: Section of the model, which has a setting `offload`.
+        """
+        return self.enable_offload or section.offload
 
     def brings_rows(self) -> bool:
         """Return whether the run has training rows even if train_dataset names no source."""

@@ -183,6 +183,11 @@ class UpdatedModelConfig(Section):
         "as are needed to fit into memory",
         flag="--activation-checkpointing",
     )
+    offload: bool = setting(
+        False,
+        help="Keep master weights and moments in pinned host memory, and gradients on the GPU only in training. Each "
+        "update copies masters and moments to the GPU and back. The results stay the same (CUDA)",
+    )
     gradient_accumulation_steps: int | None = setting(
         None,
         help="Number of micro-batches whose gradients are summed for one optimizer step. null: one optimizer step per "
@@ -462,7 +467,7 @@ class CriticConfig(Section):
         help="true: start the critic from random weights, with the architecture in config.json of the folder that "
         "path names. The folder needs no weight files, and the random numbers depend on seed",
     )
-    offload: bool = setting(False, help="Keep the critic in host memory while it is not in use (CUDA)")
+    offload: bool = setting(False, help="As actor.offload, and unused weights are in host memory, too (CUDA)")
     mask_no_eos_with_zero: bool = setting(
         False,
         help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. If "

@@ -13,7 +13,7 @@ from typing import Any
 
 from areno.config.models import LoraConfig, OptimizerType
 from areno.config.run import ALONE, Layout
-from areno.engine.memory import RESERVE, RESTING, may_have_adapters
+from areno.engine.memory import RESERVE, RESTING, either, may_have_adapters
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
@@ -43,7 +43,8 @@ class Model:
         config: Shape of the model.
         optimizer: Type of the optimizer. None for a frozen model.
         key: Configuration section of the role.
-        offload: Whether the model rests in host memory while it is not used.
+        offload: Whether the model rests in host memory while it is not used. If it is trained, its masters and moments
+            are always in host memory. The weights of the actor always stay on the device.
         recompute: Whether layers recompute activations in the backward pass.
         adapters: The LoRA adapters, if they are trained in place of the weights. None otherwise.
         path: Folder of the model.
@@ -57,6 +58,16 @@ class Model:
     recompute: bool = True
     adapters: AdapterSpec | None = None
     path: str = ""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights stay on the device while the model is not used."""
+        return not self.offload or self.key == "actor"
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether actor.offload would free device memory."""
+        return self.key == "actor" and self.optimizer is not None and self.adapters is None and not self.offload
 
     @staticmethod
     def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
@@ -90,6 +101,7 @@ class Footprint:
             `Adapter.stack`.
         on_cuda: Whether the devices are GPUs, which have memory of their own.
         may_adapt: Whether error messages may suggest LoRA for the actor.
+        host_bytes: Free host memory for each device. None if it is not known.
     """
 
     models: tuple[Model, ...]
@@ -101,6 +113,7 @@ class Footprint:
     copies_a: bool = False
     on_cuda: bool = True
     may_adapt: bool = False
+    host_bytes: int | None = None
 
     @staticmethod
     def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
@@ -145,24 +158,54 @@ class Footprint:
             copies_a=self.copies_a,
         )
 
+    def resident_bytes(self, model: Model) -> int:
+        """Return the bytes of a model on each device while it is not used."""
+        found = self.of_model(model)
+        if not model.offload:
+            return found.total
+        return found.weights if model.keeps_weights else 0
+
+    def extra_in_use(self, model: Model, training: bool) -> int:
+        """Return the additional bytes of a model on each device while it is used, without activations.
+
+        Args:
+            model: The model.
+            training: Whether the model is trained, rather than only computing scores.
+        """
+        if not model.offload:
+            return 0
+        found = self.of_model(model)
+        weights = 0 if model.keeps_weights else found.weights
+        return weights + (found.gradients + found.windows if training and model.optimizer else 0)
+
     @property
     def resident(self) -> int:
-        """Bytes on each device that are always in use: those of the models that are not offloaded."""
-        return sum(self.of_model(model).total for model in self.models if not model.offload)
+        """Bytes on each device that are always in use."""
+        return sum(map(self.resident_bytes, self.models))
+
+    @property
+    def most_extra_in_use(self) -> int:
+        """Largest number of additional bytes on each device while one of the models is used, without activations."""
+        return max((self.extra_in_use(model, training=True) for model in self.models), default=0)
+
+    @property
+    def hosted(self) -> int:
+        """Bytes in host memory for each device."""
+        found = [(model, self.of_model(model)) for model in self.models if model.offload]
+        return sum(each.masters + each.moments + (0 if model.keeps_weights else each.weights) for model, each in found)
 
     @property
     def least(self) -> int:
         """Minimum memory of each device in bytes.
 
-        This is the memory of all models that are not offloaded, plus the largest single need of these: training a model
-        on a micro-batch of up to 256 tokens, holding an offloaded model, or a KV cache of 256 tokens. Training an
-        offloaded model includes holding it, and the KV cache includes a few recurrent states if the actor has them.
+        This is the memory that is always in use, plus the largest single need of these: training a model on a
+        micro-batch of up to 256 tokens, holding an offloaded model, or a KV cache of 256 tokens. Training an offloaded
+        model includes holding it, and the KV cache includes a few recurrent states if the actor has them.
         """
         work = [0]
         for model in self.models:
-            visit = self.of_model(model).total if model.offload else 0
-            of_tokens = self.training_bytes(model, min(_MIN_TOKENS, self.batch_tokens))
-            work.append(visit + of_tokens if model.optimizer else visit)
+            of_tokens = self.training_bytes(model, min(_MIN_TOKENS, self.batch_tokens)) if model.optimizer else 0
+            work.append(self.extra_in_use(model, training=True) + of_tokens)
         actor = self.models[0].config
         kv = _MIN_TOKENS * kv_bytes(actor, self.itemsize, self.layout)
         kv += _MIN_SLOTS * state_bytes(actor, self.itemsize, self.layout)
@@ -193,7 +236,10 @@ class Footprint:
         rows: list[tuple[str, ...]] = [("", "weights", "gradients", "masters", "moments", "sum")]
         for model in self.models:
             found = self.of_model(model)
-            name = f"{model.name} (in host memory)" if model.offload else model.name
+            where = " (in host memory)" if model.offload else ""
+            if model.offload and model.keeps_weights:
+                where = " (masters, moments in host memory)" if model.optimizer else ""
+            name = f"{model.name}{where}"
             numbers = found.weights, found.gradients, found.masters, found.moments, found.total
             rows.append((name, *map(gib, numbers)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -216,12 +262,15 @@ class Footprint:
         if actor.optimizer:
             need = gib(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
+        extra, hosted = gib(self.most_extra_in_use), gib(self.hosted)
+        away = f"offload keeps {hosted} in host memory; a model in use takes up to {extra} more of its device"
         return "\n".join(
             [
                 f"memory of each device in GiB, with {self.layout_in_words()}:",
                 *lines,
                 "; ".join(work),
                 f"{gib(self.resident)} of {gib(device_bytes)} are taken, which leaves {gib(room)} for these",
+                *([away] if self.hosted else []),
             ]
         )
 
@@ -245,9 +294,15 @@ class Footprint:
     def fits(self, device_bytes: int) -> bool:
         """Return whether the models fit a device with this many bytes, with 6 % left free.
 
-        Only the smallest possible work counts, see `least`. Long rows and many requests may need more memory.
+        Only the smallest possible work counts, see `least`. Long rows and many requests may need more memory. If
+        `host_bytes` is known, offloaded models must also fit the host memory.
         """
-        return self.least <= (1 - RESERVE) * device_bytes
+        return self.least <= (1 - RESERVE) * device_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host memory is large enough for the models, with 6 % left free. True if it is not known."""
+        return self.host_bytes is None or self.hosted <= (1 - RESERVE) * self.host_bytes
 
 
 def footprint_of(
@@ -290,7 +345,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
     Raises:
         EngineError: The models do not fit. The message names changes of settings that make them fit.
     """
-    if footprint.fits(device_bytes):
+    if replace(footprint, host_bytes=None).fits(device_bytes):
         return
     names = " and ".join(model.name for model in footprint.models)
     text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
@@ -317,11 +372,42 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
     raise EngineError(text, *args)
 
 
-def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[tuple[Way, Footprint]]:
+def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
+    """Raise an error if the host memory is too small for the models with `offload`.
+
+    Args:
+        footprint: The memory of the models, with `host_bytes`.
+        n_ranks: Number of ranks on this machine, which share the host memory.
+
+    Raises:
+        EngineError: The host memory is too small.
+    """
+    if footprint.fits_host:
+        return
+    assert footprint.host_bytes is not None
+    away = [model for model in footprint.models if model.offload]
+    in_adam = [model for model in away if model.optimizer == "adam"]
+    divides = any(model.optimizer for model in away) and footprint.layout.dp_size > 1 and footprint.zero_stage == 0
+    ways = ["set {}=adam_8bit"] * len(in_adam) + ["set {}=1"] * divides + ["turn off {}"] * len(away)
+    keys = [f"{model.key}.optimizer.type" for model in in_adam] + ["engine.zero_stage"] * divides
+    raise EngineError(
+        "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
+        f"and {{}} GiB are free; {either(['use a machine with more memory', *ways])}",
+        " and ".join(model.name for model in away),
+        gib(n_ranks * footprint.hosted),
+        n_ranks,
+        gib(n_ranks * int((1 - RESERVE) * footprint.host_bytes)),
+        *map(Key, keys),
+        *(Key(f"{model.key}.offload") for model in away),
+    )
+
+
+def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 4) -> list[tuple[Way, Footprint]]:
     """Return alternative changes of settings with which the models fit their devices.
 
-    The four kinds of changes are zero_stage, tp_size, offloading of models and 8-bit optimizers. Only the alternatives
-    with the fewest kinds of changes are returned.
+    The kinds of changes are zero_stage, tp_size, offloading of models that are not always used, offloading of the
+    actor's masters and moments, and 8-bit optimizers. Only the alternatives with the fewest kinds of changes are
+    returned.
 
     Args:
         footprint: The memory of models that do not fit.
@@ -375,21 +461,23 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
     sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
     to_codes = [model for model in now.models if model.optimizer == "adam"]
     to_host = [model for model in now.models if now.on_cuda and model.key in RESTING and not model.offload]
-    stages = range(now.zero_stage, 3)
-    for codes, away, size, stage in itertools.product((False, True), (False, True), sizes, stages):
+    to_stream = [model for model in now.models if now.on_cuda and model.may_stream]
+    stages, no_yes = range(now.zero_stage, 3), (False, True)
+    for codes, streams, away, size, stage in itertools.product(no_yes, no_yes, no_yes, sizes, stages):
         divides_nothing = stage > now.zero_stage and size == n_ranks
-        if (codes and not to_codes) or (away and not to_host) or divides_nothing:
+        if (codes and not to_codes) or (away and not to_host) or (streams and not to_stream) or divides_nothing:
             continue
         changes: list[Way] = [
             {"engine.zero_stage": stage} if stage != now.zero_stage else {},
             {"engine.tp_size": size} if size != tp_size else {},
             {f"{model.key}.offload": True for model in to_host} if away else {},
+            {f"{model.key}.offload": True for model in to_stream} if streams else {},
             {f"{model.key}.optimizer.type": "adam_8bit" for model in to_codes} if codes else {},
         ]
         models = tuple(
             replace(
                 model,
-                offload=model.offload or (away and model in to_host),
+                offload=model.offload or (away and model in to_host) or (streams and model in to_stream),
                 optimizer="adam_8bit" if codes and model in to_codes else model.optimizer,
             )
             for model in now.models

@@ -85,12 +85,36 @@ def resident_bytes() -> int:
 
 
 def host_bytes_free() -> int:
-    """Return the bytes of available memory of this machine. Without /proc/meminfo, half of the whole memory."""
+    """Return the bytes of available memory of this machine or, if it is less, of this process's container.
+
+    Without /proc/meminfo, half of the whole memory of the machine.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min([machine, *_container_bytes_free()])
+
+
+_CGROUPS = {
+    "/sys/fs/cgroup": ("memory.max", "memory.current"),
+    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Folder of the memory controller -> files with its limit and its use, for both versions of control groups."""
+
+
+def _container_bytes_free() -> Iterator[int]:
+    """Yield the memory that the limit of this process's control group leaves. Nothing if there is no limit."""
+    for folder, (limit, used) in _CGROUPS.items():
+        try:
+            most, taken = (int((Path(folder) / name).read_text()) for name in (limit, used))
+            lines = (Path(folder) / "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # no such file, or "max" in place of a number
+            continue
+        # Pages of files that were not read again soon are freed when memory is needed.
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        yield max(0, most - taken + cached)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -126,12 +150,16 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
         options = list(advice())
         values = [arg() if callable(arg) else arg for arg in args] + [arg for _, *args in options for arg in args]
         raise EngineError(
-            f"out of device memory {when} ({said}): {_either([o[0] for o in options])}", *values
+            f"out of device memory {when} ({said}): {either([o[0] for o in options])}", *values
         ) from error
 
 
-def _either(texts: Sequence[str]) -> str:
-    """Join texts as "a, b or c"."""
+def either(texts: Sequence[str]) -> str:
+    """Join texts as "a, b or c".
+
+    Args:
+        texts: The texts, at least one.
+    """
     return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
 
 
@@ -142,6 +170,11 @@ MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.t
 
 RESTING = ("ref", "reward", "critic")
 """Configuration sections whose models may rest in host memory while they are not used."""
+
+
+def may_stream(role: RoleSpec) -> bool:
+    """Return whether actor.offload would free device memory: the role is an actor that trains all its weights."""
+    return role.key == "actor.path" and role.optimizer is not None and role.lora is None and not role.offload
 
 
 def in_loading(
@@ -167,7 +200,7 @@ def in_loading(
     if can_offload:
         for each in (role, *others):
             section = each.key.removesuffix(".path")
-            if section in RESTING and not each.offload:
+            if (section in RESTING and not each.offload) or may_stream(each):
                 yield ("set {}=true", Key(f"{section}.offload"))
     yield from _smaller_optimizer(role)
     if role.key == spec.actor.key and may_have_adapters(spec):
@@ -183,6 +216,7 @@ def training_hint(
     *,
     recomputes: bool,
     in_adam: bool,
+    may_offload: bool = False,
 ) -> AbstractContextManager[None]:
     """Return the `out_of_memory_hint` context manager for forward and backward passes of micro-batches.
 
@@ -195,13 +229,16 @@ def training_hint(
         recomputes: Whether the backward pass recomputes activations. If False, the advice includes gradient
             checkpointing.
         in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
+        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
     """
     size = ("max_tokens_per_mb", mb_spec.max_tokens_per_mb)
     if mb_spec.max_tokens_per_mb is None:
         size = ("mini_bs", mb_spec.mini_bs)
     return out_of_memory_hint(
         "in training, with {}={}{}",
-        lambda: in_training(section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam),
+        lambda: in_training(
+            section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam, may_offload=may_offload
+        ),
         Key(f"{section}.mb_spec.{size[0]}"),
         size[1],
         fitting,
@@ -209,7 +246,13 @@ def training_hint(
 
 
 def in_training(
-    section: str, mb_spec: MicroBatchSpec, *, recomputes: bool, beside: Iterable[Option], in_adam: bool
+    section: str,
+    mb_spec: MicroBatchSpec,
+    *,
+    recomputes: bool,
+    beside: Iterable[Option],
+    in_adam: bool,
+    may_offload: bool = False,
 ) -> Iterator[Option]:
     """Yield setting changes to suggest if memory runs out in forward or backward passes.
 
@@ -222,6 +265,7 @@ def in_training(
             checkpointing.
         beside: Setting changes that make the KV cache smaller.
         in_adam: Whether the optimizer is Adam with float32 moments. If True, the advice includes 8-bit moments.
+        may_offload: Whether masters and moments could be moved to host memory. If True, the advice includes this.
     """
     if mb_spec.max_tokens_per_mb is not None:
         yield ("lower {}", Key(f"{section}.mb_spec.max_tokens_per_mb"))
@@ -230,6 +274,8 @@ def in_training(
     if not recomputes:
         yield ("set {}=true", Key(f"{section}.gradient_checkpointing"))
     yield from beside
+    if may_offload:
+        yield ("set {}=true", Key(f"{section}.offload"))
     if in_adam:
         yield ("set {}=adam_8bit", Key(f"{section}.optimizer.type"))
     yield MORE_DEVICES

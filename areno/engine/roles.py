@@ -1,8 +1,9 @@
 """The models of one worker by role: the actor, and a reference, critic or reward model.
 
-A role with `offload` rests in host memory while it is not used. Offloading frees the storage under the model's flat
-buffers, and loading allocates the storage again. The tensor objects stay the same, so parameters and gradients, which
-are views of the buffers, stay valid.
+A role with `offload` rests in host memory while it is not used, except that the weights of the actor always stay on
+the device. Offloading frees the storage under the model's flat buffers, and loading allocates the storage again. The
+tensor objects stay the same, so parameters and gradients, which are views of the buffers, stay valid. If the role is
+trained, its master weights and moments are always in host memory.
 
 The driver's Engine checks that a role supports a command, so this module does not check again.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from areno.engine import memory
 from areno.engine.decoder.cache_size import WantedCache
 from areno.engine.exact import make_exact
-from areno.engine.footprint import Footprint, check_fits, footprint_of
+from areno.engine.footprint import Footprint, check_fits, check_host_memory, footprint_of
 from areno.engine.memory import device_bytes, out_of_memory_hint, total_bytes
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
@@ -44,22 +45,18 @@ class Offload:
     """Moves the memory of a model between the device and host memory. Construction moves it to host memory.
 
     The memory consists of flat buffers: large 1-D tensors, of which the parameters, gradients and so on are views.
+    Master weights and moments are not among them, see `areno.engine.train.host_memory`.
 
     Args:
         params: Buffers that scoring and training need.
-        state: Buffers that only training uses and modifies, such as float32 master weights and moments. They are copied
-            in both directions.
         scratch: Buffers that only training uses, such as gradients. Their content is not kept, so they are freed
             instead of copied.
     """
 
-    def __init__(self, params: Sequence[Tensor], state: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
+    def __init__(self, params: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
         self._params = [_Buffer(buffer) for buffer in params]
-        self._state = [
-            *(_Buffer(buffer) for buffer in state),
-            *(_Buffer(buffer, scratch=True) for buffer in scratch),
-        ]
-        for buffer in (*self._params, *self._state):
+        self._scratch = [_Buffer(buffer, scratch=True) for buffer in scratch]
+        for buffer in (*self._params, *self._scratch):
             buffer.leave(changed=True)
 
     @contextmanager
@@ -67,13 +64,12 @@ class Offload:
         """Hold the buffers on the device inside a `with` block.
 
         Args:
-            training: If True, `state` and `scratch` are also on the device, and changes of `params` and `state` are
-                copied back to host memory at the end. If False, only `params` are on the device, and must not be
-                changed.
+            training: If True, `scratch` is also on the device, and changes of `params` are copied back to host memory
+                at the end. If False, only `params` are on the device, and must not be changed.
         """
         arrived: list[_Buffer] = []
         try:
-            for buffer in (*self._params, *(self._state if training else ())):
+            for buffer in (*self._params, *(self._scratch if training else ())):
                 buffer.arrive()
                 arrived.append(buffer)
             yield
@@ -86,8 +82,7 @@ class Offload:
 
         The list is empty if the buffer is not offloaded or has no copy. On CUDA the copies may still be in progress.
         """
-        found = (each for each in (*self._params, *self._state) if each.holds(buffer))
-        return [copy for each in found for copy in each.copies]
+        return [copy for each in self._params if each.holds(buffer) for copy in each.copies]
 
 
 class _Buffer:
@@ -134,8 +129,7 @@ class Role:
     Attributes:
         spec: Spec of the role.
         backend: The model and, if it is trained, its optimizer.
-        offload: Moves the model between host memory and the device. Has no buffers if the model always stays on the
-            device.
+        offload: Moves the model between host memory and the device. Has no buffers if everything stays on the device.
         is_base: Whether the role is the actor with its adapters switched off, and holds no weights of its own.
     """
 
@@ -148,7 +142,7 @@ class Role:
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
         """Hold the model on the device inside a `with` block, and yield its backend.
 
-        If `training` is True, the gradients and the state of the optimizer are also on the device. If `self.is_base`
+        If `training` is True, the gradients are also on the device. If `self.is_base`
         is True, the adapters of the actor are switched off in the block.
         """
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
@@ -171,7 +165,8 @@ class Roles:
         footprint: The memory of the models.
 
     Raises:
-        EngineError: The models of the engine do not fit the device.
+        EngineError: The models of the engine do not fit the device, or the host memory is too small for models with
+            `offload`.
     """
 
     def __init__(
@@ -185,6 +180,7 @@ class Roles:
         self._roles: dict[str, Role] = {}
         self._device_bytes = device_bytes(context.device, spec.n_ranks_on_machine(context.rank))
         self.total_bytes = total_bytes(context.device, spec.n_ranks_on_machine(context.rank))
+        self._host_bytes = self._free_host_bytes()
         self.footprint = self._fitting({"actor": spec.actor, **spec.planned})
         self._roles["actor"] = self._load(spec.actor)
 
@@ -240,7 +236,8 @@ class Roles:
             wanted: The KV cache that stays between rollouts. None if there is none.
         """
         total, footprint = self.total_bytes, self.footprint
-        cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident)
+        # A cache that is dropped after the rollout is None here, so this cache leaves room for offloaded models.
+        cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident - footprint.most_extra_in_use)
         models = {model.name: model for model in footprint.models}
         found: TokenBudgets = {}
         for name, role in self._roles.items():
@@ -250,7 +247,7 @@ class Roles:
         return found
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
-        """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the device."""
+        """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the machine."""
         roles = {name: role for name, role in roles.items() if not self._is_base(role)}
         configs = {}
         for name, role in roles.items():
@@ -258,8 +255,20 @@ class Roles:
                 configs[name] = load_config(role.path, role.head, needs_head=role.needs_head)
         itemsize = getattr(torch, self.spec.dtype).itemsize
         footprint = footprint_of(self.spec, configs, roles, itemsize, runs_triton(self.context.device))
+        footprint = replace(footprint, host_bytes=self._host_bytes)
         check_fits(footprint, self._device_bytes)
+        check_host_memory(footprint, self.spec.n_ranks_on_machine(self.context.rank))
         return footprint
+
+    def _free_host_bytes(self) -> int:
+        """Return this rank's share of the free host memory, the smallest of all ranks.
+
+        No rank allocates host memory for its models before all ranks have measured the free memory.
+        """
+        share = memory.host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
+        found = torch.tensor(float(share), dtype=torch.float64, device=self.context.device)
+        lowest = torch.distributed.ReduceOp.MIN
+        return int(self.context.dp.all_reduce(self.context.tp.all_reduce(found, lowest), lowest).item())
 
     def trained(self) -> dict[str, Role]:
         """Return the roles that have an optimizer, by name."""
@@ -287,7 +296,7 @@ class Roles:
 
     def _load(self, spec: RoleSpec) -> Role:
         if self._is_base(spec):
-            return Role(spec, self._roles["actor"].backend, Offload([]), is_base=True)
+            return Role(spec, self._roles["actor"].backend, Offload(), is_base=True)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
         options = memory.in_loading(
@@ -295,7 +304,7 @@ class Roles:
             spec,
             [role.spec for role in self._roles.values()],
             has_bf16=not is_before_ampere(context.device),
-            can_offload=context.device.type == "cuda",
+            can_offload=has_own_memory(context.device),
         )
         with model_setting(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
@@ -317,6 +326,7 @@ class Roles:
             if spec.lora is not None:
                 self._fill(model, spec)
                 self._adapt(model, spec.lora)
+            leaves = spec.offload and has_own_memory(context.device)
             backend = TrainBackend(
                 model,
                 spec.optimizer,
@@ -332,11 +342,10 @@ class Roles:
                 router_aux_loss_coef=spec.router_aux_loss_coef,
                 fill=partial(self._complete, model, spec),
                 stays=stays,
+                in_host=leaves,
                 beside=self._beside,
             )
-            # A CPU has no second memory to offload to.
-            leaves = spec.offload and context.device.type == "cuda"
-            return Role(spec, backend, _offload(backend) if leaves else Offload([]))
+            return Role(spec, backend, _offload(backend, keeps_weights=is_actor) if leaves else Offload())
 
     def _complete(self, model: Transformer, spec: RoleSpec) -> None:
         """Set the weights of a model and, if `engine.exact` is true, choose the kernels of its matrix products.
@@ -384,9 +393,12 @@ class Roles:
             load_adapters(model, lora.init_from)
 
 
-def _offload(backend: TrainBackend) -> Offload:
-    flat, optimizer = backend.flat, backend.optimizer
-    if flat is None or optimizer is None:
-        return Offload(backend.params)
-    masters = [flat.masters] if flat.masters is not flat.params else []
-    return Offload(backend.params, [*masters, *optimizer.moments.values()], [flat.grads, flat.workspace])
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether a device has memory of its own, so that models can be offloaded to host memory."""
+    return device.type == "cuda"
+
+
+def _offload(backend: TrainBackend, keeps_weights: bool) -> Offload:
+    """Return the Offload of a model. `keeps_weights` is whether the weights stay on the device."""
+    scratch = [] if backend.flat is None else [backend.flat.grads, backend.flat.workspace]
+    return Offload([] if keeps_weights else backend.params, scratch)

@@ -48,7 +48,8 @@ class RoleSpec:
         key: Name of the setting that holds the path, for messages. Equality ignores it.
         optimizer: Settings of the optimizer. None freezes the model.
         gradient_checkpointing: Whether layers recompute activations in the backward pass.
-        offload: Whether the model rests in host memory while it is not in use.
+        offload: Whether the model rests in host memory while it is not in use. If it is trained, its master weights
+            and moments are always in host memory. The weights of the actor stay on the device.
         needs_head: Whether the folder must hold a trained value head, as for a reward model. A critic may train a new
             head.
         random_init: Whether to draw the weights from the engine's seed instead of reading them from the folder.
@@ -241,11 +242,14 @@ class RolloutSpec:
         max_running: Largest number of samples that are decoded at the same time, over all ranks.
         max_len: Largest number of tokens in a sample, prompt and completion together.
         decoder: Settings of the decoder.
+        keeps_cache: Whether the KV cache stays in memory until the next phase. If so, it leaves room for the memory
+            that offloaded models take while they are used.
     """
 
     max_running: int
     max_len: int
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    keeps_cache: bool = True
 
 
 @dataclass(kw_only=True)

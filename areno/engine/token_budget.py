@@ -95,9 +95,8 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
         device_bytes: Total memory of a device.
         cache_bytes: Memory of the KV cache that stays while the model works.
     """
-    own = footprint.of_model(model)
-    visits = 0 if not model.offload else own.total if phase == TRAIN else own.weights
-    room = int((1 - RESERVE) * device_bytes) - footprint.resident - visits - cache_bytes
+    extra = footprint.extra_in_use(model, training=phase == TRAIN)
+    room = int((1 - RESERVE) * device_bytes) - footprint.resident - extra - cache_bytes
     work = _Work.of(footprint, model, phase)
     sizes = list(_sizes(work.need.fitting_tokens(room)))
     if not footprint.on_cuda:

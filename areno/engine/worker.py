@@ -148,10 +148,12 @@ class Worker:
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
+        wanted = self._wanted_cache(spec)
+        reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 self.actor,
-                n_blocks=kv_cache_blocks(self.actor, self.spec, self._wanted_cache(spec), self.free_bytes),
+                n_blocks=kv_cache_blocks(self.actor, self.spec, wanted, self.free_bytes, reserved),
                 block_size=self._block_size,
                 max_running=self._max_running(spec),
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,

@@ -32,7 +32,6 @@ def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
 _RUN = {
     "teacher": "there is no distillation from a teacher yet",
     "tune": "memory is not tuned by a trial run; see actor.mb_spec and rollout.mem_fraction",
-    "enable_offload": "each model has a setting of its own: ref.offload, critic.offload, reward.offload",
     **dict.fromkeys(("sglang", "vllm"), _OWN_ENGINE),
     **dict.fromkeys(("launcher", "allocation_mode"), _OWN_PROCESSES),
     **dict.fromkeys(("cluster.name_resolve", "cluster.cluster_name"), "with scheduler.type=ray, Ray finds machines"),
@@ -117,7 +116,6 @@ _MODELS = ("actor", "ref", "critic")
 NOT_HERE = {
     **_RUN,
     **_under(_MODELS, _OF_MODELS),
-    "actor.offload": "the actor stays on its device; ref.offload, critic.offload and reward.offload move the others",
     "actor.dtype=float16": "float16 needs a loss scale, which areno does not have",
     "scheduler.type=slurm": "start Ray on the nodes that Slurm gave you, and set scheduler.type=ray",
     **_under(("actor", "ref"), dict.fromkeys(("log_agent_stats", "log_agent_stats_keys"), _AGENTS)),

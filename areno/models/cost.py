@@ -163,6 +163,8 @@ LOGITS_CHUNK = 2048  # positions whose logits are computed at once
 _WORK_EXPECTED = 0.35  # share of the upper bound of temporary bytes that a backward pass takes
 _FORWARD_RESIDUAL, _FORWARD_PRODUCTS = 28, 0.47  # bytes per element of the residual stream, share of the products
 BUCKET = 2**25  # fewest parameters of layers that are reduced together: enough for the full bandwidth of links
+WINDOW = 2**24  # parameters whose masters and moments pass the device at once, if they are in host memory
+WINDOWS = 3  # windows on the device at the same time: one arrives, one is updated, one leaves
 _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
@@ -313,12 +315,15 @@ class ModelBytes:
         gradients: the bytes of the gradients.
         masters: the bytes of the fp32 master weights.
         moments: the bytes of the optimizer's moments.
+        windows: the bytes of the windows through which masters and moments pass the device in an update, if they are
+            kept in host memory. `total` does not include these bytes.
     """
 
     weights: int
     gradients: int = 0
     masters: int = 0
     moments: int = 0
+    windows: int = 0
 
     @property
     def total(self) -> int:
@@ -364,11 +369,13 @@ def model_bytes(
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
         n_grads = n - of_layers + of_layers // layout.dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
+    masters, moments = 0 if is_master else 4 * n // divided, int(2 * moment * n) // divided
     return ModelBytes(
         weights=n_weights * itemsize,
         gradients=4 * n_grads,
-        masters=0 if is_master else 4 * n // divided,
-        moments=int(2 * moment * n) // divided,
+        masters=masters,
+        moments=moments,
+        windows=int((masters + moments) * min(1.0, WINDOWS * WINDOW / (n / divided))),
     )
 
 

@@ -68,6 +68,7 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
     stall_timeout_s: float | None = as_in(EngineConfig, "stall_timeout_s")
     dtype: Literal["auto", "bfloat16", "float32"] = as_in(ModelConfig, "dtype")
     gradient_checkpointing: bool = as_in(ModelConfig, "gradient_checkpointing")
+    offload: bool = as_in(ModelConfig, "offload")
     router_aux_loss_coef: float = as_in(ModelConfig, "router_aux_loss_coef")
     routing_replay: bool = as_in(PolicyConfig, "routing_replay")
     max_tokens_per_mb: int | None = as_in(MicroBatchSpec, "max_tokens_per_mb")

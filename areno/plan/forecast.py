@@ -36,7 +36,7 @@ from areno.plan.plan import experiment_roles, longest_sequence
 
 CONTEXT_BYTES = int(0.68 * 2**30)  # of a CUDA context, which torch does not count
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
-_COPY_BYTES_S = 25e9  # bytes per second between device and pinned host memory
+_COPY_BYTES_S = 25e9  # bytes per second between device and pinned host memory, in each direction
 _DROPPED_S = 2.0  # seconds to make a decoder with its CUDA graphs again
 
 
@@ -187,6 +187,7 @@ def forecast(
             path=config.actor.path,
             optimizer=config.actor.optimizer,
             gradient_checkpointing=config.actor.gradient_checkpointing,
+            offload=config.offloads(config.actor),
             lora=lora_of(config.actor, model),
         ),
         devices=["cuda:0" if hardware.is_cuda else "cpu"] * n_devices,
@@ -246,7 +247,8 @@ class _Step:
         self.free = self.total - CONTEXT_BYTES * hardware.is_cuda - footprint.resident
         self.cache = self._cache()
         drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
-        self.stays = 0 if drops or self.cache is None else self.cache.bytes_within(self.free)
+        self.room_of_cache = self.free - (0 if drops else footprint.most_extra_in_use)
+        self.stays = 0 if drops or self.cache is None else self.cache.bytes_within(self.room_of_cache)
         self._phases: list[Phase] = []
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -273,13 +275,14 @@ class _Step:
         """Return the bytes of the models on a device, by term, while the model `visitor` works."""
         terms: dict[str, int] = {}
         for model in self.footprint.models:
-            found = self.footprint.of_model(model)
-            if model.offload and model.name != visitor:
-                continue
-            terms["weights"] = terms.get("weights", 0) + found.weights
-            if not model.offload or trains:
-                for name in ("gradients", "masters", "moments"):
-                    terms[name] = terms.get(name, 0) + vars(found)[name]
+            found, here = self.footprint.of_model(model), model.name == visitor
+            if model.keeps_weights or here:
+                terms["weights"] = terms.get("weights", 0) + found.weights
+            if not model.offload or (here and trains):
+                terms["gradients"] = terms.get("gradients", 0) + found.gradients
+            if not model.offload:
+                terms["masters"] = terms.get("masters", 0) + found.masters
+                terms["moments"] = terms.get("moments", 0) + found.moments
         return {name: n_bytes for name, n_bytes in terms.items() if n_bytes}
 
     def _pass_terms(self, name: str, phase: str, budget: int, n_tokens: int, n_predicted: int) -> tuple[dict, int, int]:
@@ -323,7 +326,8 @@ class _Step:
             return mb_spec.mini_bs * row
         if self.config.actor.gradient_accumulation_steps is not None and phase == TRAIN:
             return (mb_spec.counted.mini_bs or 1) * row
-        cache = self.cache.bytes_within(self.total - self.footprint.resident) if self.stays and self.cache else 0
+        room = self.total - self.footprint.resident - self.footprint.most_extra_in_use
+        cache = self.cache.bytes_within(room) if self.stays and self.cache else 0
         return choose_token_budget(self.footprint, self._model(name), phase, self.total, cache)
 
     # -- phases ----------------------------------------------------------------------------------------------------
@@ -362,7 +366,7 @@ class _Step:
         assert self.cache is not None
         at_once = config.rollout.max_concurrent_rollouts or config.rows_per_step
         copies = self.layout.dp_size
-        cache_bytes = self.cache.bytes_within(self.free)
+        cache_bytes = self.cache.bytes_within(self.room_of_cache)
         row = lengths.prompt / max(1, config.gconfig.n_samples) + lengths.answer
         cached_tokens = cache_bytes // max(1, self.cache.block_bytes) * self.cache.layout.block_size
         work = RolloutWork(
@@ -405,9 +409,11 @@ class _Step:
         rates = self._rates.of(self.layout.cp_size)
         seconds = pass_seconds(model.config, cost, work, rates)
         seconds *= self._rounds(phase, name)
-        if role.offload:
+        if model.offload:
             found = self.footprint.of_model(model)
-            moved = found.weights if phase == SCORE else 2 * (found.total - found.gradients)
+            moved = 0 if model.keeps_weights else found.weights * (2 if phase == TRAIN else 1)
+            if phase == TRAIN:  # copies to the device and back run at the same time
+                moved += self._updates(name) * (found.masters + found.moments)
             seconds += moved / _COPY_BYTES_S
         if phase == TRAIN and role.optimizer is not None:
             trained = cost.adapter_params or cost.n_params
@@ -437,7 +443,9 @@ class _Step:
         if self.footprint.least > limit:
             return [f"the models need {_gib(self.footprint.least)} GiB, and a device has {_gib(limit)}"]
         if self.cache is not None:
-            room = self.cache.affordable(self.free) if self.cache.mem_fraction is not None else self.cache.blocks
+            room = (
+                self.cache.affordable(self.room_of_cache) if self.cache.mem_fraction is not None else self.cache.blocks
+            )
             room = min(room, self.cache.blocks)
             tokens = self.cache.layout.max_sequence_tokens(
                 self.cache.layout.pool_size(max(room, 0)), self.cache.max_len

@@ -76,7 +76,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         return devices
 
     plan = open_actor(
-        config.actor,
+        replace(config.actor, offload=config.offloads(config.actor)),
         config.engine,
         find,
         tokenizer_path=config.tokenizer_path,
@@ -176,6 +176,7 @@ def open_actor(
         path=path,
         optimizer=actor.optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
+        offload=actor.offload,
         random_init=actor.init_from_scratch,
         router_aux_loss_coef=actor.router_aux_loss_coef,
         lora=lora,
@@ -437,7 +438,7 @@ def experiment_roles(
     def role(name: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
         key = f"{name}.path"
         path = folder_of(section.path, key) if section.path else ""
-        return RoleSpec(path=path, head=head, key=key, offload=section.offload, **more)
+        return RoleSpec(path=path, head=head, key=key, offload=config.offloads(section), **more)
 
     roles: dict[str, Callable[[], RoleSpec]] = {}
     if config.ref is not None:
@@ -455,7 +456,8 @@ def experiment_roles(
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     """Return role -> specification of the models that a script requests.
 
-    A trainable role gets the optimizer settings of the policy, with its own learning rate if it has one.
+    A trainable role gets the optimizer settings of the policy, with its own learning rate if it has one. If the policy
+    is offloaded, so are the roles.
 
     Args:
         roles: Role name -> ModelRole. A RoleSpec in place of a ModelRole is returned unchanged.
@@ -524,6 +526,7 @@ def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         key=key,
         optimizer=optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
+        offload=actor.offload,
         needs_head=role.name == "reward",
     )
 

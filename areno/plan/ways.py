@@ -104,6 +104,10 @@ def _options(found: Forecast) -> Iterator[_Option]:
             loaded = next((model for model in found.footprint.models if model.name == name), None)
             if loaded is not None and not loaded.offload:
                 yield _Option({f"{name}.offload": True}, f"the {name} model is copied to the device in each step")
+    if any(model.may_stream for model in found.footprint.models):
+        actor = found.footprint.of_model(found.footprint.models[0])
+        price = f"{(actor.masters + actor.moments) / 2**30:.0f} GiB of host memory for each device"
+        yield _Option({"actor.offload": True}, price)
     if not config.actor.gradient_checkpointing:
         yield _Option({"actor.gradient_checkpointing": True}, "activations are computed twice")
     if not config.actor.use_lora and not config.actor.init_from_scratch:

@@ -35,6 +35,7 @@ def spec(n_devices: int = 1, **settings: Any) -> EngineSpec:
 
 
 OVER_MORE = "divide the model over more devices with engine.world_size and engine.tp_size"
+WIDER, AWAY = "raise engine.tp_size to divide the model over more devices", "set actor.offload=true"
 IN_8_BITS, ADAPT = "set actor.optimizer.type=adam_8bit", "train adapters alone with actor.use_lora=true"
 SMALLER = "choose a smaller model (actor.path)"
 
@@ -42,16 +43,20 @@ SMALLER = "choose a smaller model (actor.path)"
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        (spec(), f"{OVER_MORE}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
-        (spec(2), f"raise engine.tp_size to divide the model over more devices, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
-        (spec(2, tp_size=2), f"{OVER_MORE}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
-        (spec(optimizer=IN_CODES), f"{OVER_MORE}, {ADAPT} or {SMALLER}"),
-        (spec(optimizer=OptimizerConfig(type="sgd")), f"{OVER_MORE}, {ADAPT} or {SMALLER}"),
+        (spec(), f"{OVER_MORE}, {AWAY}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
+        (
+            spec(2),
+            f"raise engine.tp_size to divide the model over more devices, {AWAY}, {IN_8_BITS}, {ADAPT} or {SMALLER}",
+        ),
+        (spec(2, tp_size=2), f"{OVER_MORE}, {AWAY}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
+        (spec(offload=True), f"{OVER_MORE}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
+        (spec(optimizer=IN_CODES), f"{OVER_MORE}, {AWAY}, {ADAPT} or {SMALLER}"),
+        (spec(optimizer=OptimizerConfig(type="sgd")), f"{OVER_MORE}, {AWAY}, {ADAPT} or {SMALLER}"),
         (spec(lora=LORA), f"{OVER_MORE}, {IN_8_BITS} or {SMALLER}"),
-        (spec(random_init=True, optimizer=IN_CODES), f"{OVER_MORE} or {SMALLER}"),
+        (spec(random_init=True, optimizer=IN_CODES), f"{OVER_MORE}, {AWAY} or {SMALLER}"),
         (spec(optimizer=None), f"{OVER_MORE} or {SMALLER}"),
     ],
-    ids=["one", "two", "divided", "8 bits", "sgd", "adapters", "random", "frozen"],
+    ids=["one", "two", "divided", "offloaded", "8 bits", "sgd", "adapters", "random", "frozen"],
 )
 def test_the_actor_does_not_fit(engine: EngineSpec, said: str) -> None:
     assert told(memory.in_loading(engine, engine.actor, [], has_bf16=True, can_offload=True)) == said
@@ -68,9 +73,9 @@ def test_half_as_many_bytes(dtype: str, has_bf16: bool) -> None:
 @pytest.mark.parametrize(
     ("can_offload", "offloaded", "keys"),
     [
-        (True, (), {"ref", "critic"}),
-        (True, ("ref",), {"critic"}),
-        (True, ("ref", "critic"), set()),
+        (True, (), {"actor", "ref", "critic"}),
+        (True, ("ref",), {"actor", "critic"}),
+        (True, ("ref", "critic"), {"actor"}),
         (False, (), set()),  # a CPU has no other memory
     ],
 )
@@ -109,6 +114,12 @@ def test_training_runs_out(
         section, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, in_adam=in_adam
     )
     assert told(options) == said
+
+
+def test_masters_and_moments_may_leave_the_device() -> None:
+    whole = MicroBatchSpec(mini_bs=1)
+    options = memory.in_training("critic", whole, recomputes=True, beside=[], in_adam=False, may_offload=True)
+    assert told(options) == f"set critic.offload=true {DIVIDE}"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,16 @@ import pytest
 
 from areno.config.run import Layout
 from areno.engine.engine import Engine
-from areno.engine.footprint import GIB, RESERVE, Footprint, Model, check_fits, footprint_of, ways_to_fit
+from areno.engine.footprint import (
+    GIB,
+    RESERVE,
+    Footprint,
+    Model,
+    check_fits,
+    check_host_memory,
+    footprint_of,
+    ways_to_fit,
+)
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
@@ -47,8 +56,37 @@ def test_bytes_worked_by_hand() -> None:
     in_codes = replace(ACTOR, optimizer="adam_8bit")
     assert of(in_codes).resident == pytest.approx((2 + 4 + 4 + 2 * (1 + 4 / 256)) * n)
     assert of(world_size=2, tp_size=2).resident == pytest.approx(18 * n / 2, rel=1e-3)  # norms are on both
-    visiting = of(ACTOR, replace(CRITIC, offload=True))
-    assert visiting.least - of().least > 17 * parameters(CRITIC.config)
+
+
+def test_offloaded_bytes_worked_by_hand() -> None:
+    """An actor keeps its weights on the device. While it is trained, gradients and three windows are added."""
+    n, critic = parameters(QWEN3_8B), parameters(CRITIC.config)
+    windows = 3 * 2**24
+    away = replace(ACTOR, offload=True)
+    assert of(away).resident == 2 * n
+    assert of(away).extra_in_use(away, training=True) == pytest.approx(4 * n + (4 + 8) * windows, abs=99)
+    assert of(away).extra_in_use(away, training=False) == 0
+    assert of(away).hosted == 12 * n
+    assert of(away).least == of(away).resident + of(away).most_extra_in_use + of().training_bytes(ACTOR, 256)
+    assert of(away).fits(80 * GIB)
+    assert of(away, world_size=2, zero_stage=1).hosted == 6 * n
+    in_codes = replace(away, optimizer="adam_8bit")
+    assert of(in_codes).hosted == pytest.approx((4 + 2 * (1 + 4 / 256)) * n)
+    assert of(in_codes).most_extra_in_use < of(away).most_extra_in_use
+    in_sgd = replace(away, optimizer="sgd")
+    assert (of(in_sgd).hosted, of(in_sgd).most_extra_in_use - 4 * n) == (4 * n, pytest.approx(4 * windows, abs=99))
+    frozen = replace(away, optimizer=None)
+    assert (of(frozen).resident, of(frozen).hosted, of(frozen).most_extra_in_use) == (2 * n, 0, 0)
+    resting = replace(CRITIC, offload=True)
+    both = of(ACTOR, resting)
+    assert both.resident == 18 * n
+    assert both.extra_in_use(resting, training=False) == 2 * critic
+    assert both.extra_in_use(resting, training=True) == pytest.approx(6 * critic + 12 * windows, abs=99)
+    assert both.hosted == 14 * critic
+    in_float32 = replace(of(away), itemsize=4)  # the weights are the masters
+    assert (in_float32.resident, in_float32.hosted) == (4 * n, 8 * n)
+    small = replace(away, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
+    assert of(small).most_extra_in_use == (4 + 12) * parameters(small.config)  # less than three windows
 
 
 def test_adapters_worked_by_hand() -> None:
@@ -141,10 +179,11 @@ def test_adapters_are_a_way_out_of_full_training() -> None:
     """With the reference of the same folder, which is then the actor without them."""
     actor, ref = replace(ACTOR, path="/m"), replace(REF, path="/m")
     alone = of(replace(actor, optimizer="adam_8bit"), may_adapt=True)
-    assert re.search(
-        r"; what fits is actor\.use_lora=true \(\d\d\.\d GiB\) or engine\.world_size=2 ", refused(alone, 60)
-    )
-    assert "adam_8bit" not in refused(alone, 60)
+    assert re.search(r"; what fits is actor\.offload=true \(46\.\d GiB\)$", refused(alone, 60))
+    text = refused(replace(alone, host_bytes=40 * GIB), 60)  # masters and moments take 46 GiB of host memory
+    assert re.search(r"; what fits is actor\.use_lora=true \(\d\d\.\d GiB\) or engine\.world_size=2 ", text)
+    assert "adam_8bit" not in text
+    assert "offload" not in text
     both = of(actor, ref, may_adapt=True)
     assert "what fits is actor.use_lora=true (" in refused(both, 25)
     other = of(actor, replace(ref, path="/other"), may_adapt=True)
@@ -213,19 +252,24 @@ def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dic
         told.update(re.findall(r"[\w.]+(?==)", ways))
         assert bool(more) == ("world_size" in ways and any(model.optimizer == "adam" for model in footprint.models))
     assert {"actor.optimizer.type", "actor.use_lora"} <= told
-    assert on_cuda or not {"engine.world_size", "ref.offload", "reward.offload"} & told
-    assert not on_cuda or layout or {"engine.world_size", "ref.offload", "reward.offload"} <= told
+    on_gpus = {"engine.world_size", "ref.offload", "reward.offload", "actor.offload"}
+    assert on_cuda or not on_gpus & told
+    assert not on_cuda or layout or on_gpus <= told
 
 
 def test_the_table_says_it_all() -> None:
     table = of(ACTOR, replace(REF, offload=True), world_size=4, tp_size=2, zero_stage=1, budget=8192).table(80 * GIB)
-    first, head, actor, ref, work, left = table.splitlines()
+    first, head, actor, ref, work, left, away = table.splitlines()
     assert first == "memory of each device in GiB, with tp_size=2, 2 copies, zero_stage=1:"
     assert head.split() == ["weights", "gradients", "masters", "moments", "sum"]
     assert actor.split() == ["actor", "7.63", "15.3", "7.63", "15.3", "45.8"]
     assert ref.split() == ["ref", "(in", "host", "memory)", "7.63", "0.00", "0.00", "0.00", "7.63"]
     assert work.startswith("KV cache: 0.07 for 1,000 tokens; activations of a micro-batch of 8,192 tokens: ")
     assert left == "45.8 of 80.0 are taken, which leaves 29.4 for these"
+    assert away == "offload keeps 7.63 in host memory; a model in use takes up to 7.63 more of its device"
+    alone = of(replace(ACTOR, offload=True)).table(80 * GIB).splitlines()
+    assert alone[2].startswith("actor (masters, moments in host memory) ")
+    assert alone[-1] == "offload keeps 91.5 in host memory; a model in use takes up to 31.1 more of its device"
     small = replace(ACTOR, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
     assert of(small).short(80 * GIB).startswith("memory of each device: less than 0.01 of 80.0 GiB for ")
     short = of(ACTOR, REF).short(80 * GIB)
@@ -248,6 +292,28 @@ def test_the_table_tells_what_layers_with_windows_keep() -> None:
         told(*[near] * 12, *[far] * 12, *[all_] * 12) == f"{whole}, and 0.05 for each 1,000 of a sequence beyond 4,096"
     )
     assert told(*[near] * 18, *[far] * 18) == f"{whole}, and 0.00 for each 1,000 of a sequence beyond 4,096"
+
+
+def test_too_little_host_memory_is_refused_with_what_to_set() -> None:
+    away, resting = replace(ACTOR, offload=True), replace(CRITIC, offload=True)
+    check_host_memory(of(away, host_bytes=98 * GIB), 1)
+    check_host_memory(of(ACTOR, host_bytes=0), 1)  # nothing is in host memory
+    with pytest.raises(EngineError) as caught:
+        check_host_memory(of(away, host_bytes=int(50 * GIB / 0.94)), 1)
+    assert str(caught.value) == (
+        "the host memory is too small for actor: what offload keeps there takes 91.5 GiB for the ranks of a machine "
+        "(1), and 50.0 GiB are free; use a machine with more memory, set actor.optimizer.type=adam_8bit or turn off "
+        "actor.offload"
+    )
+    with pytest.raises(EngineError, match=r"for actor and critic: .* takes \d+\.\d GiB .*\(2\)") as caught:
+        check_host_memory(of(replace(away, optimizer="sgd"), resting, world_size=2, host_bytes=GIB), 2)
+    assert str(caught.value).endswith(
+        "set critic.optimizer.type=adam_8bit, set engine.zero_stage=1, turn off actor.offload or turn off "
+        "critic.offload"
+    )
+    frozen = replace(REF, offload=True)
+    with pytest.raises(EngineError, match=r"use a machine with more memory or turn off ref\.offload$"):
+        check_host_memory(of(ACTOR, frozen, host_bytes=GIB), 1)
 
 
 def no_room(*_: Any) -> int:

@@ -28,7 +28,7 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
 from tests.helpers import warm
-from tests.helpers.zero_ranks import ALONE, OPTIMIZER, assert_like, rows
+from tests.helpers.zero_ranks import ALONE, OPTIMIZER, assert_like, assert_same_in_host, rows, small_windows
 
 SEVERAL = MicroBatchSpec(max_tokens_per_mb=37)  # less than the longest row has
 
@@ -162,3 +162,14 @@ def _assert_copies_are_equal(trained: TrainBackend) -> None:
                 mine = part.region(parameter).flatten()
                 for theirs in tp.gather_copies(mine, n):
                     assert torch.equal(theirs, mine), name
+
+
+def compare_in_host(folder: Path, tp: int) -> None:
+    """Masters and moments in host memory against those on the device, with shards and copies of key-value heads."""
+    small_windows()
+    layout = Groups.of(tp)
+    for kind, stage in (("adam", 0), ("adam_8bit", 0), ("sgd", 0), ("adam", 1), ("adam_8bit", 2)):
+        how = {"kind": kind, "zero_stage": stage}
+        plain, in_host = backend(folder, layout, **how), backend(folder, layout, **how, in_host=True)
+        assert [train(in_host, n) for n in (7, 5)] == [train(plain, n) for n in (7, 5)]
+        assert_same_in_host(plain, in_host)

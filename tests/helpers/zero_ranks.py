@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import flat as flat_module
+from areno.engine.train import host_memory
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.host_memory import HostBuffer
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -48,7 +50,8 @@ def backend(
     model.init_weights(3)
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
     recompute = how.get("recompute", False)
-    return TrainBackend(model, optimizer, attn_backend="sdpa", recompute=recompute, dp=dp, zero_stage=stage)
+    more = {"recompute": recompute, "in_host": how.get("in_host", False)}
+    return TrainBackend(model, optimizer, attn_backend="sdpa", dp=dp, zero_stage=stage, **more)
 
 
 def on_ranks(n: int, check: Callable[[Path, ParallelGroup], None], folder: Path) -> None:
@@ -108,6 +111,44 @@ def compare_one(folder: Path, dp: ParallelGroup, stages: Iterable[int], dtype: t
         everywhere = [torch.empty_like(divided.flat.params) for _ in range(dp.size)]
         dist.all_gather(everywhere, divided.flat.params)
         assert all(torch.equal(each, divided.flat.params) for each in everywhere)
+
+
+def small_windows() -> None:
+    """Windows and parts of which the tiny model has several, with borders amid buckets, parameters and chunks."""
+    host_memory.WINDOW, host_memory.PART = 768, 2 * 768
+
+
+def state_of(trained: TrainBackend) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments, wherever they are."""
+    assert trained.flat is not None
+    assert trained.optimizer is not None
+    buffers = {"masters": trained.flat.masters, **trained.optimizer.moments}
+    found = {name: torch.cat(of.parts) if isinstance(of, HostBuffer) else of for name, of in buffers.items()}
+    return {name: tensor.clone() for name, tensor in {**found, "params": trained.flat.params}.items()}
+
+
+def assert_same_in_host(plain: TrainBackend, in_host: TrainBackend) -> None:
+    """To the bit, and masters and moments really are in host memory."""
+    assert plain.flat is not None
+    assert in_host.flat is not None
+    assert in_host.optimizer is not None
+    moments = in_host.optimizer.moments.values()
+    assert all(isinstance(moment, HostBuffer) and len(moment.parts) > 1 for moment in moments)
+    assert isinstance(in_host.flat.masters, HostBuffer) == (plain.flat.masters is not plain.flat.params)
+    expected, found = state_of(plain), state_of(in_host)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def compare_in_host(folder: Path, dp: ParallelGroup) -> None:
+    """Masters and moments in host memory against those on the device, with each stage and optimizer."""
+    small_windows()
+    kinds = ("adam", "adam_8bit", "sgd")
+    for stage, kind, dtype in itertools.product((0, 1, 2), kinds, (torch.float32, torch.bfloat16)):
+        plain, in_host = (backend(folder, stage, dp, dtype, kind=kind, in_host=away) for away in (False, True))
+        assert three_steps(in_host) == three_steps(plain)
+        assert_same_in_host(plain, in_host)
 
 
 def count_bytes(folder: Path, dp: ParallelGroup) -> None:

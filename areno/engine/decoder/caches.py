@@ -27,7 +27,9 @@ from areno.models.cost import kv_heads
 from areno.models.transformer import Transformer
 
 
-def kv_cache_blocks(model: Transformer, engine: EngineSpec, wanted: WantedCache, free_bytes: Callable[[], int]) -> int:
+def kv_cache_blocks(
+    model: Transformer, engine: EngineSpec, wanted: WantedCache, free_bytes: Callable[[], int], reserved: int = 0
+) -> int:
     """Choose the number of blocks in the KV cache of a rollout.
 
     The cache is as large as `wanted`. If `rollout.max_kv_tokens` is null, it takes at most the share
@@ -38,6 +40,7 @@ def kv_cache_blocks(model: Transformer, engine: EngineSpec, wanted: WantedCache,
         engine: Settings of the engine.
         wanted: The cache that the rollout wants.
         free_bytes: Function that returns the free memory of the device in bytes.
+        reserved: Bytes of it that must stay free, because the cache stays in memory while offloaded models are used.
 
     Returns:
         The number of blocks. All ranks of a tensor-parallel group get the same number, because they must schedule the
@@ -52,11 +55,11 @@ def kv_cache_blocks(model: Transformer, engine: EngineSpec, wanted: WantedCache,
     layout, max_len, blocks = wanted.layout, wanted.max_len, wanted.blocks
     if wanted.mem_fraction is None:
         return blocks
-    fewest = torch.tensor([wanted.affordable(free_bytes())], device=model.output.weight.device)
+    fewest = torch.tensor([wanted.affordable(free_bytes() - reserved)], device=model.output.weight.device)
     affordable = int(model.tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())
     room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), max_len)
     if room < max_len:
-        raise _too_small(room, max_len, wanted.max_running if wanted.states else 0, wanted.states)
+        raise _too_small(room, max_len, wanted.max_running if wanted.states else 0, wanted.states, reserved > 0)
     if affordable < blocks and engine.engine.deterministic and not engine.engine.exact:
         fewest_blocks, block_size = layout.memory_of(layout.blocks_for(max_len)), layout.block_size
         raise EngineError(
@@ -73,7 +76,7 @@ def kv_cache_blocks(model: Transformer, engine: EngineSpec, wanted: WantedCache,
     return min(blocks, affordable)
 
 
-def _too_small(room: int, max_len: int, n_states: int, state_bytes: int) -> EngineError:
+def _too_small(room: int, max_len: int, n_states: int, state_bytes: int, may_drop: bool) -> EngineError:
     """Return the error for a KV cache that does not hold one sample of the maximum length.
 
     Args:
@@ -81,12 +84,14 @@ def _too_small(room: int, max_len: int, n_states: int, state_bytes: int) -> Engi
         max_len: Maximum number of tokens of a sample, prompt and completion together.
         n_states: Number of samples whose recurrent states lie beside the cache. 0 for a model without such states.
         state_bytes: Memory of these states.
+        may_drop: Whether the cache would have more room if it were freed after each rollout.
     """
+    drop, drop_key = (", or set {}=true", [Key("rollout.drop_rollout_state")]) if may_drop else ("", [])
     longest = [Key("gconfig.max_new_tokens"), Key("train_dataset.max_length")]
     if n_states:
         return EngineError(
             "the recurrent states of {} sequences at once take {} GiB, which leaves the KV cache room for {} "
-            "tokens, and one sequence may need {}: lower {}, {} or {}, or raise {}",
+            "tokens, and one sequence may need {}: lower {}, {} or {}, or raise {}" + drop,
             n_states,
             round(state_bytes / 2**30, 2),
             room,
@@ -94,13 +99,15 @@ def _too_small(room: int, max_len: int, n_states: int, state_bytes: int) -> Engi
             Key("rollout.max_concurrent_rollouts"),
             *longest,
             Key("rollout.mem_fraction"),
+            *drop_key,
         )
     return EngineError(
-        "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
+        "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}" + drop,
         room,
         max_len,
         *longest,
         Key("rollout.mem_fraction"),
+        *drop_key,
     )
 
 

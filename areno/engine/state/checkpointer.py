@@ -6,16 +6,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from areno import heartbeat
 from areno.engine.memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
 from areno.engine.state.tensor_shards import TensorShard, buffers_of, metadata, shards_of, trained, written_by
+from areno.engine.train.host_memory import HostBuffer
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.transfer import ShardSavePlanner
 
 PART_BYTES = 2**28  # of host memory allocated at once: torch rounds pinned memory up to a power of two
+_WAIT_S = 1.0  # between two looks at the progress of writing
 COPY_BYTES = 2**26  # copied at once: copies from the decoder to the host may have to wait this long
 
 
@@ -68,14 +72,16 @@ class StateCheckpointer:
         self._copied: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._n_checks = 0  # grows while files are written
         self._closed = threading.Event()
 
     def save(self, folder: Path, with_moments: bool = True) -> None:
         """Start writing the training state to a folder, in a background thread.
 
         Later optimizer updates do not change the state that is written. On CUDA, the state is copied to pinned host
-        memory while the following work runs. Only the next optimizer update waits for this copy. `written` reports when
-        the files are complete.
+        memory while the following work runs, and the next optimizer update waits for this copy. Masters and moments
+        that are kept in host memory are not copied: the next optimizer update waits until they are written. `written`
+        reports when the files are complete.
 
         Args:
             folder: The new folder of the state.
@@ -97,6 +103,7 @@ class StateCheckpointer:
         def check() -> None:
             if failure is not None:
                 raise failure
+            self._n_checks += 1
             self._wait_for_copies()
             if self._closed.is_set():
                 raise InterruptedError("the engine was closed")
@@ -105,6 +112,10 @@ class StateCheckpointer:
             target=self._write, args=(folder, files, planner, check), daemon=True, name="areno-state-writer"
         )
         self._thread.start()
+        for role in self._roles.trained().values():
+            flat, optimizer = trained(role.backend)
+            if flat.in_host:
+                optimizer.before_step.append(self._wait_for_files)
 
     def written(self) -> bool:
         """Return whether the last `save` is complete on disk, with the files of all ranks. True before any `save`.
@@ -138,6 +149,9 @@ class StateCheckpointer:
         from areno.engine.state.transfer import check_fits, load_role
 
         self._wait_for_copies()
+        self._wait_for_files()
+        if self._stream is not None:
+            torch.cuda.current_stream().synchronize()  # the last update has stored masters and moments in host memory
         roles, context = self._roles.trained(), self._context
         readers: list[Reader] = []
 
@@ -196,15 +210,22 @@ class StateCheckpointer:
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
-        """Start to copy this rank's `shares` into host memory, and return one HostFile of copied data per share."""
+        """Start to copy this rank's `shares` into host memory, and return one HostFile for each share.
+
+        Shares of buffers that are in host memory are not copied.
+        """
         from areno.engine.state.storage import HostFile
 
         roles = self._roles.trained()
-        buffers = {name: buffers_of(name, role.backend) for name, role in roles.items()}
-        sources = {
-            share.buffer: _parts(buffers[share.role][share.buffer], roles[share.role], share.start, share.stop)
-            for share in shares
-        }
+        sources: dict[str, list[Tensor]] = {}
+        in_host: dict[str, list[Tensor]] = {}
+        for share in shares:
+            role, place = roles[share.role], slice(share.start, share.stop)
+            buffer = buffers_of(share.role, role.backend)[share.buffer]
+            if isinstance(buffer, HostBuffer):
+                in_host[share.buffer] = buffer.pieces(place)
+            else:
+                sources[share.buffer] = _parts(buffer, role, share.start, share.stop)
         self._provide_memory(sources)
         with self._beside(list(roles.values())):
             for buffer, parts in sources.items():
@@ -212,9 +233,9 @@ class StateCheckpointer:
                 for copy, part in zip(self._memory[buffer], parts, strict=True):
                     for stretch, source in zip(copy.split(size), part.split(size), strict=True):
                         stretch.copy_(source, non_blocking=True)
-        rank = self._context.rank
+        rank, contents = self._context.rank, self._memory | in_host
         return [
-            HostFile(f"{share.buffer}.{rank}.bin", share.start, self._memory[share.buffer], share.shards)
+            HostFile(f"{share.buffer}.{rank}.bin", share.start, contents[share.buffer], share.shards)
             for share in shares
         ]
 
@@ -253,14 +274,22 @@ class StateCheckpointer:
         self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         self._copied.record(self._stream)
         for role in roles:
-            assert role.backend.optimizer is not None
-            role.backend.optimizer.copied = self._copied
+            trained(role.backend)[1].before_step.append(partial(_wait_on_stream, self._copied))
 
     def _wait_for_copies(self) -> None:
         """Block the calling thread until the copies to host memory are complete."""
         if (copied := self._copied) is not None:
             copied.synchronize()
             self._copied = None
+
+    def _wait_for_files(self) -> None:
+        """Block the calling thread until the files of this rank are written, or writing has failed."""
+        n_checks = self._n_checks
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_WAIT_S)
+            if self._n_checks != n_checks:
+                n_checks = self._n_checks
+                heartbeat.beat()
 
     def _write(self, folder: Path, files: list[HostFile], planner: ShardSavePlanner, check: Callable[[], None]) -> None:
         """Write the files of this rank. Runs in the background thread.
@@ -294,6 +323,11 @@ class StateCheckpointer:
         if failure is not None:
             raise failure
         return not any_failed
+
+
+def _wait_on_stream(event: torch.cuda.Event) -> None:
+    """Let the current CUDA stream wait for an event."""
+    torch.cuda.current_stream().wait_event(event)
 
 
 def _parts(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:

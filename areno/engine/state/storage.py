@@ -19,7 +19,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass
 class HostFile:
-    """A file to write: a range of one buffer's elements, copied to host memory.
+    """A file to write: a range of one buffer's elements, in host memory.
 
     Attributes:
         name: File name.
@@ -65,16 +65,24 @@ class HostFile:
     parts: list[Tensor]
     shards: list[TensorShard]
 
-    def blocks(self) -> Iterable[memoryview]:
-        """Yield the contents of the file in blocks of BLOCK_BYTES. The last block may be shorter.
-
-        Each tensor in `self.parts` except the last must be a multiple of BLOCK_BYTES long. Then no other block is
-        shorter.
-        """
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield the contents of the file in blocks of BLOCK_BYTES. The last block may be shorter."""
+        begun = bytearray()  # the first bytes of a block that continues in the next part
         for part in self.parts:
-            data = part.view(torch.uint8).numpy().data
-            for at in range(0, len(data), BLOCK_BYTES):
+            data, start = part.view(torch.uint8).numpy().data, 0
+            if begun:
+                start = BLOCK_BYTES - len(begun)
+                begun += data[:start]
+                if len(begun) < BLOCK_BYTES:
+                    continue
+                yield memoryview(begun)
+                begun = bytearray()
+            end = start + (len(data) - start) // BLOCK_BYTES * BLOCK_BYTES
+            for at in range(start, end, BLOCK_BYTES):
                 yield data[at : at + BLOCK_BYTES]
+            begun += data[end:]
+        if begun:
+            yield memoryview(begun)
 
 
 @dataclass

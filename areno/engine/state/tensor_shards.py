@@ -18,7 +18,8 @@ from torch import Tensor
 
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.flat import FlatParameters
-from areno.engine.train.optimizer import Optimizer, blocks
+from areno.engine.train.host_memory import Buffer, blocks
+from areno.engine.train.optimizer import Optimizer
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
@@ -58,7 +59,7 @@ class TensorShard:
         """Index, in the buffer, after the last element of the box (exclusive end)."""
         return self.start + math.prod(self.sizes)
 
-    def view(self, buffer: Tensor) -> Tensor:
+    def view(self, buffer: Buffer) -> Tensor:
         """Return the box as a view into `buffer`, reshaped to `self.sizes`."""
         return buffer[self.start : self.stop].view(self.sizes)
 
@@ -88,8 +89,8 @@ def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]
     return {**found, "moments": with_moments, "moments_from": optimizer.moments_from}
 
 
-def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> dict[str, Tensor]:
-    """Return the buffers of a role by name, such as "actor.master", on their devices.
+def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> dict[str, Buffer]:
+    """Return the buffers of a role by name, such as "actor.master", on their devices or in host memory.
 
     Args:
         role: Name of the role.
@@ -102,7 +103,8 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
     """
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps])
-    named = {MASTER: flat.masters, **(optimizer.moments if with_moments else {}), COUNTERS: counters}
+    moments = optimizer.moments if with_moments else {}
+    named: dict[str, Buffer] = {MASTER: flat.masters, **moments, COUNTERS: counters}
     return {f"{role}.{kind}": buffer for kind, buffer in named.items()}
 
 

@@ -44,7 +44,7 @@ from areno.engine.state.tensor_shards import (
     vector,
 )
 from areno.engine.train.backend import TrainBackend
-from areno.engine.train.optimizer import blocks
+from areno.engine.train.host_memory import Buffer, blocks
 from areno.errors import ArenoError, CheckpointError, EngineError, Key
 from areno.kernels.adam.reference import BLOCK, dequantise, quantise
 from areno.layers.parallel import ParallelGroup
@@ -108,7 +108,7 @@ class ShardLoadPlanner(LoadPlanner):
         buffers: The destination buffers by name.
     """
 
-    def __init__(self, shards: Iterable[TensorShard], buffers: Mapping[str, Tensor]):
+    def __init__(self, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]):
         self._shards, self._buffers = by_name(shards), buffers
         self._shard_at = {(shard.name, shard.offsets): shard for found in self._shards.values() for shard in found}
 
@@ -250,13 +250,15 @@ def load_role(
         shards = [shard for shard in shards if shard.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
         _requantise(reader, role, backend, stored_tp, lora)
     _read(reader, shards, buffers)
-    optimizer.steps, optimizer.skipped_steps = buffers[f"{role}.{COUNTERS}"].tolist()
+    counters = buffers[f"{role}.{COUNTERS}"]
+    assert isinstance(counters, Tensor)
+    optimizer.steps, optimizer.skipped_steps = counters.tolist()
     optimizer.moments_from = facts.get("moments_from", 0)
     if not with_moments:
         optimizer.clear_moments()
 
 
-def _read(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Tensor]) -> None:
+def _read(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]) -> None:
     """Read shards from a state into buffers. Raises CheckpointError if a file cannot be read."""
     try:
         dcp.load({}, storage_reader=reader, planner=ShardLoadPlanner(shards, buffers), no_dist=True)
@@ -277,7 +279,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
         stored_tp: Tensor-parallel size with which the state was written.
         lora: The adapters of the role. None if the role trains all weights.
     """
-    flat, _ = trained(backend)
+    flat, optimizer = trained(backend)
     model = backend.model
     dtype = model.embed.weight.dtype
     stored = [
@@ -287,7 +289,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
     if lora is not None:
         for each in stored:
             add_adapters(each, lora.adapters)
-    buffers, device = buffers_of(role, backend), flat.masters.device
+    buffers, device = buffers_of(role, backend), optimizer.exp_avg.device
     for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         for name, place in flat.places.items():
             own = torch.zeros(flat.shapes[name])

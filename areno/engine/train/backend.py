@@ -66,6 +66,7 @@ class TrainBackend:
             stay, see FlatParameters.
         stays: For a frozen model, whether the weights are already set and keep their memory. If False, they move into
             one flat buffer.
+        in_host: Whether master weights and moments are kept in host memory and pass the device in each update.
         beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors.
 
     Attributes:
@@ -94,6 +95,7 @@ class TrainBackend:
         router_aux_loss_coef: float = 0.0,
         fill: Callable[[], object] = lambda: None,
         stays: bool = False,
+        in_host: bool = False,
         beside: Callable[[], Iterable[Option]] = tuple,
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
@@ -123,6 +125,7 @@ class TrainBackend:
                 dp=dp,
                 divide_grads=zero_stage == 2,
                 fill=fill,
+                in_host=in_host,
             )
             is_divided = self.flat.is_divided
             self._divides_grads = zero_stage == 2 and dp.size > 1
@@ -311,7 +314,8 @@ class TrainBackend:
         tp, head = self.model.tp, self.model.output
         hidden_nD, share = self._hidden(packed)
         trained_T = share.predicted_here(trained_T)
-        grad_VD = head.weight.grad  # None if the head is frozen or the model only scores
+        # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
+        grad_VD = head.weight.grad if torch.is_grad_enabled() else None
         logprobs_T, entropy_T = selected_logprobs(
             share.before(hidden_nD, trained_T),
             head.weight[: head.n_valid],
@@ -460,8 +464,16 @@ class TrainBackend:
         """Return the context manager that explains an out-of-memory error in micro-batches of this size."""
         recomputes = self.recompute or not torch.is_grad_enabled()
         in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
-        fitting = self.kept_layers.fitting
-        return training_hint(self.section, mb_spec, fitting, self._beside, recomputes=recomputes, in_adam=in_adam)
+        flat, on_cuda = self.flat, self.device.type == "cuda"
+        return training_hint(
+            self.section,
+            mb_spec,
+            self.kept_layers.fitting,
+            self._beside,
+            recomputes=recomputes,
+            in_adam=in_adam,
+            may_offload=on_cuda and flat is not None and not flat.frozen and not flat.in_host,
+        )
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:

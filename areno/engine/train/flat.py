@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from areno.engine.train.host_memory import Buffer, HostBuffer, pieces, within_parts
 from areno.layers.parallel import ParallelGroup, wait_for
 from areno.models.cost import BUCKET
 
@@ -132,6 +133,7 @@ class FlatParameters:
             lie in `self.workspace`, which all divided buckets share (see ReducedGradients).
         fill: Function that sets the weights. It is called once the parameters are views of `params`. So a model that
             was built without memory (see WeightSpec.placed) never has its weights in memory twice.
+        in_host: Whether masters and moments are kept in host memory, see HostBuffer.
 
     Attributes:
         params: All trained parameters, in the dtype of the model.
@@ -139,6 +141,7 @@ class FlatParameters:
             never set a gradient to None.
         masters: float32 values that the optimizer updates, for the owned elements. The same tensor as `params` if
             `params` is float32 and not divided.
+        in_host: Whether masters, unless they are `params`, and moments are kept in host memory.
         places: Range of each parameter in `params`, by name.
         shapes: Shape of each parameter, by name.
         buckets: The buckets in the order of `params`. A single bucket if masters are not divided.
@@ -156,11 +159,12 @@ class FlatParameters:
         dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
         divide_grads: bool = False,
         fill: Callable[[], object] = lambda: None,
+        in_host: bool = False,
     ):
         named = list(model.named_parameters())  # a tied parameter appears once
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.frozen = [parameter.detach() for _, parameter in named if not parameter.requires_grad]
-        self.dp = dp if stage is not None else ParallelGroup()
+        self.dp, self.in_host = dp if stage is not None else ParallelGroup(), in_host
         self.shapes = {name: parameter.shape for name, parameter in trained}
         self.buckets: list[Bucket] = []
         self.places: dict[str, slice] = {}
@@ -195,12 +199,31 @@ class FlatParameters:
         for name, parameter in trained:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
             parameter.grad = self._gradient(self.places[name]).view(parameter.shape)
-        if self.is_divided:
-            self.masters = self.grads.new_empty(self.n_local)
+        self.masters: Buffer = self.params
+        if self.is_divided or self.params.dtype != torch.float32:
+            self.masters = self.new_state(torch.float32)
             for bucket in self.buckets:
-                self.masters[bucket.local].copy_(self.params[bucket.own])
-        else:
-            self.masters = self.params if self.params.dtype == torch.float32 else self.params.float()
+                for master, param in self._pairs(bucket):
+                    master.copy_(param)
+
+    def new_state(self, dtype: torch.dtype, n: int | None = None, *, per_block: bool = False) -> Buffer:
+        """Return a new buffer of zeros for masters or moments, on the device or in host memory.
+
+        Args:
+            dtype: Dtype of the elements.
+            n: Number of elements. None is the number of parameters that this rank owns.
+            per_block: Whether an element belongs to BLOCK parameters, as the scales of 8-bit moments.
+        """
+        n = self.n_local if n is None else n
+        if self.in_host:
+            return HostBuffer(n, dtype, pinned=self.params.is_cuda, per_block=per_block)
+        return self.params.new_zeros(n, dtype=dtype)
+
+    def _pairs(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (masters, parameters) of the elements of a bucket that this rank owns, in pieces."""
+        masters = pieces(self.masters, bucket.local)
+        params = self.params[bucket.own].split([master.numel() for master in masters])
+        yield from zip(masters, params, strict=True)
 
     @property
     def is_divided(self) -> bool:
@@ -226,23 +249,25 @@ class FlatParameters:
         bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
         return self.slot(bucket)[_shifted(place, -bucket.place.start)]
 
-    def chunks(self, bucket: Bucket | None = None) -> Iterator[Chunk]:
+    def chunks(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[Chunk]:
         """Yield the elements owned by this rank, in chunks of at most CHUNK elements.
 
         Args:
             bucket: Bucket to divide. None is all buckets.
+            local: Only elements in this range of the masters. None is all elements.
         """
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
-                yield from _chunks(each, segment, segment.start, segment.stop)
+                yield from _chunks(each, segment, segment.start, segment.stop, local)
 
-    def copies(self, bucket: Bucket | None = None) -> Iterator[tuple[Chunk, int]]:
+    def copies(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[tuple[Chunk, int]]:
         """Yield the elements owned by this rank whose gradient must still be summed over tensor-parallel ranks.
 
         After the backward pass, each of these ranks has only a part of the sum.
 
         Args:
             bucket: Bucket to search. None is all buckets.
+            local: Only elements in this range of the masters. None is all elements.
 
         Yields:
             (chunk, n): the elements, and the number n of tensor-parallel ranks over which to sum.
@@ -251,7 +276,7 @@ class FlatParameters:
             for segment in each.segments:
                 for place, n in self._copied:
                     low, high = max(segment.start, place.start), min(segment.stop, place.stop)
-                    yield from ((chunk, n) for chunk in _chunks(each, segment, low, high))
+                    yield from ((chunk, n) for chunk in _chunks(each, segment, low, high, local))
 
     def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
         """Yield the parts of a range of `self.params` that this rank owns, as pairs of ranges.
@@ -260,12 +285,15 @@ class FlatParameters:
             place: The range in `self.params`.
 
         Yields:
-            (range in `self.params`, range in `self.masters` and in the moments) of each part.
+            (range in `self.params`, range in `self.masters` and in the moments) of each part. If masters and moments
+            are in host memory, each range lies within one part of their buffers.
         """
         for bucket in self.buckets:
             part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
+            shift = bucket.local.start - bucket.own.start
             if part.start < part.stop:
-                yield part, _shifted(part, bucket.local.start - bucket.own.start)
+                locals_ = within_parts(_shifted(part, shift)) if self.in_host else [_shifted(part, shift)]
+                yield from ((_shifted(local, -shift), local) for local in locals_)
 
     def gather(self, bucket: Bucket) -> Any:
         """Start an all-gather that fills a bucket of `self.params` with the parts that each rank of `self.dp` owns.
@@ -283,20 +311,24 @@ class FlatParameters:
         """Set `params` to the rounded master weights. If masters are divided, all ranks of `dp` must call this."""
         if self.params is not self.masters:
             for bucket in self.buckets:
-                self.params[bucket.own].copy_(self.masters[bucket.local])
+                for master, param in self._pairs(bucket):
+                    param.copy_(master)
         for bucket in self.buckets:
             wait_for(self.gather(bucket))  # one at a time, because on a CPU each needs temporary memory
 
 
-def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[Chunk]:
+def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice | None) -> Iterator[Chunk]:
     """Yield the elements that this rank owns between the indices `low` and `high` of `params`, in chunks.
 
-    `low` and `high` lie in one segment.
+    `low` and `high` lie in one segment. If `within` is not None, only elements in this range of the masters are
+    yielded.
     """
-    high = min(high, bucket.own.stop)
-    for start in range(max(low, bucket.own.start), high, CHUNK):
+    shift = bucket.local.start - bucket.own.start
+    own = bucket.own if within is None else _shifted(within, -shift)
+    low, high = max(low, bucket.own.start, own.start), min(high, bucket.own.stop, own.stop)
+    for start in range(low, high, CHUNK):
         place = slice(start, min(start + CHUNK, high))
-        local = _shifted(place, bucket.local.start - bucket.own.start)
+        local = _shifted(place, shift)
         yield Chunk(place, local, _shifted(place, bucket.own_grads.start - bucket.own.start), segment)
 
 

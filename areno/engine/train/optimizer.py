@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from areno.config.models import OptimizerConfig
 from areno.engine.train.flat import Bucket, Chunk, FlatParameters
+from areno.engine.train.host_memory import Buffer, StateStream, Window
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes
 from areno.layers.parallel import ParallelGroup, wait_for
@@ -56,6 +58,9 @@ class GradientStats:
 class Optimizer:
     """AdamW or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
 
+    If `flat.in_host` is true, masters and moments pass the device in windows, see StateStream. The results are bitwise
+    equal to those of masters and moments on the device.
+
     If the buffers are divided over data-parallel ranks, each rank updates the elements of `flat.params` that it owns,
     and gathers all other elements from the ranks that own them.
 
@@ -72,21 +77,22 @@ class Optimizer:
             because the KV cache is sized by the free memory before the first update. With `type: adam_8bit` they are
             uint8 codes, and scales_1 and scales_2 hold one float32 scale for each BLOCK elements. The flat buffer must
             then be aligned to BLOCK, so that no block belongs to two parameters.
-        copied: CUDA event after a copy of masters and moments, which the next update waits for. None if no copy
-            runs.
+        before_step: Functions that the next update calls first, for example to wait until a copy of masters and
+            moments is complete.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
         self.flat, self.config, self.tp = flat, config, tp
         self.steps = self.skipped_steps = self.moments_from = 0
-        self.copied: torch.cuda.Event | None = None
+        self.before_step: list[Callable[[], None]] = []
+        self._stream = StateStream(flat.params.device)
         self.in_8_bits = config.type == "adam_8bit"
         dtype = torch.uint8 if self.in_8_bits else torch.float32
         n_moments = 0 if config.type == "sgd" else flat.n_local
-        self.exp_avg, self.exp_avg_sq = (flat.grads.new_zeros(n_moments, dtype=dtype) for _ in range(2))
+        self.exp_avg, self.exp_avg_sq = (flat.new_state(dtype, n_moments) for _ in range(2))
         assert not self.in_8_bits or all(place.start % BLOCK == 0 for place in flat.places.values())
         n_blocks = -(-flat.n_local // BLOCK) * self.in_8_bits
-        self.scales_1, self.scales_2 = (flat.grads.new_zeros(n_blocks) for _ in range(2))
+        self.scales_1, self.scales_2 = (flat.new_state(torch.float32, n_blocks, per_block=True) for _ in range(2))
         self.clear_moments()
 
     def clear_moments(self) -> None:
@@ -98,7 +104,7 @@ class Optimizer:
         self.moments_from = self.steps
 
     @property
-    def moments(self) -> dict[str, torch.Tensor]:
+    def moments(self) -> dict[str, Buffer]:
         """The buffers of the moments and, if these are 8-bit, of their scales, by name. Empty for SGD."""
         if self.config.type == "sgd":
             return {}
@@ -146,9 +152,8 @@ class Optimizer:
                 is scaled down.
         """
         config, flat = self.config, self.flat
-        if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
-            self.copied = None
+        while self.before_step:
+            self.before_step.pop(0)()
         lr = self.lr
         self.steps += 1
         n_updates = self.steps - self.moments_from
@@ -164,16 +169,20 @@ class Optimizer:
         )
         decayed = replace(update, decay=1.0 - lr * config.weight_decay)
         works = []
-        for bucket in flat.buckets:
-            for chunk in flat.chunks(bucket):
-                self._update(chunk, decayed if chunk.segment.decayed else update)
-            if self.in_8_bits:
-                self._equal_copies(bucket)
-            works.append(flat.gather(bucket))  # runs while the next bucket is updated
+        for window in self._stream.windows({"masters": flat.masters, **self.moments}, flat.n_local):
+            for bucket in flat.buckets:
+                if bucket.local.start >= window.place.stop or bucket.local.stop <= window.place.start:
+                    continue
+                for chunk in flat.chunks(bucket, window.place):
+                    self._update(chunk, window, decayed if chunk.segment.decayed else update)
+                if self.in_8_bits:
+                    self._equal_copies(bucket, window)
+                if bucket.local.stop <= window.place.stop:
+                    works.append(flat.gather(bucket))  # runs while the next bucket is updated
         for work in works:
             wait_for(work)
 
-    def _equal_copies(self, bucket: Bucket) -> None:
+    def _equal_copies(self, bucket: Bucket, window: Window) -> None:
         """Make the copies of a sharded parameter equal on all tensor-parallel ranks that hold the same shard.
 
         The first of these ranks sends its values to the others. Without this the copies may drift apart: a block of
@@ -181,32 +190,21 @@ class Optimizer:
         ranks.
         """
         flat = self.flat
-        for chunk, n in flat.copies(bucket):
+        for chunk, n in flat.copies(bucket, window.place):
             if chunk.segment.sharded:
-                masters = flat.masters[chunk.local]
+                masters = window.masters(chunk.local)
                 masters.copy_(self.tp.gather_copies(masters, n)[0])
                 flat.params[chunk.place].copy_(masters)
 
-    def _update(self, chunk: Chunk, how: Update) -> None:
+    def _update(self, chunk: Chunk, window: Window, how: Update) -> None:
         """Update the elements of one chunk. `how` holds the learning rate and other numbers of the update."""
-        flat, local = self.flat, chunk.local
-        moments = self.exp_avg[local], self.exp_avg_sq[local]
-        grads, masters, params = values = flat.grads[chunk.grads], flat.masters[local], flat.params[chunk.place]
+        flat, masters = self.flat, window.masters(chunk.local)
+        grads, params = flat.grads[chunk.grads], flat.params[chunk.place]
         if self.config.type == "sgd":
             masters.mul_(how.decay).add_(grads, alpha=-how.lr * how.scale)
             if flat.params is not flat.masters:
                 params.copy_(masters)
         elif self.in_8_bits:
-            of_blocks = blocks(local)
-            adam_8bit(*values, moments, (self.scales_1[of_blocks], self.scales_2[of_blocks]), how)
+            adam_8bit(grads, masters, params, window.moments(chunk.local), window.scales(chunk.local), how)
         else:
-            adam(*values, moments, how)
-
-
-def blocks(place: slice) -> slice:
-    """Convert a range of elements to the range of the 8-bit blocks, of BLOCK elements each, that contain them.
-
-    Args:
-        place: Range of elements. Its start is a multiple of BLOCK.
-    """
-    return slice(place.start // BLOCK, -(-place.stop // BLOCK))
+            adam(grads, masters, params, window.moments(chunk.local), how)

@@ -1,0 +1,272 @@
+"""Master weights and moments in host memory, and their way through the device in an optimizer update.
+
+A `HostBuffer` replaces a tensor on the device. `StateStream` copies a window of all buffers to the device, lets the
+optimizer update the window there, and copies the window back. On CUDA, the copies of other windows run in both
+directions at the same time as an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areno.kernels.adam import BLOCK
+from areno.models.cost import WINDOW, WINDOWS
+
+PART = 2**26
+"""Elements in a part of a HostBuffer: 256 MiB in float32. A multiple of WINDOW, so that no window crosses a border."""
+
+
+class HostBuffer:
+    """A one-dimensional tensor in host memory, which is allocated in parts.
+
+    torch rounds pinned memory up to a power of two. So the size of a part is a power of two, and only the last part
+    may waste memory.
+
+    Args:
+        n: Number of elements.
+        dtype: Dtype of the elements.
+        pinned: Whether to pin the memory, for fast copies from and to a GPU.
+        per_block: Whether there is an element for each BLOCK parameters, instead of one for each parameter.
+
+    Attributes:
+        dtype: Dtype of the elements.
+        device: Always the CPU.
+        per_block: Whether there is an element for each BLOCK parameters.
+        part_size: Number of elements in each part but the last.
+        parts: The parts, 1-D tensors of zeros at first.
+    """
+
+    def __init__(self, n: int, dtype: torch.dtype, *, pinned: bool, per_block: bool = False):
+        self.dtype, self.device = dtype, torch.device("cpu")
+        self.per_block, self.part_size = per_block, PART // BLOCK if per_block else PART
+        sizes = [min(self.part_size, n - start) for start in range(0, n, self.part_size)]
+        self.parts = [torch.empty(size, dtype=dtype, pin_memory=pinned).zero_() for size in sizes]
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return sum(part.numel() for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all elements."""
+        return sum(part.nbytes for part in self.parts)
+
+    def __getitem__(self, place: slice) -> Tensor:
+        """Return a view of a range of elements, which must lie within one part."""
+        [piece] = self.pieces(place)
+        return piece
+
+    def pieces(self, place: slice) -> list[Tensor]:
+        """Return views of a range of elements, one for each part that the range overlaps.
+
+        Args:
+            place: The range.
+        """
+        size, found = self.part_size, []
+        for number in range(place.start // size, -(-place.stop // size)):
+            start = number * size
+            found.append(self.parts[number][max(place.start - start, 0) : place.stop - start])
+        return found
+
+    def fill_(self, value: float) -> HostBuffer:
+        """Set all elements to a value."""
+        for part in self.parts:
+            part.fill_(value)
+        return self
+
+    def zero_(self) -> HostBuffer:
+        """Set all elements to zero."""
+        return self.fill_(0)
+
+
+Buffer = Tensor | HostBuffer
+"""A flat buffer on the device or in host memory."""
+
+
+def pieces(buffer: Buffer, place: slice) -> list[Tensor]:
+    """Return views of a range of elements of a buffer, which together cover the range.
+
+    Args:
+        buffer: The buffer.
+        place: The range.
+    """
+    return buffer.pieces(place) if isinstance(buffer, HostBuffer) else [buffer[place]]
+
+
+def blocks(place: slice) -> slice:
+    """Convert a range of elements to the range of the 8-bit blocks, of BLOCK elements each, that contain them.
+
+    Args:
+        place: Range of elements. Its start is a multiple of BLOCK.
+    """
+    return slice(place.start // BLOCK, -(-place.stop // BLOCK))
+
+
+def within_parts(place: slice) -> Iterator[slice]:
+    """Cut a range of elements where the parts of a HostBuffer meet, and yield the pieces of the range.
+
+    Args:
+        place: Range in a HostBuffer with an element for each parameter.
+    """
+    start = place.start
+    while start < place.stop:
+        stop = min(place.stop, (start // PART + 1) * PART)
+        yield slice(start, stop)
+        start = stop
+
+
+@dataclass(frozen=True)
+class Window:
+    """A range of elements whose masters and moments are on the device, so that they can be updated.
+
+    Attributes:
+        place: The range, as indices into the master weights.
+        buffers: For each buffer by name, a view of the range. In a buffer of scales, the range of the scales.
+    """
+
+    place: slice
+    buffers: dict[str, Tensor]
+
+    def masters(self, local: slice) -> Tensor:
+        """Return the master weights of elements in the window.
+
+        Args:
+            local: Indices into all master weights.
+        """
+        return self._of("masters", self._shifted(local))
+
+    def moments(self, local: slice) -> tuple[Tensor, Tensor]:
+        """Return the first and the second moment of elements in the window. If they are 8-bit, their codes.
+
+        Args:
+            local: Indices into all master weights.
+        """
+        place = self._shifted(local)
+        return self._of("exp_avg", place), self._of("exp_avg_sq", place)
+
+    def scales(self, local: slice) -> tuple[Tensor, Tensor]:
+        """Return the scales of the first and the second 8-bit moment of elements in the window.
+
+        Args:
+            local: Indices into all master weights. The first is a multiple of BLOCK.
+        """
+        place = blocks(self._shifted(local))
+        return self._of("exp_avg_scale", place), self._of("exp_avg_sq_scale", place)
+
+    def _of(self, name: str, place: slice) -> Tensor:
+        return self.buffers[name][place]
+
+    def _shifted(self, local: slice) -> slice:
+        return slice(local.start - self.place.start, local.stop - self.place.start)
+
+
+Streams = tuple[torch.cuda.Stream, torch.cuda.Stream] | None
+"""Streams for copies to the device and to host memory. None on a CPU."""
+
+
+class StateStream:
+    """Brings master weights and moments to the device for an update, one window after another.
+
+    Buffers that are on the device already are not copied. If all are, there is only one window.
+
+    Args:
+        device: The device that computes the update. A CPU copies windows, too, but nothing runs at the same time.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._streams: Streams = None
+
+    def windows(self, buffers: Mapping[str, Buffer], n: int) -> Iterator[Window]:
+        """Yield windows in ascending order. What a window contains is stored when the next window is requested.
+
+        On CUDA, the host waits for nothing: all waiting is between streams. After the last window, the current stream
+        waits for all copies to host memory.
+
+        Args:
+            buffers: The master weights and moments by name.
+            n: Number of elements of the master weights.
+        """
+        hosted = {name: buffer for name, buffer in buffers.items() if isinstance(buffer, HostBuffer)}
+        if not hosted or not n:
+            yield Window(slice(0, n), {name: buffer for name, buffer in buffers.items() if isinstance(buffer, Tensor)})
+            return
+        on_cuda = self._device.type == "cuda"
+        if on_cuda and self._streams is None:
+            self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        places = [slice(start, min(start + WINDOW, n)) for start in range(0, n, WINDOW)]
+        slots = [_Slot(hosted, min(WINDOW, n), self._device) for _ in places[:WINDOWS]]
+        current = torch.cuda.current_stream(self._device) if on_cuda else None
+        if current is not None and self._streams is not None:
+            self._streams[0].wait_stream(current)  # earlier work may still use the memory of the slots
+        try:
+            for number, place in enumerate(places):
+                slot = slots[number % len(slots)]
+                loaded = slot.load(place, self._streams)
+                others = {name: buffer[place] for name, buffer in buffers.items() if isinstance(buffer, Tensor)}
+                yield Window(place, loaded | others)
+                slot.store(self._streams)
+        finally:  # before the memory of the slots is used for something else
+            if current is not None and self._streams is not None:
+                for stream in self._streams:
+                    current.wait_stream(stream)
+
+
+class _Slot:
+    """Device memory for one window of the buffers in host memory."""
+
+    def __init__(self, hosted: Mapping[str, HostBuffer], n: int, device: torch.device):
+        self._hosted, self._device = hosted, device
+        self._memory = {
+            name: torch.empty(_scaled(slice(0, n), buffer).stop, dtype=buffer.dtype, device=device)
+            for name, buffer in hosted.items()
+        }
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (in host memory, on the device) of the window
+        self._stored: torch.cuda.Event | None = None
+
+    def load(self, place: slice, streams: Streams) -> dict[str, Tensor]:
+        """Start to copy a window to the device. The current stream waits for the copies.
+
+        Returns:
+            The window on the device, by name of the buffer.
+        """
+        loaded: dict[str, Tensor] = {}
+        self._pairs = []
+        for name, buffer in self._hosted.items():
+            of_buffer = _scaled(place, buffer)
+            loaded[name] = self._memory[name][: of_buffer.stop - of_buffer.start]
+            self._pairs.append((buffer[of_buffer], loaded[name]))
+        if streams is not None and self._stored is not None:
+            streams[0].wait_event(self._stored)  # the window that was here before is still being stored
+        with _on(None if streams is None else streams[0]):
+            for in_host, on_device in self._pairs:
+                on_device.copy_(in_host, non_blocking=True)
+        if streams is not None:
+            torch.cuda.current_stream(self._device).wait_stream(streams[0])
+        return loaded
+
+    def store(self, streams: Streams) -> None:
+        """Start to copy the window back to host memory, after the work that the current stream has so far."""
+        if streams is not None:
+            streams[1].wait_stream(torch.cuda.current_stream(self._device))
+        with _on(None if streams is None else streams[1]):
+            for in_host, on_device in self._pairs:
+                in_host.copy_(on_device, non_blocking=True)
+            if streams is not None:
+                self._stored = torch.cuda.Event()
+                self._stored.record(streams[1])
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Return a context manager that launches work on a stream. None is the CPU, which has no streams."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _scaled(place: slice, buffer: HostBuffer) -> slice:
+    """Convert a range of parameters to the range of a buffer, which may have one element for BLOCK parameters."""
+    return blocks(place) if buffer.per_block else place
