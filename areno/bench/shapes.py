@@ -40,6 +40,7 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "llama-3.2-3b": (28, 3072, 8192, 24, 8, 128, True),
     "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, False),
     "llama-3.1-70b": (80, 8192, 28672, 64, 8, 128, False),
+    "25m": (8, 384, 1536, 6, 2, 64, True),
     "tiny": (2, 64, 192, 4, 2, 16, True),
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
     "tiny-qwen3.5": (4, 64, 192, 4, 2, 16, True),
@@ -98,6 +99,7 @@ _LLAMA = {
 # Prefix of a shape's name -> the rest of its configuration. The longest prefix that matches counts.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN3,
+    "25m": _QWEN3,
     "qwen2.5": _QWEN2,
     "qwen2.5-7b": {**_QWEN2, "vocab_size": 152064},
     "llama": _LLAMA,
@@ -116,12 +118,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
+def model_folder(shape: str, folder: Path, **changes: Any) -> tuple[str, bool]:
     """Return a model folder for the name of a shape or a path.
 
     Args:
         shape: Path of a model folder, or a name such as "qwen3-4b". A size alone, such as "4b", means Qwen3.
         folder: Folder to which the configuration of a named shape is written.
+        **changes: Values of config.json that replace those of a named shape, such as vocab_size.
 
     Returns:
         (path of the model folder, whether the weights have to be drawn at random because the folder has none).
@@ -137,7 +140,7 @@ def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
         expected = ", ".join(_SHAPES)
         raise ConfigError([Problem("--shape", f"is {shape!r}; expected a model folder or one of {expected}")])
     family = max((prefix for prefix in _FAMILIES if name.startswith(prefix)), key=len)
-    config = {**_FAMILIES[family], **dict(zip(_SIZES, _SHAPES[name], strict=True)), "hidden_act": "silu"}
+    config = {**_FAMILIES[family], **dict(zip(_SIZES, _SHAPES[name], strict=True)), "hidden_act": "silu", **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder), True
