@@ -292,9 +292,10 @@ class PairItem:
     index: int = 0
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> list[int] | np.ndarray:
         """Token ids of the longer of the two rows. Its length decides whether the pair is too long."""
-        return max(list(self.chosen.tokens or []), list(self.rejected.tokens or []), key=len)
+        rows = (self.chosen.tokens, self.rejected.tokens)
+        return max(([] if tokens is None else tokens for tokens in rows), key=len)
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from areno.bench.device import measured_rates
 from areno.bench.driver import driver_page, run_driver
 from areno.bench.other_contenders import TransformersContender, VllmContender
 from areno.bench.report import page, record
+from areno.bench.rows import run_sft, sft_page
 from areno.bench.serving import run_agents, run_serving, serving_page
 from areno.bench.shapes import model_folder
 from areno.bench.states import run_states, states_page
@@ -34,7 +35,13 @@ from areno.files import interrupts
 from areno.models.cost import Cost
 from areno.models.registry import load_config
 
-_STANDALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving, "driver": run_driver}
+_STANDALONE = {
+    "sampling": run_sampling,
+    "agents": run_agents,
+    "serve": run_serving,
+    "driver": run_driver,
+    "sft": run_sft,
+}
 _OTHERS = {"transformers": TransformersContender, "vllm": VllmContender}
 
 
@@ -72,7 +79,7 @@ def show(settings: Settings) -> None:
         found = run(settings, Path(folder))
     agents_page = partial(sampling_page, title="rollout", base="direct")
     pages = {"sampling": sampling_page, "state": states_page, "agents": agents_page, "serve": serving_page}
-    pages["driver"] = driver_page
+    pages |= {"driver": driver_page, "sft": sft_page}
     to_text = pages.get(settings.kind, page)
     print(json.dumps(found) if settings.json else to_text(found))
 

@@ -140,10 +140,10 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
     )
 
 
-Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver"]
+Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver", "sft"]
 
 _TRAINS = ("train", "step", "state")
-_WITH_TEXT = ("sampling", "agents", "serve", "driver")
+_WITH_TEXT = ("sampling", "agents", "serve", "driver", "sft")
 PLAIN = "plain"
 """Name of areno without --exact and --deterministic, for --against."""
 _STANDALONE = (
@@ -152,11 +152,13 @@ _STANDALONE = (
     "agents",
     "serve",
     "driver",
+    "sft",
 )  # kinds of work that are not compared with other libraries
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
     "saving the run state during a step. agents: the cost of a rollout by agents. serve: the speed that clients get "
-    "over HTTP. driver: the time that simulated devices wait for the driver"
+    "over HTTP. driver: the time that simulated devices wait for the driver. sft: the share of a step of supervised "
+    "fine-tuning that is not the device's work"
 )
 
 
@@ -191,6 +193,8 @@ class Settings:
     tokens_per_mb: int
     clients: int
     copies: tuple[int, ...]
+    rows: int
+    messages: bool
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -265,8 +269,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine_arguments(parser)
     add("--prompts", type=_positive, help="number of prompts (default 32; for serve, or with --uniform: 256)")
     add("--samples", type=_positive, help="completions per prompt (default 8; with --uniform: 1; for serve always 1)")
-    add("--prompt-len", type=_positive, default=256, help="tokens per prompt")
-    add("--new-tokens", type=_positive, default=256, help="tokens per completion")
+    add("--prompt-len", type=_positive, help="tokens per prompt (default 256; for sft: 20)")
+    add("--new-tokens", type=_positive, help="tokens per completion (default 256; for sft: 30)")
     add(
         "--uniform",
         type=_positive,
@@ -282,13 +286,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[1, 2],
         help="driver: numbers of model copies; each copy gets all prompts",
     )
+    add("--rows", type=_positive, default=1024, help="sft: number of rows per step")
+    add("--messages", action="store_true", help="sft: rows are conversations, not a prompt and a response")
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
     add(
         "--tokenizer",
         metavar="FOLDER",
-        help="tokenizer folder. sampling: also measure stop strings. agents, serve and driver need it",
+        help="tokenizer folder. sampling: also measure stop strings. agents, serve, driver and sft need it",
     )
     add("--folder", help="state: folder to write to (default: a temporary folder)")
     add("--repeats", type=_positive, default=3, help="number of timed repeats after a warm-up")
@@ -353,8 +359,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.uniform:
         work = Work.uniform(args.prompts or 256, args.samples or 1, *args.uniform)
     else:
-        prompts, samples = (256, 1) if kind == "serve" else (32, 8)
-        work = Work.fixed(args.prompts or prompts, args.samples or samples, args.prompt_len, args.new_tokens)
+        prompts, samples = {"serve": (256, 1), "sft": (args.rows, 1)}.get(kind, (32, 8))
+        prompt_len, new_tokens = (20, 30) if kind == "sft" else (256, 256)
+        lengths = args.prompt_len or prompt_len, args.new_tokens or new_tokens
+        work = Work.fixed(args.prompts or prompts, args.samples or samples, *lengths)
     dtype = args.dtype or str(default_dtype([device])).removeprefix("torch.")
     values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
     values["copies"] = tuple(args.copies)
@@ -397,7 +405,13 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (args.tokenizer and kind not in _WITH_TEXT, "--tokenizer", f"is for {', '.join(_WITH_TEXT)}, not for {kind}"),
         (kind == "serve" and not args.tokenizer, "--tokenizer", "is missing; serve needs one, for texts"),
         (kind == "serve" and args.samples not in (None, 1), "--samples", "is for other works; serve has 1 for each"),
-        (kind == "driver" and not args.tokenizer, "--tokenizer", "is missing; driver needs one, for texts"),
+        (kind in ("driver", "sft") and not args.tokenizer, "--tokenizer", f"is missing; {kind} needs one, for texts"),
+        (args.messages and kind != "sft", "--messages", f"is for sft, not for {kind}"),
+        (
+            kind == "sft" and bool(args.uniform or args.prompts or args.samples),
+            "--rows",
+            "is the number of rows of sft; leave out --prompts, --samples and --uniform",
+        ),
         (kind == "agents" and not args.tokenizer, "--tokenizer", "is missing; agents need one with a chat template"),
         (
             PLAIN in against and not (args.exact or args.deterministic),

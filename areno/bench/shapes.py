@@ -16,12 +16,13 @@ from areno.errors import ConfigError, Problem
 from areno.models.known_shapes import SHAPES, known_shape
 
 
-def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
+def model_folder(shape: str, folder: Path, **changes: Any) -> tuple[str, bool]:
     """Return a model folder for the name of a shape or a path.
 
     Args:
         shape: Path of a model folder, or a name such as "qwen3-4b". A size alone, such as "4b", means Qwen3.
         folder: Folder to which the configuration of a named shape is written.
+        **changes: Values of config.json that replace those of a named shape, such as vocab_size.
 
     Returns:
         (path of the model folder, whether the weights have to be drawn at random because the folder has none).
@@ -35,7 +36,7 @@ def model_folder(shape: str, folder: Path) -> tuple[str, bool]:
         expected = ", ".join(SHAPES)
         raise ConfigError([Problem("--shape", f"is {shape!r}; expected a model folder or one of {expected}")])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return str(folder), True
 
 

@@ -119,7 +119,7 @@ def assistant_spans(
         DataError: A turn cannot be found for certain.
     """
     contents = _content_ends(tokenizer, messages, text, tools)
-    end_token = _end_of_turn(tokenizer, messages, tools)
+    end_token = _end_of_turn(tokenizer, messages, text, contents, tools)
     spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -139,17 +139,28 @@ def assistant_spans(
     return spans
 
 
-def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
+def _end_of_turn(tokenizer: Any, messages: list[Any], text: str, contents: dict[int, int], tools: Any) -> str:
     """Return the special token that the chat template writes after an assistant's text.
 
     If no such token is found, return the tokenizer's end-of-sequence token, or "" if the tokenizer has none. In base
     models the template's token is not the end-of-sequence token (Qwen2.5: <|im_end|> and <|endoftext|>), and training
     must teach the template's token.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        messages: The messages.
+        text: The conversation rendered by `render`, without a generation prompt.
+        contents: Index of a message -> character index in `text` after its content, from `_content_ends`.
+        tools: Tool definitions in OpenAI's format, or None.
     """
     answers = ((i, message) for i, message in enumerate(messages) if message["role"] == "assistant")
     texts = [i for i, answer in answers if not answer.get("tool_calls") and str(answer["content"]).strip()]
     if texts:
-        after = _split_after(tokenizer, messages[: texts[-1] + 1], texts[-1:], tools)[-1].lstrip()
+        last = texts[-1]
+        # If the conversation ends with this answer, the rest of `text` is known to be the text after the answer.
+        is_end = last == len(messages) - 1
+        after = text[contents[last] :] if is_end else _split_after(tokenizer, messages[: last + 1], [last], tools)[-1]
+        after = after.lstrip()
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         if found := [token for token in special if after.startswith(token)]:
             return max(found, key=len)

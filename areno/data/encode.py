@@ -1,5 +1,8 @@
 """Encode rows as token ids: a prompt, a supervised row or a preference pair.
 
+A row is first rendered as a `Draft`: its texts, and the function that makes the item from their token ids. So
+`encode_rows` can encode the texts of many rows by a single call of the tokenizer, which then uses all CPU cores.
+
 Messages always go through the chat template. A plain text becomes one user message if the tokenizer has a template.
 Without a template, the text itself is encoded, with the special tokens that the tokenizer adds (such as BOS).
 Control tokens inside messages are encoded as ordinary text, see control_tokens.py. `decode` and `decode_all` turn
@@ -11,15 +14,122 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Generic
+
+import numpy as np
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
 from areno.data.control_tokens import BREAK, control_tokens
 from areno.data.row_schema import json_problem, prompt_and_answers, with_text
 from areno.errors import DataError, Key
-from areno.types import PairItem, PromptItem, TrainSequence
+from areno.types import Item, PairItem, PromptItem, TrainSequence
+
+Pieces = list[tuple[list[int], bool]]
+"""(token ids, whether the tokens are trained) for consecutive pieces of a row."""
+
+Text = tuple[str, bool]
+"""(text rendered by `areno.data.chat_template`, whether the tokenizer adds its special tokens, such as BOS)."""
+
+
+@dataclass(slots=True)
+class Draft(Generic[Item]):
+    """A rendered row whose texts are not encoded yet.
+
+    Attributes:
+        texts: The texts to encode. A control token with a break becomes ordinary text.
+        finish: Function that makes the item from the token ids of each text.
+    """
+
+    texts: list[Text]
+    finish: Callable[[list[list[int]]], Item]
+
+
+def encode_rows(
+    tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], Draft[Item]]
+) -> list[Item | Exception]:
+    """Encode many rows by a few calls of the tokenizer.
+
+    The items are equal to those of rows that are encoded one by one.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        rows: The rows.
+        indices: Index of each row in its dataset.
+        draft: Function (row, index) that renders a row.
+
+    Returns:
+        For each row the item, or the exception of a row that cannot be encoded.
+    """
+    drafts = [_result_of(draft, row, index) for row, index in zip(rows, indices, strict=True)]
+    texts = [text for each in drafts if isinstance(each, Draft) for text in each.texts]
+    try:
+        encoded = iter(_encode_texts(tokenizer, texts))
+    except Exception:  # one text cannot be encoded, so each row is encoded by itself
+        return [each if isinstance(each, Exception) else _result_of(_encoded, tokenizer, each) for each in drafts]
+    return [
+        each if isinstance(each, Exception) else _result_of(each.finish, [next(encoded) for _ in each.texts])
+        for each in drafts
+    ]
+
+
+def _result_of(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns, or the exception that the function raises."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return error
+
+
+def _encoded(tokenizer: Any, draft: Draft[Item]) -> Item:
+    """Return the item of a single draft."""
+    return draft.finish([_encode_text(tokenizer, text) for text in draft.texts])
+
+
+def _encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
+    """Return the token ids of each text. The Rust backend of a tokenizer encodes them on all CPU cores."""
+    if not _encodes_by_backend(type(tokenizer)):
+        return [_encode_text(tokenizer, text) for text in texts]
+    out: list[list[int]] = [[] for _ in texts]
+    for special in (False, True):
+        places = [at for at, (text, adds_special) in enumerate(texts) if adds_special == special and BREAK not in text]
+        for at, tokens in zip(places, _encode_batch(tokenizer, [texts[at][0] for at in places], special), strict=True):
+            out[at] = tokens
+    for at, (text, _) in enumerate(texts):
+        if BREAK in text:
+            out[at] = _encode_text(tokenizer, texts[at])
+    return out
+
+
+def _encode_text(tokenizer: Any, text: Text) -> list[int]:
+    """Return the token ids of one text."""
+    words, adds_special = text
+    if adds_special:
+        return tokenizer.encode(words)
+    if BREAK in words:
+        return control_tokens(tokenizer).encode(words)
+    return tokenizer.encode(words, add_special_tokens=False)
+
+
+def _encode_batch(tokenizer: Any, texts: Sequence[str], adds_special: bool) -> list[list[int]]:
+    """Return the token ids of texts without breaks, by the Rust backend of the tokenizer."""
+    if not texts:
+        return []
+    # transformers encodes the first text, and so turns off the truncation and padding of the backend.
+    first = tokenizer.encode(texts[0], add_special_tokens=adds_special)
+    rest = tokenizer.backend_tokenizer.encode_batch_fast(list(texts[1:]), add_special_tokens=adds_special)
+    return [first, *(each.ids for each in rest)]
+
+
+@cache
+def _encodes_by_backend(kind: type) -> bool:
+    """Return whether a tokenizer class inherits the encoding of PreTrainedTokenizerFast without changes."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = PreTrainedTokenizerFast
+    return issubclass(kind, own) and kind.encode is own.encode and kind._encode_plus is own._encode_plus
 
 
 def encode_generation_prompt(
@@ -40,12 +150,8 @@ def encode_generation_prompt(
         DataError: Messages are given but the tokenizer has no chat template, or the template raises an error for the
             messages.
     """
-    return _encode_prompt(tokenizer, render_generation_prompt(tokenizer, prompt, enable_thinking, tools))
-
-
-def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a rendered prompt."""
-    return tokenizer.encode(text) if tokenizer.chat_template is None else control_tokens(tokenizer).encode(text)
+    text = render_generation_prompt(tokenizer, prompt, enable_thinking, tools)
+    return _encode_text(tokenizer, (text, tokenizer.chat_template is None))
 
 
 def prompt_item(
@@ -73,18 +179,40 @@ def prompt_item(
     Raises:
         DataError: The row cannot be rendered with the chat template.
     """
+    names = {"prompt_key": prompt_key, "solutions_key": solutions_key}
+    return _encoded(tokenizer, prompt_draft(tokenizer, row, index, enable_thinking, **names))
+
+
+def prompt_draft(
+    tokenizer: Any,
+    row: Mapping[str, Any],
+    index: int,
+    enable_thinking: bool | None = None,
+    *,
+    prompt_key: str = "prompt",
+    solutions_key: str = "solutions",
+) -> Draft[PromptItem]:
+    """Render a row with a prompt, for reinforcement learning. The arguments and errors are those of `prompt_item`.
+
+    Returns:
+        The draft of the prompt.
+    """
     prompt = _prompt(row[prompt_key])
     rendered = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
     text, plain = rendered.replace(BREAK, ""), isinstance(prompt, str)
-    return PromptItem(
-        prompt=prompt if plain else text,
-        text=text,
-        tokens=_encode_prompt(tokenizer, rendered),
-        messages=None if plain else prompt,
-        solutions=row.get(solutions_key),
-        record=row,
-        index=index,
-    )
+
+    def finish(tokens: list[list[int]]) -> PromptItem:
+        return PromptItem(
+            prompt=prompt if plain else text,
+            text=text,
+            tokens=tokens[0],
+            messages=None if plain else prompt,
+            solutions=row.get(solutions_key),
+            record=row,
+            index=index,
+        )
+
+    return Draft([(rendered, tokenizer.chat_template is None)], finish)
 
 
 def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
@@ -102,6 +230,15 @@ def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool |
     Raises:
         DataError: The row cannot be rendered with the chat template, or the assistant turns cannot be found in the
             rendered text.
+    """
+    return _encoded(tokenizer, sft_draft(tokenizer, row, enable_thinking))
+
+
+def sft_draft(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> Draft[TrainSequence]:
+    """Render a row for supervised fine-tuning. The arguments and errors are those of `sft_sequence`.
+
+    Returns:
+        The draft of the row.
     """
     if row.get("response") is not None:
         return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, _tools(row))
@@ -126,16 +263,35 @@ def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
         DataError: The row is not a pair, cannot be rendered with the chat template, or an answer has no token to
             train on.
     """
+    return _encoded(tokenizer, pair_draft(tokenizer, row, index))
+
+
+def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[PairItem]:
+    """Render a row with a chosen and a rejected answer. The arguments are those of `pair_item`.
+
+    Returns:
+        The draft of the pair. Its `finish` raises DataError if an answer has no token to train on.
+
+    Raises:
+        DataError: The row is not a pair, or cannot be rendered with the chat template.
+    """
     prompt, *answers = prompt_and_answers(row)
     tools = _tools(row)
     if isinstance(answers[0], str):
         pair = [_answer(tokenizer, _prompt(prompt), answer, None, tools) for answer in answers]
     else:
         pair = [_conversation(tokenizer, [*prompt, *answer], len(prompt), None, tools) for answer in answers]
-    for name, sequence in zip(("chosen", "rejected"), pair, strict=True):
-        if all((sequence.prompt_mask or [])[1:]):
-            raise DataError(f"the answer in field {name} has no token to train on")
-    return PairItem(chosen=pair[0], rejected=pair[1], index=index)
+    chosen, rejected = pair
+    n_first = len(chosen.texts)
+
+    def finish(tokens: list[list[int]]) -> PairItem:
+        found = {"chosen": chosen.finish(tokens[:n_first]), "rejected": rejected.finish(tokens[n_first:])}
+        for name, sequence in found.items():
+            if np.all(sequence.prompt_mask[1:]):  # type: ignore[index]
+                raise DataError(f"the answer in field {name} has no token to train on")
+        return PairItem(**found, index=index)
+
+    return Draft([*chosen.texts, *rejected.texts], finish)
 
 
 def _prompt(prompt: Any) -> Any:
@@ -143,27 +299,27 @@ def _prompt(prompt: Any) -> Any:
     return prompt if isinstance(prompt, str) else with_text(prompt)
 
 
-def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:
-    """Encode a prompt and its answer as a training row, in which the answer and its end token are trained."""
-    tokens = encode_generation_prompt(tokenizer, prompt, thinking, tools)
-    response = tokenizer.encode(answer, add_special_tokens=False)
-    if tokenizer.eos_token_id is None:
+def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> Draft[TrainSequence]:
+    """Render a prompt and its answer as a training row, in which the answer and its end token are trained."""
+    rendered = render_generation_prompt(tokenizer, prompt, thinking, tools)
+    end = tokenizer.eos_token_id
+    if end is None:
         raise DataError("the tokenizer has no end-of-sequence token; set {} to one that has it", Key("tokenizer_path"))
-    return _sequence(tokenizer, [(tokens, False), ([*response, tokenizer.eos_token_id], True)])
+
+    def finish(tokens: list[list[int]]) -> TrainSequence:
+        return _sequence(end, [(tokens[0], False), ([*tokens[1], end], True)])
+
+    return Draft([(rendered, tokenizer.chat_template is None), (answer, False)], finish)
 
 
-def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequence:
-    """Concatenate pieces of a conversation into a training row.
-
-    Args:
-        tokenizer: Tokenizer, whose end-of-sequence id is stored in the row.
-        pieces: (token ids, whether the tokens are trained) for each piece.
-    """
-    return TrainSequence(
-        tokens=[token for piece, _ in pieces for token in piece],
-        prompt_mask=[not trained for piece, trained in pieces for _ in piece],
-        eos_token_id=tokenizer.eos_token_id or 0,
-    )
+def _sequence(end: int, pieces: Pieces) -> TrainSequence:
+    """Concatenate pieces of a conversation into a training row. `end` is the end-of-sequence id, or 0."""
+    tokens = np.array([token for piece, _ in pieces for token in piece], dtype=np.int64)
+    prompt_mask, at = np.ones(len(tokens), dtype=bool), 0
+    for piece, trained in pieces:
+        prompt_mask[at : at + len(piece)] = not trained
+        at += len(piece)
+    return TrainSequence(tokens=tokens, prompt_mask=prompt_mask, eos_token_id=end)
 
 
 def _tools(row: Mapping[str, Any]) -> Any:
@@ -177,29 +333,36 @@ def _tools(row: Mapping[str, Any]) -> Any:
         raise DataError(f"field tools is text, but not JSON: {json_problem(error)}") from error
 
 
-def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any) -> TrainSequence:
-    """Encode a conversation as a training row. The assistant turns from message index `first` on are trained.
+def _conversation(
+    tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any
+) -> Draft[TrainSequence]:
+    """Render a conversation as a training row. The assistant turns from message index `first` on are trained.
 
     Trained text and other text are encoded separately, because in a rollout prompt and completion are separate, too.
     """
     if tokenizer.chat_template is None:
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
         raise DataError(text, Key("tokenizer_path"))
-    control = control_tokens(tokenizer)
+    control, end = control_tokens(tokenizer), tokenizer.eos_token_id or 0
     messages, tools = control.escape_messages(messages), control.escape(tools)
     if re.search(r"\{%-?\s*generation\b", tokenizer.chat_template):
-        return _sequence(tokenizer, _pieces_by_template(tokenizer, messages, first, tools))
+        whole = _sequence(end, _pieces_by_template(tokenizer, messages, first, tools))
+        return Draft([], lambda _: whole)
     text = render(tokenizer, messages, tools)
     earlier = sum(message["role"] == "assistant" for message in messages[:first])
     pieces, at = [], 0
-    for start, end in assistant_spans(tokenizer, messages, text, thinking, tools)[earlier:]:
-        pieces += [(text[at:start], False), (text[start:end], True)]
-        at = end
-    pieces.append((text[at:], False))
-    return _sequence(tokenizer, [(control.encode(piece), trained) for piece, trained in pieces if piece])
+    for start, stop in assistant_spans(tokenizer, messages, text, thinking, tools)[earlier:]:
+        pieces += [(text[at:start], False), (text[start:stop], True)]
+        at = stop
+    pieces = [(piece, trained) for piece, trained in [*pieces, (text[at:], False)] if piece]
+
+    def finish(tokens: list[list[int]]) -> TrainSequence:
+        return _sequence(end, [(found, trained) for found, (_, trained) in zip(tokens, pieces, strict=True)])
+
+    return Draft([(piece, False) for piece, _ in pieces], finish)
 
 
-def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> list[tuple[list[int], bool]]:
+def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> Pieces:
     """Encode a conversation whose chat template marks the assistant's text with {% generation %}.
 
     Returns:
@@ -207,7 +370,7 @@ def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: 
         if it belongs to the messages from index `first` on.
     """
 
-    def turns(messages: list[Any]) -> list[tuple[list[int], bool]]:
+    def turns(messages: list[Any]) -> Pieces:
         encoded = tokenizer.apply_chat_template(
             messages,
             tools=tools,

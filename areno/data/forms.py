@@ -29,6 +29,7 @@ from areno.data.row_schema import (
     join_names,
     json_problem,
     row_problem,
+    rows_at,
 )
 from areno.errors import DataError, Key, Problem
 
@@ -82,6 +83,9 @@ class Converted:
 
     def __getitem__(self, index: int) -> Any:
         return self.converted(self.rows[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self.converted(row) for row in rows_at(self.rows, indices)]
 
     def converted(self, row: Any) -> Any:
         """Convert one row.

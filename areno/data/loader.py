@@ -7,26 +7,31 @@ its position. `row_loader` makes the loaders of the training loops. `given_promp
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Generic
 
 import numpy as np
 
 from areno import heartbeat
 from areno.config.datasets import DatasetConfig
-from areno.data.encode import pair_item, prompt_item, sft_sequence
-from areno.data.row_schema import RowKind, Rows, row_problem, rows_problem
+from areno.data.ahead import CHUNK, EncodedAhead
+from areno.data.encode import Draft, encode_rows, pair_draft, prompt_draft, sft_draft
+from areno.data.row_schema import RowKind, Rows, row_problem, rows_at, rows_problem
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
 
 logger = logging.getLogger("areno.data")
 
-# The most tokens of encoded rows that are cached for the next epoch (about 40 bytes each as Python lists).
+# The most tokens of encoded rows that are cached for the next epoch (9 bytes each as arrays, 40 as Python lists).
 _CACHED_TOKENS = 4_000_000
+
+_BATCHES_AHEAD = 4  # batches that a thread encodes before they are used, if they are not long
+
+Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Item | Exception]]
+"""(rows, index of each row) -> for each row its item, or the exception of a row that cannot be encoded."""
 
 
 @dataclass(eq=False, repr=False)
@@ -37,7 +42,7 @@ class BatchLoader(Generic[Item]):
 
     Attributes:
         rows: The rows of the dataset.
-        encode: Function (row, index of the row) -> item, an object with the attribute `tokens`.
+        encode: Function that encodes rows, see Encode. An item is an object with the attribute `tokens`.
         config: The configuration section of the dataset, with batch_size, shuffle and drop_last.
         max_tokens: Largest number of tokens in an item. Longer items are skipped and counted in `total_skipped_long`.
         max_tokens_key: Name of the setting that `max_tokens` comes from, which messages quote.
@@ -52,7 +57,7 @@ class BatchLoader(Generic[Item]):
     """
 
     rows: Rows
-    encode: Callable[[Mapping[str, Any], int], Item]
+    encode: Encode[Item]
     config: DatasetConfig
     _: KW_ONLY
     max_tokens: int
@@ -71,18 +76,18 @@ class BatchLoader(Generic[Item]):
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # index of a row -> number of its tokens
-        self._ready: dict[int, Item] = {}  # encoded rows of later batches, whose length is not checked yet
-        self._preparer: threading.Thread | None = None
+        self._ahead = EncodedAhead(self._encode_rows, _n_tokens)
+        self._n_epochs = 0  # epochs of the run that `epochs` iterates over
         if self.config.drop_last and len(self.rows) < self.config.batch_size:
             raise self._too_few(len(self.rows))
-        self._item(0)
+        self._item(0, self._ahead.take([0]))
 
     def batches(self) -> Iterator[Batch[Item]]:
         """Iterate over the remaining batches of the current epoch. At the end, `epoch` increases by one.
 
         Batches are encoded ahead. When a batch is yielded, the next batch is already encoded, so that it is known
-        whether the yielded batch is the last of the epoch. A thread encodes the rows of the batch after the next while
-        the caller uses the yielded batch. `state_dict` counts only batches that were yielded.
+        whether the yielded batch is the last of the epoch. A thread encodes the rows of the batches after the next
+        while the caller uses the yielded batch. `state_dict` counts only batches that were yielded.
 
         Yields:
             The batches, each with its items and the numbers of skipped rows.
@@ -90,7 +95,7 @@ class BatchLoader(Generic[Item]):
         Raises:
             DataError: An epoch has no batch, or a row cannot be encoded.
         """
-        order = self._order()
+        order = self._order(self.epoch)
         items, skipped, end = self._fill(order, self._next)
         if self._next == 0 and not self._is_batch(items):
             raise self._nothing_left(len(items))
@@ -98,7 +103,7 @@ class BatchLoader(Generic[Item]):
             ahead = self._fill(order, end)
             self._next = end
             self.total_skipped_long += skipped
-            self._prepare(order[ahead[2] : ahead[2] + self.config.batch_size].tolist())
+            self._prepare(order, ahead[2])
             yield Batch(
                 items=items,
                 skipped_long=skipped,
@@ -111,31 +116,27 @@ class BatchLoader(Generic[Item]):
         self.epoch += 1
         self._next = 0
 
-    def _prepare(self, indices: list[int]) -> None:
-        """Start a thread that encodes rows ahead of their use.
-
-        The thread ignores errors. A row with an error is encoded again when it is used, and the error is raised then.
+    def _prepare(self, order: np.ndarray, start: int) -> None:
+        """Let a thread encode the rows of the next batches, also those of the next epoch if the run has one.
 
         Args:
-            indices: Indices of the rows.
+            order: Indices of the rows in this epoch's order.
+            start: Position in `order` of the first row.
         """
+        n_rows = _BATCHES_AHEAD * self.config.batch_size
+        indices = order[start : start + n_rows]
+        if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
+            indices = np.concatenate([indices, self._order(self.epoch + 1)[: n_rows - len(indices)]])
+        unknown = [index for index in dict.fromkeys(indices.tolist()) if not self._is_known(index)]
+        self._ahead.want(unknown, self.config.batch_size)
 
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                for index in indices:
-                    if index not in self._cache and index not in self._too_long:
-                        self._ready[index] = self.encode(self.rows[index], index)
+    def _is_known(self, index: int) -> bool:
+        """Return whether the row is cached, or known to be too long."""
+        return index in self._cache or index in self._too_long
 
-        self._wait_prepared()
-        self._ready.clear()
-        self._preparer = threading.Thread(target=run, daemon=True, name="areno-rows")
-        self._preparer.start()
-
-    def _wait_prepared(self) -> None:
-        """Wait until the thread that encodes rows ahead of their use has ended."""
-        if self._preparer is not None:
-            self._preparer.join()
-            self._preparer = None
+    def _encode_rows(self, indices: Sequence[int]) -> Sequence[Item | Exception]:
+        """Encode rows, given their indices."""
+        return self.encode(rows_at(self.rows, indices), indices)
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
         """Iterate over the batches from the current position to the end of epoch `n`.
@@ -146,6 +147,7 @@ class BatchLoader(Generic[Item]):
         Yields:
             The batches.
         """
+        self._n_epochs = n
         while self.epoch < n:
             yield from self.batches()
 
@@ -173,15 +175,17 @@ class BatchLoader(Generic[Item]):
         Returns:
             (encoded rows, number of rows skipped as too long, position in `order` after the batch).
         """
-        self._wait_prepared()
         items: list[Item] = []
         place = start
         while place < len(order) and len(items) < self.config.batch_size:
-            item = self._item(int(order[place]))
-            heartbeat.beat()
-            place += 1
-            if item is not None:
-                items.append(item)
+            due = order[place : place + self.config.batch_size - len(items)].tolist()
+            found = self._ahead.take([index for index in due if not self._is_known(index)])
+            for index in due:
+                item = self._item(index, found)
+                heartbeat.beat()
+                place += 1
+                if item is not None:
+                    items.append(item)
         return items, place - start - len(items), place
 
     def _is_batch(self, items: list[Item]) -> bool:
@@ -196,7 +200,10 @@ class BatchLoader(Generic[Item]):
         Yields:
             The encoded rows.
         """
-        yield from (item for index in range(len(self.rows)) if (item := self._item(index)) is not None)
+        for start in range(0, len(self.rows), CHUNK):
+            due = range(start, min(start + CHUNK, len(self.rows)))
+            found = self._ahead.take([index for index in due if not self._is_known(index)])
+            yield from (item for index in due if (item := self._item(index, found)) is not None)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the loader, right after the last batch that it yielded.
@@ -216,21 +223,22 @@ class BatchLoader(Generic[Item]):
         self._next = state["next"]
         self.total_skipped_long = state["total_skipped_long"]
 
-    def _order(self) -> np.ndarray:
-        """Return the indices of the rows in this epoch's order, shape [rows]."""
+    def _order(self, epoch: int) -> np.ndarray:
+        """Return the indices of the rows in the order of an epoch, shape [rows]."""
         if not self.config.shuffle:
             return np.arange(len(self.rows))
-        return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.rows))
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
 
-    def _item(self, index: int) -> Item | None:
-        """Return the encoded row, or None if the row is too long."""
-        if index in self._too_long or index in self._cache:
+    def _item(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
+        """Return the encoded row, or None if the row is too long. `found` has the row unless it is known already."""
+        if self._is_known(index):
             return self._cache.get(index)
-        try:
-            item = self._ready.pop(index, None) or self.encode(self.rows[index], index)
-        except DataError as error:
-            raise self._row_error(index, error) from error
-        n_tokens = len(item.tokens)  # type: ignore[attr-defined]
+        item = found[index]
+        if isinstance(item, DataError):
+            raise self._row_error(index, item) from item
+        if isinstance(item, Exception):
+            raise item
+        n_tokens = _n_tokens(item)
         if n_tokens > self.max_tokens:
             if not self._too_long:
                 text = "%s row %d has %d tokens, more than %d (%s); such rows are skipped and counted"
@@ -265,6 +273,11 @@ class BatchLoader(Generic[Item]):
         text = "is {}, but {} has only {} usable rows{}; lower it or set {}=false"
         values = (self.config.batch_size, self.name, usable, long, Key(f"{self.key}.drop_last"))
         return DataError(Problem(f"{self.key}.batch_size", text, *values))
+
+
+def _n_tokens(item: Any) -> int:
+    """Return the number of tokens of an encoded row."""
+    return len(item.tokens)
 
 
 def row_loader(
@@ -302,11 +315,12 @@ def row_loader(
         DataError: There are too few rows for a batch, or the first row cannot be encoded.
     """
 
-    def encode(row: Mapping[str, Any], index: int) -> Any:
+    def draft(row: Mapping[str, Any], index: int) -> Draft[Any]:
         if kind == "prompt":
-            return prompt_item(tokenizer, row, index, enable_thinking)
-        return sft_sequence(tokenizer, row) if kind == "sft" else pair_item(tokenizer, row, index)
+            return prompt_draft(tokenizer, row, index, enable_thinking)
+        return sft_draft(tokenizer, row) if kind == "sft" else pair_draft(tokenizer, row, index)
 
+    encode = partial(encode_rows, tokenizer, draft=draft)
     limit, limit_key = config.max_length, f"{key}.max_length"
     if context_len is not None and context_len - (kind == "prompt") < limit:
         limit, limit_key = context_len - (kind == "prompt"), context_key
@@ -347,11 +361,12 @@ def given_prompt_loader(
     if not len(rows):
         raise DataError("dataset has no rows")
 
-    def encode(row: Any, index: int) -> PromptItem:
+    def draft(row: Any, index: int) -> Draft[PromptItem]:
         if problem := row_problem(row, "prompt", prompt_key):
             raise DataError(problem)
-        return prompt_item(tokenizer, row, index, enable_thinking, prompt_key=prompt_key, solutions_key=solutions_key)
+        return prompt_draft(tokenizer, row, index, enable_thinking, prompt_key=prompt_key, solutions_key=solutions_key)
 
+    encode = partial(encode_rows, tokenizer, draft=draft)
     config = DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False)
     limit, limit_key = max_prompt_tokens, "max_prompt_tokens"
     return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, key="dataset")

@@ -53,6 +53,7 @@ class Engine(AbstractContextManager["Engine"]):
         streams: The requests of `generate_stream`.
         limits: Limits of the requests that the current rollout phase accepts. None outside of a rollout phase.
         batcher: Gathers requests of `generate_stream` that arrive at nearly the same time.
+        train_seconds: Seconds that the slowest worker took for the last call of `train`. 0.0 before the first.
 
     Raises:
         EngineError: A worker cannot start or load the actor.
@@ -75,6 +76,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._budgets: TokenBudgets = {}  # chosen sizes of micro-batches
         self._budgets_are_due = True  # whether they must be chosen (again) before their next use
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
+        self.train_seconds = 0.0
         self._writes_state = False
         self._lost_state = False  # whether a state was being written when the workers were restarted
 
@@ -407,6 +409,7 @@ class Engine(AbstractContextManager["Engine"]):
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)
+        self.train_seconds = max(result.seconds for result in results)
         self._lower_budget(role, TRAIN, max(result.n_halvings for result in results))
         keep_old_logprobs(rows, checked, shares, results[:: self.spec.layout.cp_size])
         return results[0].stats

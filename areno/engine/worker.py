@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -327,12 +328,15 @@ class Worker:
             update: Settings of the update.
 
         Returns:
-            The result of TrainBackend.train. Its statistics also contain the peak memory, as `memory_gib`.
+            The result of TrainBackend.train, with the seconds of this call. Its statistics also contain the peak
+            memory, as `memory_gib`.
         """
         profiling.set_anchor()
+        started = time.perf_counter()
         with self.roles[role].on_device(training=True) as backend, nondeterministic_operations_named():
             result = backend.train(steps, loss_fn, update)
         result.stats["memory_gib"] = self.memory_gib()
+        result.seconds = time.perf_counter() - started
         return result
 
     def score(

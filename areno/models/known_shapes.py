@@ -37,6 +37,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "llama-3.2-3b": (28, 3072, 8192, 24, 8, 128, True),
     "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, False),
     "llama-3.1-70b": (80, 8192, 28672, 64, 8, 128, False),
+    "25m": (8, 384, 1536, 6, 2, 64, True),
     "tiny": (2, 64, 192, 4, 2, 16, True),
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
     "tiny-qwen3.5": (4, 64, 192, 4, 2, 16, True),
@@ -95,6 +96,7 @@ _LLAMA = {
 # Prefix of a shape's name -> the rest of its configuration. The longest prefix that matches counts.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN3,
+    "25m": _QWEN3,
     "qwen2.5": _QWEN2,
     **{f"qwen2.5-{size}": {**_QWEN2, "vocab_size": 152064} for size in ("7b", "14b", "32b", "72b")},
     "llama": _LLAMA,

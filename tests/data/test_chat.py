@@ -11,6 +11,7 @@ from areno.data.chat_template import assistant_spans
 from areno.data.encode import encode_generation_prompt, prompt_item, sft_sequence
 from areno.data.sources import read_rows
 from areno.errors import DataError
+from tests.helpers.tokenizers import plain_values
 
 DATA = Path(__file__).parents[3] / "shared/data"
 
@@ -83,7 +84,8 @@ def test_prompt_response_trains_on_the_response_and_its_end(chatml, plain):
     row = {"prompt": "hi", "response": "hello you"}
     assert trained_text(chatml, row) == ["hello you<|im_end|>"]
     sequence = sft_sequence(chatml, row)
-    assert sequence.tokens[: -len(chatml.encode("hello you")) - 1] == encode_generation_prompt(chatml, "hi")
+    n_answer = len(chatml.encode("hello you")) + 1
+    assert sequence.tokens[:-n_answer].tolist() == encode_generation_prompt(chatml, "hi")
     assert trained_text(plain, row) == ["hello you<|endoftext|>"]
     assert plain.decode(sft_sequence(plain, row).tokens) == "hihello you<|endoftext|>"
 
@@ -216,9 +218,12 @@ def part_text(part: dict) -> str:
 def test_tools_may_be_json_text(chatml):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     row = {"prompt": "Go", "response": "Gone"}
-    as_list = sft_sequence(chatml, {**row, "tools": [tool]})
-    assert sft_sequence(chatml, {**row, "tools": json.dumps([tool])}) == as_list
-    assert as_list != sft_sequence(chatml, row)
+    as_list, as_text, without = (
+        plain_values(sft_sequence(chatml, each))
+        for each in ({**row, "tools": [tool]}, {**row, "tools": json.dumps([tool])}, row)
+    )
+    assert as_text == as_list
+    assert as_list != without
     with pytest.raises(DataError, match="tools is text, but not JSON"):
         sft_sequence(chatml, {**row, "tools": "[look"})
 

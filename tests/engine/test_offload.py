@@ -79,7 +79,7 @@ def assert_same_state(one: TrainBackend, other: TrainBackend) -> None:
     found, expected = state_of(one), state_of(other)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(found[name].cpu(), tensor.cpu()), name
 
 
 def test_an_actor_keeps_its_weights_and_scores_without_gradients(folder: Path) -> None:

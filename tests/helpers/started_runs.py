@@ -21,7 +21,7 @@ def loader(n_rows: int = 2, **settings: Any) -> BatchLoader[TrainSequence]:
     """Batches of one row, whose only token is the row's number."""
     return BatchLoader(
         [{}] * n_rows,
-        lambda row, index: TrainSequence(tokens=[index]),  # type: ignore[arg-type, return-value]
+        lambda rows, indices: [TrainSequence(tokens=[index]) for index in indices],
         DatasetConfig(**{"path": "rows.jsonl", "batch_size": 1, "shuffle": False, **settings}),
         max_tokens=8,
         max_tokens_key="max_length",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -18,3 +20,12 @@ def load_tokenizer(name: str) -> Any:
     if folder is None:
         pytest.skip(f"the tokenizer {name} is not at {_REAL / name}")
     return AutoTokenizer.from_pretrained(folder)
+
+
+def plain_values(item: Any) -> Any:
+    """Return an encoded row as dictionaries and lists, which can be compared although arrays cannot."""
+    if is_dataclass(item) and not isinstance(item, type):
+        item = asdict(item)
+    if isinstance(item, dict):
+        return {name: plain_values(value) for name, value in item.items()}
+    return item.tolist() if isinstance(item, np.ndarray) else item

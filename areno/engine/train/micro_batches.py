@@ -57,11 +57,13 @@ class TrainResult:
         old_logprobs: For each optimizer step, the (N,) float32 old log-probabilities of the N tokens in this rank's
             micro-batches, in order. None for a step that had no old log-probabilities or did not recompute them.
         n_halvings: How many times the micro-batches were halved because memory ran out.
+        seconds: Seconds that the worker took, without its messages.
     """
 
     stats: dict[str, float]
     old_logprobs: list[np.ndarray | None]
     n_halvings: int = 0
+    seconds: float = 0.0
 
 
 def keep_old_logprobs(
@@ -130,7 +132,11 @@ def share_steps(
             1 and a step has fewer units of rows than there are ranks.
     """
     units, update_of_units = _units(rows, update)
-    lengths = [sum(row.n_tokens for row in unit) for unit in units]
+    # Counts of all rows are taken at once, because a batch may have thousands of short rows.
+    row_lengths = np.fromiter((len(row.tokens) for row in rows), np.int64, len(rows))
+    row_trained = np.add.reduceat(np.concatenate([row.trained for row in rows], dtype=np.int64), _starts(row_lengths))
+    lengths = row_lengths.reshape(len(units), -1).sum(1).tolist()
+    trained_of_unit = row_trained.reshape(len(units), -1)
     costs = [sum(_row_cost(row, cost) for row in unit) for unit in units] if dp_size > 1 else lengths
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
     for step in optimizer_steps(lengths, update_of_units, cp_size):
@@ -142,7 +148,7 @@ def share_steps(
                 Key(f"{section}.ppo_n_minibatches"),
                 Key("engine.world_size"),
             )
-        trained = [row.n_trained for index in step for row in units[index]]
+        trained = trained_of_unit[step]
         batches: list[list[list[Row]]] = []
         for share in split_balanced([costs[index] for index in step], dp_size):
             mine = [step[place] for place in share]
@@ -152,8 +158,13 @@ def share_steps(
                 batches[-1] = [[_untrained(units[index][0] for index in step)]]
         rounds = max(len(of_rank) for of_rank in batches)
         for rank, of_rank in enumerate(batches):
-            shares[rank].append(StepMicroBatches(of_rank, sum(trained), sum(n > 0 for n in trained), rounds))
+            shares[rank].append(StepMicroBatches(of_rank, int(trained.sum()), int((trained > 0).sum()), rounds))
     return shares
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Return the index of the first token of each row, given the lengths of all rows."""
+    return np.cumsum(lengths) - lengths
 
 
 def _untrained(rows: Iterable[Row]) -> Row:
@@ -252,6 +263,8 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
         costs: Cost of each unit, such as tokens or FLOPs.
         n: Number of shares.
     """
+    if n == 1:
+        return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(n)]
     load = [0.0] * n
     for unit in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +97,7 @@ class FlatRows:
             Row(
                 tokens[start:end],
                 self.trained[start:end],
-                {name: values[start:end] for name, values in self.fields.items()},
+                {name: values[start:end] for name, values in self.fields.items()} if self.fields else {},
                 reward,
                 staleness,
             )
@@ -172,6 +173,9 @@ def _any_old(rows: Sequence[TrainSequence]) -> bool:
     return any(row.old_logprobs is not None for row in rows)
 
 
+_COLUMNS = itemgetter("tokens", "prompt_mask", *FIELDS)
+
+
 def _read_arrays(
     rows: Sequence[TrainSequence], given: list[str], vocab_size: int, context_len: int | None
 ) -> FlatRows | None:
@@ -180,24 +184,26 @@ def _read_arrays(
     `given` lists the optional fields that the rows have. Returns None if any check fails. The caller must then check
     each row by itself, to find the row and the field that are wrong.
     """
-    columns = {name: [vars(row)[name] for row in rows] for name in ("tokens", "prompt_mask", *FIELDS)}
-    shapes = [np.shape(tokens) for tokens in columns["tokens"]]
+    # Each check is one pass over a column in C, because a batch may have thousands of short rows.
+    names = ("tokens", "prompt_mask", *FIELDS)
+    columns = dict(zip(names, zip(*map(_COLUMNS, map(vars, rows)), strict=True), strict=True))
     for name, arrays in columns.items():
         if name in FIELDS and name not in given:
-            if any(array is not None for array in arrays):
+            if {*map(type, arrays)} != {type(None)}:
                 return None
             continue
         kinds = {"tokens": "iu", "prompt_mask": "b"}.get(name, "f")
-        if not all(isinstance(array, np.ndarray) and array.dtype.kind in kinds for array in arrays):
-            return None
-        if [array.shape for array in arrays] != shapes:
+        if {*map(type, arrays)} != {np.ndarray} or not all(kind in kinds for kind in {a.dtype.kind for a in arrays}):
             return None
     rewards, staleness = [row.reward for row in rows], [row.staleness for row in rows]
     if {*map(type, rewards)} != {float} or {*map(type, staleness)} != {int} or min(staleness) < 0:
         return None
+    shapes = [array.shape for array in columns["tokens"]]
     if {*map(len, shapes)} != {1}:
         return None
-    lengths = np.array(shapes)[:, 0]
+    if any([array.shape for array in columns[name]] != shapes for name in ("prompt_mask", *given)):
+        return None
+    lengths = np.fromiter(map(len, columns["tokens"]), np.int64, len(rows))
     if lengths.min() < 1 or (context_len is not None and lengths.max() > context_len):
         return None
     tokens, prompt_mask = (np.concatenate(columns[name]) for name in ("tokens", "prompt_mask"))
