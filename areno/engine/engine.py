@@ -567,8 +567,8 @@ class Engine(AbstractContextManager["Engine"]):
         never rises, so it does not depend on the order of these.
         """
         if self._budgets_are_due:
-            self._budgets_are_due = False
             before, chosen = copy.deepcopy(self._budgets), self._call("token_budgets")
+            self._budgets_are_due = False
             for name, tokens in chosen[0].items():
                 known = self._budgets.setdefault(name, {})
                 for each in tokens:
@@ -711,7 +711,7 @@ class Engine(AbstractContextManager["Engine"]):
             EngineError: A worker cannot start or load its models. The engine can then only be restarted again or
                 closed.
         """
-        self.limits = None
+        self.limits, self._budgets_are_due = None, True
         self.streams.end(EngineError("the workers were started again, and every request under way is lost"))
         with self._poll_lock:
             self._lost_state = self._lost_state or self._writes_state  # which the restart before this may have found
