@@ -75,6 +75,10 @@ class SimulatedWorkers:
         self._sampled_at: float | None = None  # time at which the last submitted sample will be finished
         self.watchdog = SimpleNamespace(stop=lambda: None)
 
+    def host_bytes(self) -> int:
+        """Return 0, since there are no worker processes."""
+        return 0
+
     @contextmanager
     def _simulating(self) -> Iterator[None]:
         """Count the CPU time of this `with` block as the simulation's, so that `cpu_s` excludes it."""

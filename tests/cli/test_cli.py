@@ -95,7 +95,7 @@ sys.stdout = sys.stderr = Terminal()
 def test_an_unknown_command_is_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["trian"])
-    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+    assert "there is no command 'trian'; did you mean train or trace?" in capsys.readouterr().err
 
 
 @pytest.fixture
