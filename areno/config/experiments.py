@@ -130,10 +130,14 @@ class ExperimentConfig(Section):
 
     @check
     def sessions_without_agents(self) -> Iterator[Problem]:
-        """Report perf_tracer.session_tracer.enabled for an algorithm that has no section `agent`."""
-        if self.perf_tracer.session_tracer.enabled and "agent" not in vars(self):
-            key = "perf_tracer.session_tracer.enabled"
-            yield Problem(key, "is true, but this algorithm has no agents; leave it out")
+        """Report perf_tracer.session_tracer.enabled for a run without agents."""
+        if self.perf_tracer.session_tracer.enabled:
+            key, agent = "perf_tracer.session_tracer.enabled", vars(self).get("agent")
+            if agent is None:
+                yield Problem(key, "is true, but this algorithm has no agents; leave it out")
+            elif agent.fn is None:
+                text = "is true, but {} is null, so there are no agent sessions; set it, or leave this out"
+                yield Problem(key, text, Key("agent.fn"))
 
     @forbid(
         "cluster.n_nodes",

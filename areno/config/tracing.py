@@ -27,8 +27,7 @@ class SessionTracerConfig(Section):
     enabled: bool = setting(
         False,
         help="Write one line for each agent session, which is the run of the agent for one sample, to "
-        "traces/sessions.jsonl in the folder of the run",
-        only_with=Needs("agent.fn", so="there are no agent sessions"),
+        "traces/sessions.jsonl in the folder of the run. Needs agent.fn",
     )
     flush_threshold: int = setting(
         256,

@@ -94,8 +94,8 @@ sys.stdout = sys.stderr = Terminal()
 
 def test_an_unknown_command_is_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["trian"])
-    assert "there is no command 'trian'; did you mean train or trace?" in capsys.readouterr().err
+        main(["evalaute"])
+    assert "there is no command 'evalaute'; did you mean evaluate?" in capsys.readouterr().err
 
 
 @pytest.fixture

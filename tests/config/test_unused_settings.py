@@ -49,6 +49,16 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "actor.surrogate=cispo actor.c_clip=2",
             "actor.c_clip: is 2, but actor.surrogate is cispo; set actor.surrogate to clip, or leave this out",
         ),
+        (
+            "gspo",
+            "perf_tracer.save_interval=2",
+            "perf_tracer.save_interval: is 2, but perf_tracer.enabled is false, so no",
+        ),
+        (
+            "gspo",
+            "perf_tracer.session_tracer.enabled=true",
+            "perf_tracer.session_tracer.enabled: is true, but agent.fn is null, so there are no agent sessions; set",
+        ),
         ("grpo", "actor.sapo_tau_pos=2", "actor.sapo_tau_pos: is 2, but actor.surrogate is clip; set"),
         (
             "grpo",
@@ -126,6 +136,11 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
 def test_a_setting_that_is_not_used(recipe, overrides, message):
     [found] = problems(recipe, *overrides.split())
     assert found.startswith(message)
+
+
+def test_sessions_of_an_algorithm_without_agents():
+    text = "perf_tracer.session_tracer.enabled: is true, but this algorithm has no agents; leave it out"
+    assert text in problems("sft", "perf_tracer.session_tracer.enabled=true")
 
 
 def test_evaluation_settings_of_a_task_without_evaluation(tmp_path):

@@ -122,7 +122,14 @@ def test_a_process_that_cannot_start_again_is_told_where_samples_are_added(
 
 
 SMALL = ["reward.workers=1", "gconfig.max_new_tokens=12", "total_train_steps=2"]
-TIMES = ("time/", "train/step_", "train/tokens_per_second", "rollout/tokens_per_second", "train/memory")
+TIMES = (
+    "time/",
+    "train/step_",
+    "train/tokens_per_second",
+    "rollout/tokens_per_second",
+    "train/memory",
+    "train/host_memory",
+)
 
 
 def travels() -> Callable[[Any], float]:
