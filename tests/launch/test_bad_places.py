@@ -73,7 +73,7 @@ def test_paths_that_cannot_be(capsys, key, path):
         ),
         (1_000, [], "cluster.fileroot: cannot write to .*quickstart"),
         (
-            5_000,
+            7_000,
             ["rollout.dump_to_file=true", "gconfig.n_samples=40"],
             "rollout.dump_to_file: .*1.jsonl cannot be writ",
         ),
