@@ -36,7 +36,7 @@ from areno.plan.plan import experiment_roles, longest_sequence
 
 CONTEXT_BYTES = int(0.68 * 2**30)  # of a CUDA context, which torch does not count
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
-_COPY_BYTES_S = 25e9  # bytes per second between device and pinned host memory, in each direction
+_COPY_BYTES_S = 45e9  # bytes per second between device and pinned host memory, in each direction
 _DROPPED_S = 2.0  # seconds to make a decoder with its CUDA graphs again
 
 
