@@ -137,7 +137,7 @@ def test_no_phase_takes_twice_a_share(tmp_path: Path, layout: dict[str, Any], dt
         with at_most(workers, to_write + SLACK, "saving in the background"):
             engine.save(str(tmp_path / "two"), "critic", background=True)
             wait_saved(engine)
-        with at_most(workers, state + SLACK, "writing a state"):
+        with at_most(workers, state + 1.5 * SLACK, "writing a state"):
             engine.save_state(tmp_path / "state")
             assert engine.state_written(wait=True)
         with at_most(workers, share, "loading a state"):
