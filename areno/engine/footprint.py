@@ -225,6 +225,10 @@ class Footprint:
         config, recompute = model.config, model.recompute
         return PassBytes.of_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
 
+    def scoring_pass(self, model: Model) -> PassBytes:
+        """Return the bytes of a forward pass of a model without gradient, on each device."""
+        return PassBytes.of_scoring(model.config, self.itemsize, self.layout, split=self.split)
+
     # -- messages --------------------------------------------------------------------------------------------------
 
     def table(self, device_bytes: int) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -248,7 +247,7 @@ class Roles:
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
         """Compute the memory footprint of several roles together. Raises EngineError if they do not fit the machine."""
-        roles = {name: role for name, role in roles.items() if not self._is_base(role)}
+        roles = {name: role for name, role in roles.items() if not self.spec.is_base_of_actor(role)}
         configs = {}
         for name, role in roles.items():
             with model_setting(role.key):
@@ -283,19 +282,8 @@ class Roles:
         """Return the size of the largest model: the number of its parameters that this rank holds."""
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
-    def _is_base(self, spec: RoleSpec) -> bool:
-        """Return whether a role is the frozen base model of an actor with adapters.
-
-        The actor with its adapters switched off then serves the role, and no second model is loaded.
-        """
-        frozen = spec.optimizer is None and spec.lora is None and spec.head == "lm"
-        return self.spec.actor.lora is not None and frozen and self._is_of_the_actor(spec)
-
-    def _is_of_the_actor(self, spec: RoleSpec) -> bool:
-        return spec.path == self.spec.actor.path or Path(spec.path).resolve() == Path(self.spec.actor.path).resolve()
-
     def _load(self, spec: RoleSpec) -> Role:
-        if self._is_base(spec):
+        if self.spec.is_base_of_actor(spec):
             return Role(spec, self._roles["actor"].backend, Offload(), is_base=True)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
@@ -366,7 +354,7 @@ class Roles:
         changed the actor's weights yet. An actor with adapters never changes its weights. If the role has a value
         head, which the actor lacks, the value head is set to zero.
         """
-        own, actor = self._is_of_the_actor(spec), self._roles.get("actor")
+        own, actor = self.spec.has_folder_of_actor(spec), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
         if spec.random_init:
             model.init_weights(self.spec.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
@@ -167,6 +168,18 @@ class EngineSpec:
     def frozen(self) -> EngineSpec:
         """Return a copy of the spec without the actor's optimizer, for an engine that cannot train the actor."""
         return replace(self, actor=replace(self.actor, optimizer=None))
+
+    def has_folder_of_actor(self, role: RoleSpec) -> bool:
+        """Return whether the model of a role is in the folder of the actor."""
+        return role.path == self.actor.path or Path(role.path).resolve() == Path(self.actor.path).resolve()
+
+    def is_base_of_actor(self, role: RoleSpec) -> bool:
+        """Return whether a role is the frozen base model of an actor with adapters.
+
+        The actor with its adapters switched off then serves the role, and no second model is loaded.
+        """
+        frozen = role.optimizer is None and role.lora is None and role.head == "lm"
+        return self.actor.lora is not None and frozen and self.has_folder_of_actor(role)
 
     @property
     def addresses(self) -> list[WorkerAddress]:

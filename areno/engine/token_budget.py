@@ -55,7 +55,7 @@ class _Work:
         config, layout, itemsize = model.config, footprint.layout, footprint.itemsize
         cost, recomputed = Cost.of(config, itemsize, model.adapters), 0.0
         flops = 2.0 * cost.active_params / layout.tp_size
-        need = PassBytes.of_scoring(config, itemsize, layout, split=footprint.split)
+        need = footprint.scoring_pass(model)
         if phase == TRAIN:
             need = footprint.training_pass(model)
             flops *= 2 if model.adapters else 3  # frozen weights need no gradient

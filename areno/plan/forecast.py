@@ -8,7 +8,6 @@ time comes from `areno/models/speed.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from areno.config.experiments import (
     CriticExperimentConfig,
@@ -198,7 +197,7 @@ def forecast(
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
     shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}
-    apart = {name: role for name, role in roles.items() if name == "actor" or not _is_base(spec, role)}
+    apart = {name: role for name, role in roles.items() if name == "actor" or not spec.is_base_of_actor(role)}
     footprint = footprint_of(spec, {name: shapes[name] for name in apart}, apart, itemsize, hardware.is_cuda)
     lengths = Lengths.of(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
     step = _Step(config, hardware, spec, footprint, lengths, roles)
@@ -211,12 +210,6 @@ def forecast(
         phases=step.phases(),
         problems=step.problems(),
     )
-
-
-def _is_base(spec: EngineSpec, role: RoleSpec) -> bool:
-    """Return whether a role is the frozen base of an actor with adapters, which takes no memory of its own."""
-    same = Path(role.path) == Path(spec.actor.path)
-    return spec.actor.lora is not None and role.optimizer is None and role.head == "lm" and same
 
 
 class _Step:
@@ -302,9 +295,7 @@ class _Step:
         return terms, n_recomputed, least
 
     def _need(self, model: Model, phase: str) -> PassBytes:
-        if phase == TRAIN:
-            return self.footprint.training_pass(model)
-        return PassBytes.of_scoring(model.config, self.footprint.itemsize, self.layout, split=self.footprint.split)
+        return self.footprint.training_pass(model) if phase == TRAIN else self.footprint.scoring_pass(model)
 
     def _model(self, name: str) -> Model:
         return self.models.get(name) or self.models["actor"]
@@ -381,7 +372,7 @@ class _Step:
         if config.rollout.drop_rollout_state and self.hardware.is_cuda:
             seconds += _DROPPED_S
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * lengths.prompt)
-        forward = PassBytes.of_scoring(model.config, self.footprint.itemsize, self.layout, split=self.footprint.split)
+        forward = self.footprint.scoring_pass(model)
         logits = -(-at_once // copies) * self.layout.share_up(model.config.vocab_size) * 4
         terms = self._resident() | {"KV cache": cache_bytes}
         terms["activations"] = forward.expected(n_prefill, 0, 0) + logits + _GRAPH_BYTES * self.hardware.is_cuda
