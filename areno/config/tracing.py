@@ -22,7 +22,7 @@ def _not_steps(name: str, steps: list[int] | None) -> Iterator[Problem]:
 
 @dataclass(kw_only=True)
 class SessionTracerConfig(Section):
-    """The file traces/sessions.jsonl, with one line for each agent session: its times, tokens, turns and reward."""
+    """Settings of traces/sessions.jsonl, which has the times, tokens, turns and reward of each agent session."""
 
     enabled: bool = setting(
         False,
@@ -40,7 +40,10 @@ class SessionTracerConfig(Section):
 
 @dataclass(kw_only=True)
 class PerfTracerConfig(Section):
-    """The trace of a run: a timeline of the driver, of each device and of each sample, for Perfetto and areno trace."""
+    """Settings of the trace of a run, a timeline of the driver, of each device and of each sample.
+
+    Perfetto and `areno trace` read the trace.
+    """
 
     enabled: bool = setting(
         False,
@@ -68,7 +71,7 @@ class PerfTracerConfig(Section):
 
 @dataclass(kw_only=True)
 class MemoryProfilerConfig(Section):
-    """Snapshots of the device memory: what torch's CUDA allocator holds, and the stack of each allocation."""
+    """Settings of snapshots of the device memory, which list the allocations of torch's CUDA allocator."""
 
     profile_steps: list[int] = setting(
         factory=list,

@@ -38,9 +38,10 @@ class DeviceClock:
         self._open: list[tuple[str, Any, Any, tuple[Any, int], Mapping[str, Any]]] = []
 
     def set_anchor(self) -> None:
-        """Measure the time of the device's clock again, since clocks drift. Waits until the device is idle.
+        """Record a CUDA event together with the host's time, from which later event times are converted to host time.
 
-        Call this where the device has little to do anyway. Does nothing on a CPU.
+        Waits until the device is idle, so call this method where the device has little to do. Call the method
+        repeatedly, because the clocks of host and device drift apart. Does nothing on a CPU.
         """
         if not self._on_cuda:
             return
@@ -103,7 +104,7 @@ def phase(name: str, **arguments: Any) -> AbstractContextManager[None]:
 
 
 def set_anchor() -> None:
-    """Measure the time of the device's clock again. Does nothing if the rank is not traced."""
+    """Relate the device's clock to the host's clock again. Does nothing if the rank is not traced."""
     if _clock is not None and trace.active:
         _clock.set_anchor()
 

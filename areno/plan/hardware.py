@@ -56,7 +56,7 @@ _GPUS = (
 
 
 def this_cpu() -> Hardware:
-    """Return the CPU of this machine. Its speed is a rough estimate from the number of cores."""
+    """Return the CPU of this machine, with a speed that is roughly estimated from the number of cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rates = Rates(copy_bytes_s=8e9 + 2e9 * cores, matmul_flops_s=4e10 * cores)

@@ -244,7 +244,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(file: BinaryIO, content: bytes) -> int:
-    """Write all bytes, and return their number."""
+    """Write `content` to a file, by several calls of `file.write` if necessary, and return the number of bytes."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]
