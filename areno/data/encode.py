@@ -46,6 +46,17 @@ class Draft(Generic[Item]):
     texts: list[Text]
     finish: Callable[[list[list[int]]], Item]
 
+    def encode(self, tokenizer: Any) -> Item:
+        """Encode the texts one by one, and return the item.
+
+        Args:
+            tokenizer: Tokenizer that the row was rendered for.
+
+        Raises:
+            DataError: The row has no valid item, such as a pair with an answer that has no token to train on.
+        """
+        return self.finish([_encode_text(tokenizer, text) for text in self.texts])
+
 
 def encode_rows(
     tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], Draft[Item]]
@@ -68,7 +79,7 @@ def encode_rows(
     try:
         encoded = iter(_encode_texts(tokenizer, texts))
     except Exception:  # one text cannot be encoded, so each row is encoded by itself
-        return [each if isinstance(each, Exception) else _result_of(_encoded, tokenizer, each) for each in drafts]
+        return [each if isinstance(each, Exception) else _result_of(each.encode, tokenizer) for each in drafts]
     return [
         each if isinstance(each, Exception) else _result_of(each.finish, [next(encoded) for _ in each.texts])
         for each in drafts
@@ -81,11 +92,6 @@ def _result_of(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except Exception as error:
         return error
-
-
-def _encoded(tokenizer: Any, draft: Draft[Item]) -> Item:
-    """Return the item of a single draft."""
-    return draft.finish([_encode_text(tokenizer, text) for text in draft.texts])
 
 
 def _encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
@@ -154,7 +160,7 @@ def encode_generation_prompt(
     return _encode_text(tokenizer, (text, tokenizer.chat_template is None))
 
 
-def prompt_item(
+def prompt_draft(
     tokenizer: Any,
     row: Mapping[str, Any],
     index: int,
@@ -162,8 +168,8 @@ def prompt_item(
     *,
     prompt_key: str = "prompt",
     solutions_key: str = "solutions",
-) -> PromptItem:
-    """Encode a row with a prompt, for reinforcement learning.
+) -> Draft[PromptItem]:
+    """Render a row with a prompt, for reinforcement learning.
 
     Args:
         tokenizer: Tokenizer of the transformers library.
@@ -174,28 +180,10 @@ def prompt_item(
         solutions_key: Name of the field with the reference solutions.
 
     Returns:
-        The prompt with its token ids, its solutions and the row.
+        The draft of a PromptItem, which has the prompt with its token ids, its solutions and the row.
 
     Raises:
         DataError: The row cannot be rendered with the chat template.
-    """
-    names = {"prompt_key": prompt_key, "solutions_key": solutions_key}
-    return _encoded(tokenizer, prompt_draft(tokenizer, row, index, enable_thinking, **names))
-
-
-def prompt_draft(
-    tokenizer: Any,
-    row: Mapping[str, Any],
-    index: int,
-    enable_thinking: bool | None = None,
-    *,
-    prompt_key: str = "prompt",
-    solutions_key: str = "solutions",
-) -> Draft[PromptItem]:
-    """Render a row with a prompt, for reinforcement learning. The arguments and errors are those of `prompt_item`.
-
-    Returns:
-        The draft of the prompt.
     """
     prompt = _prompt(row[prompt_key])
     rendered = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
@@ -215,8 +203,8 @@ def prompt_draft(
     return Draft([(rendered, tokenizer.chat_template is None)], finish)
 
 
-def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
-    """Encode a row for supervised fine-tuning.
+def sft_draft(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> Draft[TrainSequence]:
+    """Render a row for supervised fine-tuning.
 
     Args:
         tokenizer: Tokenizer of the transformers library.
@@ -225,30 +213,21 @@ def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool |
         enable_thinking: Value of the variable enable_thinking in the chat template. None keeps the template's default.
 
     Returns:
-        The row with token ids and prompt_mask.
+        The draft of a TrainSequence with token ids and prompt_mask.
 
     Raises:
         DataError: The row cannot be rendered with the chat template, or the assistant turns cannot be found in the
             rendered text.
-    """
-    return _encoded(tokenizer, sft_draft(tokenizer, row, enable_thinking))
-
-
-def sft_draft(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> Draft[TrainSequence]:
-    """Render a row for supervised fine-tuning. The arguments and errors are those of `sft_sequence`.
-
-    Returns:
-        The draft of the row.
     """
     if row.get("response") is not None:
         return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, _tools(row))
     return _conversation(tokenizer, with_text(row["messages"]), 0, enable_thinking, _tools(row))
 
 
-def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
-    """Encode a row with a chosen and a rejected answer, for DPO.
+def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[PairItem]:
+    """Render a row with a chosen and a rejected answer, for DPO.
 
-    Both answers are encoded as in `sft_sequence`, except that assistant turns in the prompt are not trained.
+    Both answers are rendered as in `sft_draft`, except that assistant turns in the prompt are not trained.
 
     Args:
         tokenizer: Tokenizer of the transformers library.
@@ -257,20 +236,7 @@ def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
         index: Index of the row in its dataset.
 
     Returns:
-        The two training rows and the index.
-
-    Raises:
-        DataError: The row is not a pair, cannot be rendered with the chat template, or an answer has no token to
-            train on.
-    """
-    return _encoded(tokenizer, pair_draft(tokenizer, row, index))
-
-
-def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[PairItem]:
-    """Render a row with a chosen and a rejected answer. The arguments are those of `pair_item`.
-
-    Returns:
-        The draft of the pair. Its `finish` raises DataError if an answer has no token to train on.
+        The draft of a PairItem. Its `finish` raises DataError if an answer has no token to train on.
 
     Raises:
         DataError: The row is not a pair, or cannot be rendered with the chat template.

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from areno.data.chat_template import assistant_spans
-from areno.data.encode import encode_generation_prompt, prompt_item, sft_sequence
+from areno.data.encode import encode_generation_prompt
 from areno.data.sources import read_rows
 from areno.errors import DataError
+from tests.helpers.encoded_rows import prompt_item, sft_sequence
 from tests.helpers.tokenizers import plain_values
 
 DATA = Path(__file__).parents[3] / "shared/data"

@@ -17,7 +17,7 @@ from areno.api.algorithms import get_algorithm
 from areno.cli.__main__ import main
 from areno.data.chat_template import render_generation_prompt
 from areno.data.control_tokens import BREAK, allow_control_tokens, control_names, control_tokens
-from areno.data.encode import encode_generation_prompt, pair_item, prompt_item, sft_sequence
+from areno.data.encode import encode_generation_prompt
 from areno.errors import ArenoError, DataError
 from areno.files.paths import find_file
 from areno.launch.compose import load
@@ -28,6 +28,7 @@ from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.tokens import Source, expand_runs
 from tests.helpers.agent_model import model_folder
+from tests.helpers.encoded_rows import pair_item, prompt_item, sft_sequence
 from tests.helpers.tokenizers import load_tokenizer
 
 TOKENIZERS = ["tiny", "qwen3", "qwen2.5", "minimind", "phi3-v"]

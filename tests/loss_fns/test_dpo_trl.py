@@ -16,12 +16,12 @@ import torch
 
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.data.encode import pair_item
 from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.files.paths import find_file
 from areno.loss_fns import dpo_loss_fn
 from areno.plan.plan import TrainerPlan
 from areno.types import TrainSequence
+from tests.helpers.encoded_rows import pair_item
 from tests.helpers.tiny_engine import engine_spec
 
 pytestmark = pytest.mark.slow
