@@ -237,7 +237,8 @@ class _Step:
         self.lengths, self.roles, self.layout = lengths, roles, spec.layout
         self.models = {model.name: model for model in footprint.models}
         self.total = hardware.memory
-        self.free = self.total - CONTEXT_BYTES * hardware.is_cuda - footprint.resident
+        self.context = CONTEXT_BYTES if hardware.is_cuda else 0  # bytes that torch does not count
+        self.free = self.total - self.context - footprint.resident
         self.cache = self._cache()
         drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
         self.room_of_cache = self.free - (0 if drops else footprint.most_extra_in_use)
@@ -286,7 +287,7 @@ class _Step:
             terms["KV cache"] = self.stays
         need, n_kept = self._need(model, phase), 0
         n_tokens = max(1, min(budget, n_tokens))
-        room = int((1 - RESERVE) * self.total) - CONTEXT_BYTES * self.hardware.is_cuda - sum(terms.values())
+        room = int((1 - RESERVE) * self.total) - self.context - sum(terms.values())
         if phase == TRAIN and model.recompute:
             n_kept = need.fitting_layers(n_tokens, room, model.config.num_layers) if self.hardware.is_cuda else 0
         terms["activations"] = need.expected(n_tokens, n_kept, n_predicted)
@@ -429,7 +430,7 @@ class _Step:
     def problems(self) -> list[str]:
         """Return the reasons why the run does not fit a device. Empty if it fits."""
         limit = int((1 - RESERVE) * self.total) if self.hardware.is_cuda else self.total
-        limit -= CONTEXT_BYTES * self.hardware.is_cuda
+        limit -= self.context
         found = []
         if self.footprint.least > limit:
             return [f"the models need {_gib(self.footprint.least)} GiB, and a device has {_gib(limit)}"]

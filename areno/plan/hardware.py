@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from areno.engine.footprint import GIB
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.models.speed import H100, Rates
 
-GIB = 2**30
 _COPY, _PRODUCTS = 0.88, 0.78  # shares of the rates of a data sheet that an H100 and an H200 reach
 
 
