@@ -122,8 +122,8 @@ def test_the_loss_is_that_of_trl(ours, theirs, tokenizer, how, their_settings):
         item = pair_item(tokenizer, row, index)
         for sequence, answer in ((item.chosen, "chosen_ids"), (item.rejected, "rejected_ids")):
             prompt_ids, answer_ids = their_rows[index]["prompt_ids"], their_rows[index][answer]
-            assert sequence.tokens == prompt_ids + answer_ids
-            assert sequence.prompt_mask == [True] * len(prompt_ids) + [False] * len(answer_ids)
+            assert list(sequence.tokens) == prompt_ids + answer_ids
+            assert list(sequence.prompt_mask) == [True] * len(prompt_ids) + [False] * len(answer_ids)
             rows.append(TrainSequence(prompt_mask=sequence.prompt_mask, tokens=sequence.tokens))
     for row, logprobs in zip(rows, ours.score_logprobs("ref", [row.tokens for row in rows], 1.0), strict=True):
         row.ref_logprobs = logprobs
