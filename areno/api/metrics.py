@@ -30,14 +30,19 @@ class Stopwatch:
 
     Args:
         before_phase: Called with the name of each outer phase before it starts.
+        after_phase: Called with the name of each outer phase after it has ended without an exception.
 
     Attributes:
         seconds: Phase name -> seconds spent in this phase since `reset`.
         began: Reading of time.perf_counter at the last `reset`.
     """
 
-    def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
-        self._before_phase = before_phase
+    def __init__(
+        self,
+        before_phase: Callable[[str], object] = lambda name: None,
+        after_phase: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        self._before_phase, self._after_phase = before_phase, after_phase
         self.seconds: dict[str, float] = {}
         self.began = time.perf_counter()
         self._running = ""
@@ -83,6 +88,7 @@ class Stopwatch:
             finally:
                 self._running = ""
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self._after_phase(name)
         finally:
             self._lock.release()
 

@@ -118,6 +118,7 @@ class SimulatedWorkers:
             "train": self._train,
             "weights_version": lambda: self._version,
             "saved": lambda: True,
+            "phase_memory_gib": lambda: 0.0,
             "memory_table": lambda: ("no memory", ""),
             "token_budgets": lambda: {"actor": {TRAIN: 16384, SCORE: 16384}},
         }

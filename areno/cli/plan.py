@@ -29,6 +29,7 @@ of models and no weights. Common hub ids are known without a download.
 If the run does not fit, `areno plan` lists settings with which it does, and their prices."""
 _WIDTH = 50  # columns of the longest bar
 _LETTERS = {"weights": "W", "gradients": "G", "masters": "M", "moments": "O", "KV cache": "K", "activations": "A"}
+_LETTERS["process"] = "P"
 _COLORS = {"weights": "blue", "gradients": "cyan", "masters": "green", "moments": "yellow"}
 _COLORS |= {"KV cache": "magenta", "activations": "red"}
 

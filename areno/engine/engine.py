@@ -667,11 +667,15 @@ class Engine(AbstractContextManager["Engine"]):
         return self._call("memory_table")[0]
 
     def peak_memory_gib(self) -> float:
-        """Return the largest peak memory of a worker in GiB, since the last call of this method or of `train`.
-
-        On a CPU it is the peak since the process started.
-        """
+        """Return the largest peak memory of a worker in GiB, since the last call of this method or of `train`."""
         return max(self._call("memory_gib"))
+
+    def phase_memory_gib(self) -> float:
+        """Return the largest peak memory of a worker in GiB, since the last call of this method.
+
+        The peaks that `train` and `peak_memory_gib` return do not depend on calls of this method.
+        """
+        return max(self._call("phase_memory_gib"))
 
     def host_memory_gib(self) -> float:
         """Return the host memory that the driver and all workers have in use, in GiB."""

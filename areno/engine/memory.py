@@ -84,6 +84,32 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def take_peak_bytes(device: Any) -> int:
+    """Return the peak of memory since the last call, in bytes: of a CUDA device, or of this process for a CPU.
+
+    If the system cannot reset the peak of a process, which Linux can, the peak of a CPU counts from the start of the
+    process.
+
+    Args:
+        device: The torch.device of a worker.
+    """
+    import torch
+
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+        return peak
+    except (OSError, StopIteration):  # not Linux, or a container that forbids it
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def host_bytes_free() -> int:
     """Return the bytes of available memory of this machine or, if it is less, of this process's container.
 

@@ -274,6 +274,7 @@ class EngineInfo:
         context_len: Context length of the model, in tokens.
         vocab_size: Vocabulary size of the model.
         device: Device of the first worker.
+        device_name: Name of the first worker's GPU, such as "NVIDIA H100 80GB HBM3". "" for a CPU.
         dtype: Type of the weights, as the name of a torch dtype.
         attn_backend: Attention kernel of training and prefill.
         memory_gib: Peak memory of the first worker so far, in GiB.
@@ -298,6 +299,7 @@ class EngineInfo:
     routes: RouteShape | None = None
     n_adapter_params: int = 0
     tp_sums: str = ""
+    device_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from areno.engine.memory import (
     host_bytes_free,
     is_out_of_memory,
     out_of_memory_hint,
+    take_peak_bytes,
     use_expandable_segments,
 )
 from areno.engine.processes.process_groups import ParallelContext
@@ -70,6 +71,7 @@ class Worker:
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
+        self._peaks = {"step": 0.0, "phase": 0.0}  # GiB, since the last call of memory_gib and of phase_memory_gib
         self._profiler = profiling.Profiler(spec.profiling, context.rank, context.device)
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)
         self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
@@ -97,6 +99,7 @@ class Worker:
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
             device=str(self.context.device),
+            device_name=torch.cuda.get_device_name() if self.context.device.type == "cuda" else "",
             dtype=self.spec.dtype,
             attn_backend=self.attn_backend,
             memory_gib=self.memory_gib(),
@@ -453,14 +456,18 @@ class Worker:
         self._writer.shutdown(cancel_futures=True)
 
     def memory_gib(self) -> float:
-        """Return the peak device memory in GiB since the last call. On a CPU, the peak since the process started."""
-        if self.context.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() / 2**30
-            torch.cuda.reset_peak_memory_stats()
-            return peak
-        import resource
+        """Return the peak memory in GiB since the last call: of the device or, on a CPU, of the process."""
+        return self._peak_since("step")
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    def phase_memory_gib(self) -> float:
+        """Return the peak memory in GiB since the last call of this method, as `memory_gib` does."""
+        return self._peak_since("phase")
+
+    def _peak_since(self, event: str) -> float:
+        peak = take_peak_bytes(self.context.device) / 2**30
+        self._peaks = {name: max(before, peak) for name, before in self._peaks.items()}
+        found, self._peaks[event] = self._peaks[event], 0.0
+        return found
 
     def begin_kernels(self) -> None:
         """Begin to record the operators and kernels of this rank."""

@@ -34,9 +34,11 @@ from areno.plan.lora import lora_of
 from areno.plan.plan import experiment_roles, longest_sequence
 
 CONTEXT_BYTES = int(0.68 * 2**30)  # of a CUDA context, which torch does not count
+_PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
 _COPY_BYTES_S = 45e9  # bytes per second between device and pinned host memory, in each direction
 _DROPPED_S = 2.0  # seconds to make a decoder with its CUDA graphs again
+_SCORED_BY = {"actor": "recompute", "critic": "values"}  # model -> name of its scoring phase in time/*, if another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class Phase:
 
     Attributes:
         name: Name, such as "rollout" or "train actor".
+        clock: Name of the phase in the scalars time/* and memory/* of a run.
         seconds: Expected time.
         terms: Bytes on a device, by what takes them. Their sum is the expected peak of the phase.
         n_tokens: Tokens that the phase generates, scores or trains, over all devices.
@@ -84,6 +87,7 @@ class Phase:
     """
 
     name: str
+    clock: str
     seconds: float
     terms: dict[str, int]
     n_tokens: float
@@ -212,6 +216,17 @@ def forecast(
     )
 
 
+def rows_of_step(config: ExperimentConfig) -> int:
+    """Return the number of rows that a step trains on.
+
+    Args:
+        config: Settings of the run.
+    """
+    if isinstance(config, PolicyExperimentConfig):
+        return config.rows_per_step
+    return config.train_dataset.batch_size * (2 if isinstance(config, PreferenceExperimentConfig) else 1)
+
+
 class _Step:
     """The phases of one training step.
 
@@ -267,7 +282,7 @@ class _Step:
 
     def _resident(self, visitor: str | None = None, trains: bool = False) -> dict[str, int]:
         """Return the bytes of the models on a device, by term, while the model `visitor` works."""
-        terms: dict[str, int] = {}
+        terms: dict[str, int] = {} if self.hardware.is_cuda else {"process": _PROCESS_BYTES}
         for model in self.footprint.models:
             found, here = self.footprint.of_model(model), model.name == visitor
             if model.keeps_weights or here:
@@ -326,7 +341,7 @@ class _Step:
 
     def phases(self) -> list[Phase]:
         """Return the phases of a step, in order."""
-        config, n_rows = self.config, self.n_rows
+        config, n_rows = self.config, rows_of_step(self.config)
         found = []
         if isinstance(config, PolicyExperimentConfig):
             found.append(self._rollout(config))
@@ -341,13 +356,6 @@ class _Step:
         found.append(self._pass("actor", TRAIN, n_rows))
         self._phases = found
         return found
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows of training data in a step."""
-        if isinstance(self.config, PolicyExperimentConfig):
-            return self.config.rows_per_step
-        return self.config.train_dataset.batch_size * (2 if isinstance(self.config, PreferenceExperimentConfig) else 1)
 
     @property
     def _rates(self) -> Rates:
@@ -378,7 +386,14 @@ class _Step:
         terms = self._resident() | {"KV cache": cache_bytes}
         terms["activations"] = forward.expected(n_prefill, 0, 0) + logits + _GRAPH_BYTES * self.hardware.is_cuda
         n_tokens = config.rows_per_step * lengths.answer
-        return Phase(name="rollout", seconds=seconds, terms=terms, n_tokens=n_tokens, least=sum(terms.values()))
+        return Phase(
+            name="rollout",
+            clock="rollout",
+            seconds=seconds,
+            terms=terms,
+            n_tokens=n_tokens,
+            least=sum(terms.values()),
+        )
 
     def _pass(self, name: str, phase: str, n_rows: int) -> Phase:
         """Return the phase in which the model `name` scores or trains `n_rows` rows."""
@@ -411,9 +426,19 @@ class _Step:
             trained = cost.adapter_params or cost.n_params
             shards = self.layout.tp_size * (self.layout.dp_size if self.footprint.zero_stage else 1)
             seconds += self._updates(name) * update_seconds(trained / shards, role.optimizer.type, self.hardware.rates)
-        verb = "train" if phase == TRAIN else "score"
-        named = f"{verb} {name}" if phase == TRAIN or name != "actor" else "score actor again"
-        return Phase(name=named, seconds=seconds, terms=terms, n_tokens=n_rows * row, budget=budget, least=least)
+        if phase == TRAIN:
+            named, clock = f"train {name}", "train" if name == "actor" else f"train_{name}"
+        else:
+            named, clock = f"score {name}" + " again" * (name == "actor"), _SCORED_BY.get(name, name)
+        return Phase(
+            name=named,
+            clock=clock,
+            seconds=seconds,
+            terms=terms,
+            n_tokens=n_rows * row,
+            budget=budget,
+            least=least,
+        )
 
     def _updates(self, name: str) -> int:
         """Return the number of optimizer steps of a model in a training step."""

@@ -97,12 +97,20 @@ def devices_here() -> list[Hardware]:
 
 
 def _listed(title: str, mib: str) -> Hardware:
-    """Return a GPU that `nvidia-smi` lists.
+    """Return a GPU that `nvidia-smi` lists."""
+    return gpu_called(title.strip(), int(0.9945 * float(mib) * 2**20))
+
+
+def gpu_called(title: str, memory: int) -> Hardware:
+    """Return a GPU by the name that its driver reports.
 
     A GPU of an unknown kind has the rates of the known GPU nearest in memory.
+
+    Args:
+        title: Name of the GPU, such as "NVIDIA H100 80GB HBM3".
+        memory: Bytes of memory that CUDA reports.
     """
-    memory = int(float(mib) * 2**20)
     words = title.upper().replace("-", " ").split()
     alike = [gpu for gpu in _GPUS if gpu.title.split()[0] in words or gpu.title.upper() in title.upper()] or [*_GPUS]
     nearest = min(alike, key=lambda gpu: abs(gpu.memory - memory))
-    return Hardware(name=nearest.name, title=title.strip(), memory=int(0.9945 * memory), rates=nearest.rates)
+    return Hardware(name=nearest.name, title=title, memory=memory, rates=nearest.rates)

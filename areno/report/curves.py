@@ -38,7 +38,7 @@ _UNITS = {
     "loss": ("*loss*",),
     "nats": ("*/entropy", "*logp*", "*kl"),
     "reward": ("*reward*", "*/critic_value_*", "*/critic_returns_*", "*/margin"),
-    "GiB": ("*memory_gib",),
+    "GiB": ("*memory_gib", "memory/*"),
     "learning rate": ("*/lr", "*_lr"),
     "norm": ("*grad_norm",),
     "ratio": ("*/ratio_*",),
@@ -122,19 +122,20 @@ _CHARTS = {
     "Speed and memory": [
         Chart("Time of a step, by phase", (), stacked=True),
         Chart("Tokens per second", ("rollout/tokens_per_second", "train/tokens_per_second")),
-        Chart("Peak device memory", ("train/memory_gib",)),
+        Chart("Peak device memory, by phase", ("train/memory_gib",)),
         Chart("Host memory", ("train/host_memory_gib",)),
     ],
 }
 _TIMES, _WHOLE_TIME = "time/", "time/step"
+_PEAKS, _WHOLE_PEAK = "memory/", "train/memory_gib"
 
 
 def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
     """Group recorded scalars into charts, and charts under headings.
 
     Each scalar without a predefined chart gets its own chart under the heading "More". For one run, one chart stacks
-    the durations of the phases of a step. For several runs, this chart shows only the duration of the whole step,
-    because stacks cannot be drawn over each other.
+    the durations of the phases of a step, and one chart has the peak of memory in each phase. For several runs, these
+    charts show only the whole step, because stacks cannot be drawn over each other.
 
     Args:
         names: Names of the scalars that the runs have recorded.
@@ -151,6 +152,9 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
         for chart in known:
             if chart.stacked:
                 chart = Chart(chart.title, phases, True) if n_runs == 1 else Chart("Time of a step", (_WHOLE_TIME,))
+            if chart.names == (_WHOLE_PEAK,) and n_runs == 1:
+                peaks = sorted(name for name in there if name.startswith(_PEAKS))
+                chart = Chart(chart.title, (_WHOLE_PEAK, *peaks))
             if kept := tuple(name for name in chart.names if name in there):
                 found[heading].append(Chart(chart.title, kept, chart.stacked))
     shown = {name for of in found.values() for chart in of for name in chart.names}

@@ -39,7 +39,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
         A dictionary with these keys.
         "title": title of the page.
         "runs": one dictionary per run with "name", "path", "status", "steps", "duration", "versions", "settings",
-        "overrides", "series" and "samples".
+        "overrides", "series", "forecast" and "samples".
         "verdict": result of `verdict`.
         "headlines": one dictionary per main scalar with "name", "title", "unit", "counts" and "runs". Here, "runs" has
         for each run a list [first value, best value, last value, step of the best value], or None.
@@ -64,6 +64,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
                 "settings": flat(settings_today(run)),
                 "overrides": run.overrides,
                 "series": series,
+                "forecast": run.forecast(),
                 "samples": packed_samples(run, sample_bytes // len(runs)),
             }
         )

@@ -66,6 +66,10 @@ class RecoverableEngine(Protocol):
         """Start the worker processes again after a worker was lost."""
         ...
 
+    def phase_memory_gib(self) -> float:
+        """Return the largest peak memory of a worker in GiB since the last call."""
+        ...
+
     def begin_kernels(self) -> None:
         """Begin to record operators and kernels."""
         ...

@@ -16,9 +16,11 @@ as
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -27,9 +29,12 @@ from areno import heartbeat, trace
 from areno.api.metrics import Stopwatch, step_scalars, step_times, with_prefix
 from areno.config.experiments import ExperimentConfig
 from areno.data.loader import BatchLoader
-from areno.errors import WorkerLost
+from areno.errors import ArenoError, WorkerLost
+from areno.files.durable import atomic_write_text
 from areno.files.interrupts import Stop
 from areno.plan.arguments import check_folder
+from areno.plan.forecast import Forecast
+from areno.plan.measured import compare, measured_lengths
 from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunOutputs, RunTexts
@@ -39,7 +44,9 @@ from areno.run.resume import folder_for
 from areno.run.tracing import RunTracer
 from areno.tracking.console import RESUMED, log_done, log_stopped
 from areno.tracking.display.display import chosen_console
-from areno.tracking.run_log import RunLog
+from areno.tracking.reader import RunReader
+from areno.tracking.run_folder import FORECAST
+from areno.tracking.run_log import IN_FULL, RunLog
 from areno.tracking.tracker import Tracker
 from areno.types import Batch
 
@@ -71,6 +78,15 @@ class RunModels(Protocol):
 
         Raises:
             CheckpointError: The files cannot be written.
+        """
+        ...
+
+    def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
+        """Predict the memory and the time of a step on the devices of the run.
+
+        Args:
+            prompt_tokens: Mean tokens of a prompt.
+            answer_tokens: Mean tokens of an answer.
         """
         ...
 
@@ -134,7 +150,8 @@ class Run:
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.stop = Stop() if self.outputs.display is None else Stop(self.outputs.display.tell)
-        self.clock = Stopwatch(self._before_phase)
+        self.clock = Stopwatch(self._before_phase, self._after_phase)
+        self._peaks: dict[str, float] = {}  # phase -> peak memory in GiB, since the step began
         self._todo: list[str] = []  # "save" and "evaluate", if they are due after this step and not done
         self._has_begun = self._has_ended = self._stopped_early = False
         self._first = self.state_dict()
@@ -170,6 +187,7 @@ class Run:
         while not self.evaluator.is_exhausted:
             self.tracer.before_step(self.step + 1)
             self.clock.reset()
+            self._peaks = {}
             batch = self.progress.next_step()
             if batch is None:
                 break
@@ -236,7 +254,7 @@ class Run:
         self.saver.poll()
         self.clock.close_step()
         self.tracer.end_step(self.step)
-        self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
+        self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock) | with_prefix("memory", self._peaks))
         self.outputs.warn_of_divergence()
         step, epoch_ended = self.step, self.progress.epoch_ended
         save = self.saver.due(step, epoch_ended)
@@ -306,8 +324,27 @@ class Run:
         if self._stopped_early:
             changes.append(f"stopped early: {self.evaluator.describe()}")
         self.recovery.write_now(self.step)
+        self._compare_with_forecast()
         log_done(self.step, self.progress.seconds, ", ".join(changes), self.folder)
         self._has_ended = True
+
+    def _compare_with_forecast(self) -> None:
+        """Log the predicted and the measured time and memory of each phase, and write them to logs/forecast.json."""
+        metrics = {name: series.values for name, series in RunReader(self.folder).metrics().items()}
+        lengths = measured_lengths(self.config, metrics)
+        if lengths is None:
+            return
+        try:
+            compared = compare(self._models.forecast(*lengths), metrics)
+        except ArenoError as error:  # a prediction must not fail a run that is complete
+            logger.info("no forecast to compare the run with: %s", error, extra=IN_FULL)
+            return
+        if compared:
+            content = json.dumps([asdict(phase) for phase in compared], indent=1)
+            atomic_write_text(self.folder / FORECAST, content + "\n")
+            for phase in compared[:-1]:
+                logger.info("predicted / measured: %s", phase, extra=IN_FULL)
+            logger.info("predicted / measured: %s", compared[-1])
 
     def has_result(self, result: float) -> None:
         """Record the result of the run on disk. Does nothing unless `finish` has been called.
@@ -323,6 +360,10 @@ class Run:
         self.pulse()
         if name.startswith("train"):
             self.recovery.models_recorded = False
+
+    def _after_phase(self, name: str) -> None:
+        peak = self._models.engine().phase_memory_gib()
+        self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
 
     def pulse(self) -> None:
         """Complete a training state that is being written in the background, if its files are ready.

@@ -23,6 +23,8 @@ from areno.engine.spec import RoleSpec
 from areno.errors import ConfigError, WorkerLost, all_of, keys_renamed
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
+from areno.plan.forecast import Forecast, forecast
+from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.plan import TrainerPlan, check_copies, experiment_roles, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, with_schedules
 from areno.rewards.pool import RewardPool
@@ -89,7 +91,7 @@ class SavedModels:
     trainer: Trainer
 
     def __init__(self, config: ExperimentConfig, also_saved: Sequence[str]):
-        self._saver, self._also_saved = config.saver, also_saved
+        self._config, self._saver, self._also_saved = config, config.saver, also_saved
 
     def engine(self) -> Engine:
         """Return the engine of the trainer."""
@@ -116,6 +118,18 @@ class SavedModels:
             CheckpointError: The files cannot be written.
         """
         return self.trainer.checkpoint_written()
+
+    def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
+        """Predict the memory and the time of a step on the devices of the engine.
+
+        Args:
+            prompt_tokens: Mean tokens of a prompt.
+            answer_tokens: Mean tokens of an answer.
+        """
+        engine = self.engine()
+        info = engine.info
+        hardware = gpu_called(info.device_name, info.device_bytes) if info.device_name else this_cpu()
+        return forecast(self._config, hardware, len(engine.spec.devices), prompt_tokens, answer_tokens)
 
 
 class Setup(Generic[Config]):

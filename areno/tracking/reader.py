@@ -24,7 +24,7 @@ from areno.errors import ArenoError
 from areno.files.paths import list_folder, read_if_exists
 from areno.schema.values import show, value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
-from areno.tracking.run_folder import begun_at, is_described, is_sweep, overrides_of, settings_of, versions_of
+from areno.tracking.run_folder import FORECAST, begun_at, is_described, is_sweep, overrides_of, settings_of, versions_of
 
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
@@ -143,6 +143,22 @@ class RunReader:
         for step, scalars in self._scalars():
             found.setdefault(step, {}).update(scalars)
         return found
+
+    def forecast(self) -> list[dict[str, Any]]:
+        """Return the predicted and the measured time and memory of each phase, and of the whole step as the last entry.
+
+        Returns:
+            Dictionaries with "name", "seconds" and "gib". Both values are lists [predicted, measured]. Empty if the run
+            has not ended.
+
+        Raises:
+            ArenoError: The file is not valid JSON.
+        """
+        content = read_if_exists(self.path / FORECAST)
+        try:
+            return [] if content is None else json.loads(content)
+        except ValueError as error:
+            raise ArenoError("{} is not valid JSON: {}", self.path / FORECAST, error) from error
 
     def samples(self, step: int) -> list[dict[str, Any]]:
         """Return the recorded samples of a training step, with their rewards.

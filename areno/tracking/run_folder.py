@@ -31,6 +31,7 @@ from areno.files.small_yaml import YamlFault, fault, plain_yaml
 from areno.schema.fields import Section
 
 SETTINGS, OVERRIDES, VERSIONS = "config.yaml", "overrides.yaml", "versions.json"
+FORECAST = "logs/forecast.json"  # predicted and measured time and memory of each phase, written at the end
 SWEEP = "multirun.yaml"  # written by Hydra
 RECIPE = "# Recipes: "  # the first line of config.yaml begins like the files of conf/
 SCRIPT = "# Script: "  # then the file of the user that defines the algorithm

@@ -40,7 +40,7 @@ def start(
 ) -> Run:
     given = {"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings}
     config = SFTConfig(experiment_name="e", recover=RecoverConfig(mode="off"), **given)
-    models: Any = SimpleNamespace(engine=None, write_checkpoint=save, checkpoint_written=is_saved)
+    models: Any = SimpleNamespace(engine=None, write_checkpoint=save, checkpoint_written=is_saved, forecast=None)
     rows = loader(n_rows, **(data or {}))
     evaluator = None if evaluate is None else Evaluator(config, {"": loader(1)}, lambda name, of_set: evaluate())
     return Run(config, folder, rows, models, evaluator=evaluator, texts=RunTexts(facts=facts))

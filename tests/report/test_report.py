@@ -17,12 +17,12 @@ import pytest
 from rich.console import Console
 
 from areno.errors import ArenoError
-from areno.report.curves import charts, downsampled, is_count, unit_of
 from areno.report.page import contents, pack, packed_samples, write_report
 from areno.report.tables import compare_tables, duration, runs_table
 from areno.report.verdict import differing, short_names
 from areno.tracking.display.display import end_table
 from areno.tracking.reader import RunReader, Series, headlines
+from areno.tracking.run_folder import FORECAST
 from tests.helpers.made_up_runs import make_run, sample
 
 
@@ -62,34 +62,8 @@ def test_contents_are_what_the_runs_left(tmp_path):
     alone = contents(runs[:1])
     assert [chart["title"] for chart in alone["charts"]["Speed and memory"]] == ["Time of a step, by phase"]
     assert alone["constant"] == {"odd/number": 0.0, "time/step": 2.0}
+    assert alone["runs"][0]["forecast"] == []
     assert alone["headlines"][0]["runs"] == [[0.1, 0.5, 0.5, 5]]
-
-
-def test_a_chart_for_every_scalar():
-    names = {"time/step", "time/rollout", "time/train", "train/kl_loss", "train/never_heard_of", "eval/pass@8"}
-    shown = [name for of in charts(names).values() for chart in of for name in chart.names]
-    assert sorted(shown) == sorted(names - {"time/step"})
-
-
-def test_units_of_axes():
-    units = {
-        "eval/accuracy": "share",
-        "train/clip_frac": "share",
-        "train/loss": "loss",
-        "train/kl_loss": "loss",
-        "train/entropy": "nats",
-        "train/logp_abs_diff_mean": "nats",
-        "time/reward": "s",
-        "train/step_e2e_time_s": "s",
-        "rollout/response_len_mean": "tokens",
-        "train/tokens_per_second": "tokens/s",
-        "train/memory_gib": "GiB",
-        "rollout/reward_errors": "samples",
-        "rollout/reward/format": "reward",
-        "train/never_heard_of": "never heard of",
-    }
-    assert {name: unit_of(name) for name in units} == units
-    assert [unit for unit in dict.fromkeys(units.values()) if is_count(unit)] == ["tokens", "tokens/s", "samples"]
 
 
 def test_the_column_of_prompts_shows_the_task(tmp_path):
@@ -116,18 +90,6 @@ def test_the_column_of_prompts_shows_the_task(tmp_path):
     (run / "rollouts/000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = [line[8] for line in unpacked(packed_samples(RunReader(run), 2**20)["index"])]
     assert shown == ["Go up.", "Go \n\nup.", "Go up.", str(plain["prompt"])[-120:]] + ["else"] * 4
-
-
-def test_a_long_curve_keeps_its_peaks():
-    steps = list(range(100_000))
-    values = [math.sin(step / 500) for step in steps]
-    values[31_415], values[50_000] = 9.0, math.nan
-    kept_steps, kept = downsampled(steps, values)
-    assert len(kept) <= 4_000
-    assert kept_steps == sorted(set(kept_steps))
-    assert (max(kept), kept_steps[kept.index(9.0)]) == (9.0, 31_415)
-    assert not any(map(math.isnan, kept))
-    assert downsampled([1, 2], [0.0, 1.0]) == ([1, 2], [0.0, 1.0])
 
 
 def test_all_samples_can_be_read_back(tmp_path):
@@ -267,6 +229,8 @@ def opened(browser, path: Path):
 
 def test_the_page_in_a_browser(tmp_path, browser):
     runs = [make_run(tmp_path, name, seed, 6, n_samples=4) for seed, name in enumerate("ab")]
+    phases = [{"name": name, "seconds": [1.5, 1.25], "gib": [70.0, 70.3125]} for name in ("rollout", "step")]
+    (runs[0] / FORECAST).write_text(json.dumps(phases))
     page, said = opened(browser, write_report(runs, tmp_path / "out" / "report.html"))
     page.locator("#curves").scroll_into_view_if_needed()
     page.wait_for_selector("#curves .js-plotly-plot")
@@ -286,6 +250,11 @@ def test_the_page_in_a_browser(tmp_path, browser):
     page.select_option("#run", "1")
     page.wait_for_function("document.querySelector('#count').textContent.endsWith('of 24 samples')")
     assert "seed" in page.locator("#settings").inner_text()
+    rows = page.locator("#numbers table").last.locator("tr").all_inner_texts()
+    assert [row.split("\t")[0] for row in rows] == ["", "rollout", "step"]
+    assert "1.5 / 1.25 s" in rows[1]
+    assert "70 / 70.31 GiB" in rows[1]
+    assert rows[1].rstrip()[-1] not in "sB"  # the second run has no forecast
     assert said == []
 
 

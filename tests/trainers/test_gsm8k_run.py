@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import statistics
 from importlib.metadata import version
 from pathlib import Path
 
@@ -115,6 +116,8 @@ LINES = [
     r"rollout progress: prompts=\d/2 tokens_per_second=\d+\.\d",
     r"completion step=3 sample=0 reward=\S+ finish_reason=\w+ tokens=\d+",
     rf"metric=eval_accuracy value={NUMBER}",
+    r"predicted / measured: rollout \S+ / \S+ s, peak \S+ / \S+ GiB",
+    r"predicted / measured: step \S+ / \S+ s, peak \S+ / \S+ GiB",
 ]
 
 
@@ -135,6 +138,7 @@ def test_gsm8k_metrics(gsm8k_run):
         learning = "grpo" in str(gsm8k_run)
         assert (scalars["train/grad_norm"] > 0) == learning
         assert (scalars["rollout/rewards_std"] > 0) == learning
+        assert all(scalars[f"memory/{phase}"] > 0.1 for phase in ("rollout", "train"))
     assert "eval/accuracy" in steps[3]
 
     events = EventAccumulator(str(gsm8k_run / "tensorboard"))
@@ -143,6 +147,18 @@ def test_gsm8k_metrics(gsm8k_run):
         for name in scalars.keys() - {"time"}:
             found = {event.step: event.value for event in events.Scalars(name)}
             assert found[step] == pytest.approx(scalars[name], rel=1e-6, abs=1e-12), name
+
+
+def test_predictions_are_compared_with_the_recorded_scalars(gsm8k_run):
+    found = RunReader(gsm8k_run)
+    recorded = {name: series.values for name, series in found.metrics().items()}
+    rollout, train, step = found.forecast()
+    assert [rollout["name"], train["name"], step["name"]] == ["rollout", "train actor", "step"]
+    for phase, name in ((rollout, "rollout"), (train, "train")):
+        assert phase["seconds"][1] == statistics.median(recorded[f"time/{name}"])
+        assert phase["gib"][1] == max(recorded[f"memory/{name}"])
+    assert step["seconds"][1] == statistics.median(recorded["time/step"])
+    assert 0.3 < step["gib"][0] / step["gib"][1] < 1.5  # the process of the tests holds more than the model
 
 
 @pytest.mark.parametrize("line", LINES)

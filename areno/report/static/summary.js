@@ -67,6 +67,20 @@ function numbers() {
   runTable(home, (runs) => DATA.headlines.map((row) => [title(row), ...runs.map((run) => cell(row, run))]));
 }
 
+/** One row for a phase of a step, one column for a run: predicted and measured seconds, and peaks of memory. */
+function forecasts() {
+  const phases = [...new Set(DATA.runs.flatMap((run) => run.forecast.map((phase) => phase.name)))];
+  if (!phases.length) return;
+  const pair = ([predicted, measured], unit) => [told(predicted), el("span", { class: "told" }, " / "), el("b", {}, told(measured)), el("span", { class: "told small" }, ` ${unit}`)];
+  const cell = (name, run) => {
+    const found = DATA.runs[run].forecast.find((phase) => phase.name === name);
+    return found ? el("td", { class: "course" }, el("div", {}, ...pair(found.seconds, "s")), el("div", {}, ...pair(found.gib, "GiB"))) : el("td", {}, "–");
+  };
+  const home = el("div");
+  by("numbers").append(el("h2", {}, "Predicted and measured", el("small", {}, "seconds of a step (median) and peak of memory")), home);
+  runTable(home, (runs) => phases.map((name) => [name, ...runs.map((run) => cell(name, run))]));
+}
+
 function runs() {
   const given = DATA.runs.map((run) => run.overrides);
   const common = DATA.runs.length > 1 ? given[0].filter((line) => given.every((lines) => lines.includes(line))) : [];

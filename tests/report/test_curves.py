@@ -1,0 +1,55 @@
+"""The charts of a report: what they show, their units and how long curves are shortened."""
+
+from __future__ import annotations
+
+import math
+
+from areno.report.curves import charts, downsampled, is_count, unit_of
+
+
+def test_a_chart_for_every_scalar():
+    names = {"time/step", "time/rollout", "time/train", "train/kl_loss", "train/never_heard_of", "eval/pass@8"}
+    shown = [name for of in charts(names).values() for chart in of for name in chart.names]
+    assert sorted(shown) == sorted(names - {"time/step"})
+
+
+def test_the_peak_of_memory_is_drawn_by_phase_for_a_single_run():
+    names = {"train/memory_gib", "memory/train", "memory/rollout"}
+    (one,) = charts(names)["Speed and memory"]
+    assert one.names == ("train/memory_gib", "memory/rollout", "memory/train")
+    (several,) = charts(names, n_runs=2)["Speed and memory"]
+    assert several.names == ("train/memory_gib",)
+
+
+def test_units_of_axes():
+    units = {
+        "memory/rollout": "GiB",
+        "eval/accuracy": "share",
+        "train/clip_frac": "share",
+        "train/loss": "loss",
+        "train/kl_loss": "loss",
+        "train/entropy": "nats",
+        "train/logp_abs_diff_mean": "nats",
+        "time/reward": "s",
+        "train/step_e2e_time_s": "s",
+        "rollout/response_len_mean": "tokens",
+        "train/tokens_per_second": "tokens/s",
+        "train/memory_gib": "GiB",
+        "rollout/reward_errors": "samples",
+        "rollout/reward/format": "reward",
+        "train/never_heard_of": "never heard of",
+    }
+    assert {name: unit_of(name) for name in units} == units
+    assert [unit for unit in dict.fromkeys(units.values()) if is_count(unit)] == ["tokens", "tokens/s", "samples"]
+
+
+def test_a_long_curve_keeps_its_peaks():
+    steps = list(range(100_000))
+    values = [math.sin(step / 500) for step in steps]
+    values[31_415], values[50_000] = 9.0, math.nan
+    kept_steps, kept = downsampled(steps, values)
+    assert len(kept) <= 4_000
+    assert kept_steps == sorted(set(kept_steps))
+    assert (max(kept), kept_steps[kept.index(9.0)]) == (9.0, 31_415)
+    assert not any(map(math.isnan, kept))
+    assert downsampled([1, 2], [0.0, 1.0]) == ([1, 2], [0.0, 1.0])
