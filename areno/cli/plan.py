@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areno.config.experiments import PolicyExperimentConfig
 from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ If the run does not fit, `areno plan` lists settings with which it does, and the
 _WIDTH = 50  # columns of the longest bar
 _LETTERS = {"weights": "W", "gradients": "G", "masters": "M", "moments": "O", "KV cache": "K", "activations": "A"}
 _LETTERS["process"] = "P"
+_LIMIT = " (the limit; see --answer-tokens)"
 _COLORS = {"weights": "blue", "gradients": "cyan", "masters": "green", "moments": "yellow"}
 _COLORS |= {"KV cache": "magenta", "activations": "red"}
 
@@ -48,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="NAME", help=f"kind of device: {kinds} (default: the devices of this machine)"
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="number of devices (default: engine.world_size, else 1)"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="number of devices (default: engine.world_size, else 1, or without --device those of this machine)",
     )
     parser.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="tokens of a prompt (default: the limit, at most 512)"
@@ -80,19 +85,37 @@ def run(arguments: argparse.Namespace) -> int:
     here = [hardware.hardware_of(arguments.device)] if arguments.device else hardware.devices_here()
     algorithm, settings = _command(arguments.command)
     config = _config(algorithm, settings)
+    _check_options(arguments, config)
     n_devices = arguments.devices or config.engine.world_size or (len(here) if not arguments.device else 1)
 
     def predict(config: Any, n_devices: int) -> Forecast:
         return forecast(config, here[0], n_devices, arguments.prompt_tokens, arguments.answer_tokens)
 
-    with keys_renamed({"world_size": "--devices"}.get):
+    with keys_renamed({"engine.world_size": "--devices"}.get):
         found = predict(config, n_devices)
     ways = [] if found.fits else ways_to_fit(found, predict)
     if arguments.json:
         print(json.dumps(as_json(algorithm.name, found, ways), indent=2))
     else:
-        _print(algorithm.name, found, ways)
+        _print(algorithm.name, found, ways, is_limit=arguments.answer_tokens is None)
+        if not arguments.device and not here[0].is_cuda:
+            print("This plan is for the CPU of this machine. For a GPU, give its kind, such as --device h100-80gb.")
     return 0 if found.fits else 1
+
+
+def _check_options(arguments: argparse.Namespace, config: Any) -> None:
+    """Raise an error if an option of `areno plan` contradicts the settings of the run."""
+    problems = []
+    if arguments.devices and config.engine.world_size not in (None, arguments.devices):
+        problems.append(
+            Problem("--devices", f"is {arguments.devices}, but engine.world_size={config.engine.world_size}")
+        )
+    most = config.gconfig.max_new_tokens if isinstance(config, PolicyExperimentConfig) else None
+    if most is not None and (arguments.answer_tokens or 0) > most:
+        text = f"is {arguments.answer_tokens}, but an answer has at most {most} tokens (gconfig.max_new_tokens)"
+        problems.append(Problem("--answer-tokens", text))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, list[str], dict[str, str]]]:
@@ -111,7 +134,9 @@ def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, l
     if left and not left[0].startswith("-") and "=" not in left[0] and left[0] != "train":
         names = algorithm_names()
         if left[0] not in names:
-            text = f"there is no {left[0]!r}{did_you_mean(left[0], [*names, 'train'])}; expected `areno train ...`, "
+            is_model = "/" in left[0] and not did_you_mean(left[0], names)
+            meant = f"; did you mean --ckpt {left[0]}?" if is_model else did_you_mean(left[0], [*names, "train"])
+            text = f"there is no {left[0]!r}{meant}; expected `areno train ...`, "
             raise ConfigError(
                 Problem("COMMAND", text + "`python -m areno.recipes.gspo ...` or the flags of areno train")
             )
@@ -151,7 +176,7 @@ def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict
 
 
 def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, Any]:
-    """Return a plan as plain values: bytes, seconds and tokens.
+    """Return a plan as plain values: bytes, seconds and tokens. Times are None if the run does not fit.
 
     Args:
         algorithm: Name of the algorithm.
@@ -163,17 +188,20 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, A
         "model": found.config.actor.path,
         "device": found.hardware.name,
         "device_bytes": found.hardware.memory,
+        "usable_bytes": found.usable,
         "devices": found.n_devices,
         "prompt_tokens": found.lengths.prompt,
         "answer_tokens": found.lengths.answer,
         "fits": found.fits,
         "problems": found.problems,
+        "rows": found.n_rows,
         "peak_bytes": found.peak,
-        "step_seconds": found.seconds,
+        "host_bytes": found.host_bytes,
+        "step_seconds": found.seconds if found.fits else None,
         "phases": [
             {
                 "name": phase.name,
-                "seconds": phase.seconds,
+                "seconds": phase.seconds if found.fits else None,
                 "tokens": phase.n_tokens,
                 "tokens_in_micro_batch": phase.budget,
                 "peak_bytes": phase.peak,
@@ -185,6 +213,7 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, A
             {
                 "changes": dict(way.changes),
                 "price": way.price,
+                "host_bytes": way.forecast.host_bytes,
                 "peak_bytes": way.forecast.peak,
                 "step_seconds": way.forecast.seconds,
             }
@@ -193,18 +222,21 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, A
     }
 
 
-def _print(algorithm: str, found: Forecast, ways: Sequence[Way]) -> None:
+def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from areno.plan.ways import shown
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    hardware, lengths = found.hardware, found.lengths
+    hardware = found.hardware
     copies = f"{found.n_devices} x " if found.n_devices > 1 else ""
-    gib = hardware.memory / 2**30
-    console.print(f"[bold]{algorithm}, {found.config.actor.path}, on {copies}{hardware.title} ({gib:.1f} GiB)[/bold]")
-    console.print(f"assumed: prompts of {lengths.prompt:,} tokens, answers of {lengths.answer:,}")
+    memory = f"{hardware.memory / 2**30:.1f} GiB"
+    if found.usable < hardware.memory:
+        memory += f", of which {found.usable / 2**30:.1f} can be used"
+    console.print(f"[bold]{algorithm}, {found.config.actor.path}, on {copies}{hardware.title} ({memory})[/bold]")
+    console.print(f"models: {_models(found)}")
+    console.print(f"a step: {_work(found, is_limit)}")
     console.print()
     table = Table(box=None, pad_edge=False)
     for name in ("phase", "seconds", "tokens/s", "peak, GiB", "largest parts, GiB", "tokens in a micro-batch"):
@@ -225,8 +257,8 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way]) -> None:
     console.print()
     if found.fits:
         console.print(
-            f"[bold green]It fits.[/bold green] A step takes about {found.seconds:.1f} s, with a peak of "
-            f"{found.peak / 2**30:.1f} of {gib:.1f} GiB."
+            f"[bold green]It fits.[/bold green] A step takes about {found.seconds:.1f} s. The peak is "
+            f"{found.peak / 2**30:.1f} of {found.usable / 2**30:.1f} GiB.{_host(found)}"
         )
         console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
         return
@@ -236,9 +268,33 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way]) -> None:
         return
     console.print("With one of these it fits:")
     for way in ways:
-        price = f"; {way.price}" if way.price else ""
-        step = f"{way.forecast.seconds:.1f} s a step, peak {way.forecast.peak / 2**30:.1f} GiB"
-        console.print(f"  [bold]{shown(way.changes)}[/bold]  ({step}{price})")
+        console.print(f"  [bold]{shown(way.changes)}[/bold]")
+        figures = f"{way.forecast.seconds:.1f} s a step, peak {way.forecast.peak / 2**30:.1f} GiB"
+        console.print(f"      {'; '.join(filter(None, (figures, way.price)))}")
+
+
+def _models(found: Forecast) -> str:
+    """Return the models of a run as text, with the optimizers of trained ones."""
+    names = []
+    for model in found.footprint.models:
+        how = f"trained by {model.optimizer}" if model.optimizer else "scores"
+        names.append(f"{model.name} ({how}{', only adapters' if model.adapters else ''})")
+    return ", ".join(names)
+
+
+def _work(found: Forecast, is_limit: bool) -> str:
+    """Return the number and the lengths of the samples of a step as text."""
+    config, lengths, n_rows = found.config, found.lengths, found.n_rows
+    if not isinstance(config, PolicyExperimentConfig):
+        return f"{n_rows:,} rows of {lengths.prompt + lengths.answer:,} tokens"
+    n_samples, limit = config.gconfig.n_samples, _LIMIT if is_limit else ""
+    samples = f"{n_rows:,} samples ({n_rows // n_samples:,} prompts x {n_samples})"
+    return f"{samples}, prompts of {lengths.prompt:,} tokens, answers of {lengths.answer:,} tokens{limit}"
+
+
+def _host(found: Forecast) -> str:
+    n_bytes = found.host_bytes
+    return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory." if n_bytes else ""
 
 
 def _thousands(n: float) -> str:
@@ -250,17 +306,17 @@ def _picture(console: Console, found: Forecast) -> None:
     from rich.text import Text
 
     scale = max(found.peak, found.hardware.memory) / _WIDTH
-    end = round(found.hardware.memory / scale)
+    end = round(found.usable / scale)
     width = max(len(phase.name) for phase in found.phases)
     for phase in found.phases:
-        bar, cells = Text(phase.name.ljust(width) + " "), 0
+        bar, cells = Text(), 0
         for name, n_bytes in phase.terms.items():
             n = round(n_bytes / scale)
-            bar.append(_LETTERS[name] * n, style=_COLORS[name])
+            bar.append(_LETTERS[name] * n, style=_COLORS.get(name, ""))
             cells += n
-        if cells < end:
-            bar.append(" " * (end - cells) + "|")
+        bar.append(" " * (end - cells))
+        bar = Text(phase.name.ljust(width) + " ") + bar[:end] + Text("|") + bar[end:]
         console.print(bar)
     used = {name for phase in found.phases for name in phase.terms}
     legend = ", ".join(f"{letter} {name}" for name, letter in _LETTERS.items() if name in used)
-    console.print(f"{' ' * width} {legend}; | the device's memory")
+    console.print(f"{' ' * width} {legend}; | memory that can be used")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.run import DecoderConfig, EngineConfig, Layout
-from areno.engine.train.rows import RouteShape
 from areno.layers.config import AdapterSpec
 from areno.models.cost import Cost
 from areno.schema.values import flat
+
+if TYPE_CHECKING:
+    from areno.engine.train.rows import RouteShape  # imports numpy, which takes a tenth of the time of `areno plan`
 
 LOOPBACK = "127.0.0.1"
 

@@ -42,6 +42,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
     "tiny-qwen3.5": (4, 64, 192, 4, 2, 16, True),
 }
+# Last parts of the names of models that have the shape of the model without them.
+_VARIANTS = {"base", "instruct", "chat", "thinking", "2507"}
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -129,8 +131,11 @@ def known_shape(name: str) -> dict[str, Any] | None:
     if f"qwen3-{name}" in SHAPES:
         name = f"qwen3-{name}"
     parts = name.split("-")
-    found = next((short for n in range(len(parts), 0, -1) if (short := "-".join(parts[:n])) in SHAPES), None)
-    if found is None:
+    n = len(parts)
+    while n > 1 and parts[n - 1] in _VARIANTS:
+        n -= 1
+    found = "-".join(parts[:n])
+    if found not in SHAPES:
         return None
     family = max((prefix for prefix in _FAMILIES if found.startswith(prefix)), key=len)
     return {**_FAMILIES[family], **dict(zip(_SIZES, SHAPES[found], strict=True)), "hidden_act": "silu"}

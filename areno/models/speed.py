@@ -7,7 +7,7 @@ constants are fitted to measurements of models with 0.6B to 32B parameters on an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areno.models.config import TransformerConfig
 from areno.models.cost import Cost, mean_pairs
@@ -20,10 +20,12 @@ class Rates:
     Attributes:
         copy_bytes_s: Bytes per second of a copy in device memory, counting both the read and the write.
         matmul_flops_s: FLOPs per second of a matrix multiplication.
+        link_bytes_s: Bytes per second that a device sends to another one of the same host.
     """
 
     copy_bytes_s: float
     matmul_flops_s: float
+    link_bytes_s: float = 200e9
 
     def of(self, n_devices: int) -> Rates:
         """Return the rates of several such devices together.
@@ -31,7 +33,7 @@ class Rates:
         Args:
             n_devices: Number of devices.
         """
-        return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
+        return replace(self, copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
         """Return the least seconds to move bytes and compute FLOPs at the same time: the longer of the two times.
@@ -59,6 +61,7 @@ _ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters
 _LAYER_S = 36e-6  # time between the kernels of a layer in a decode step, which CUDA graphs launch
 _LAUNCH_S = {True: 3e-3, False: 1e-3}  # time in which the host launches a layer's kernels: training, scoring
 _BETWEEN_S = 0.008  # time between two micro-batches in which the device waits
+_SUM_S, _SUMS = 9e-6, {True: 9, False: 4}  # a tensor-parallel sum in decoding; exchanges of a layer: training, scoring
 _UPDATE_BYTES = {"adam": 30.0, "adam_8bit": 18.0, "sgd": 14.0}  # bytes per trained parameter of an optimizer step
 
 
@@ -72,6 +75,7 @@ class PassWork:
         trains: Whether there is a backward pass.
         n_recomputed: Number of layers that recompute their large matrix products.
         budget: Largest number of tokens in a micro-batch.
+        tp_size: Number of tensor-parallel devices, which exchange the outputs of layers.
     """
 
     row_lens: tuple[int, ...]
@@ -79,6 +83,7 @@ class PassWork:
     trains: bool
     n_recomputed: int = 0
     budget: int = 2**17
+    tp_size: int = 1
 
     @property
     def n_tokens(self) -> int:
@@ -128,7 +133,9 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
     """
     n_micro_batches = -(-work.n_tokens // work.budget)
     launched = n_micro_batches * config.num_layers * _LAUNCH_S[work.trains]
-    return max(device_seconds(config, cost, work, rates), launched) + n_micro_batches * _BETWEEN_S
+    exchanged = _SUMS[work.trains] * 2.0 * work.n_tokens * config.hidden_size * (1 - 1 / work.tp_size)
+    seconds = device_seconds(config, cost, work, rates) + config.num_layers * exchanged / rates.link_bytes_s
+    return max(seconds, launched) + n_micro_batches * _BETWEEN_S
 
 
 def _kept_elements(config: TransformerConfig) -> int:
@@ -160,6 +167,7 @@ class RolloutWork:
         prompt_len: Number of tokens of a prompt.
         answer_len: Number of tokens of an answer, on average.
         n_running: Largest number of samples that decode at the same time.
+        tp_size: Number of tensor-parallel devices, which sum the outputs of layers.
     """
 
     n_prompts: int
@@ -167,6 +175,7 @@ class RolloutWork:
     prompt_len: int
     answer_len: float
     n_running: int
+    tp_size: int = 1
 
 
 def rollout_seconds(
@@ -201,7 +210,8 @@ def rollout_seconds(
     attention = moved / rates.copy_bytes_s / _KV
     sampling = rows * config.vocab_size * _LOGIT_BYTES / rates.copy_bytes_s
     layer_s = _LAYER_S + _ADAPTER_LAYER_S * bool(cost.adapter_params)
-    step = products + attention + sampling + config.num_layers * layer_s
+    sums = (2 * config.num_layers + 1) * _SUM_S if work.tp_size > 1 else 0.0
+    step = products + attention + sampling + sums + config.num_layers * layer_s
     return prefill, n_waves * work.answer_len * step
 
 

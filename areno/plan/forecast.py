@@ -133,9 +133,33 @@ class Forecast:
         return max(phase.peak for phase in self.phases)
 
     @property
+    def usable(self) -> int:
+        """Bytes of a device that torch can use: without the CUDA context and the share RESERVE."""
+        return usable_bytes(self.hardware)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows that a step trains on."""
+        return rows_of_step(self.config)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that offloaded models take, over all devices."""
+        return self.footprint.hosted * self.n_devices
+
+    @property
     def seconds(self) -> float:
         """The time of a step, without evaluation, checkpoints, and rewards that take longer than the rollout."""
         return sum(phase.seconds for phase in self.phases)
+
+
+def usable_bytes(hardware: Hardware) -> int:
+    """Return the bytes of a device that torch can use: without the CUDA context and the share RESERVE.
+
+    Args:
+        hardware: The device. A CPU has neither.
+    """
+    return int((1 - RESERVE) * hardware.memory) - CONTEXT_BYTES if hardware.is_cuda else hardware.memory
 
 
 def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
@@ -179,11 +203,11 @@ def forecast(
         CheckpointError: The shape of a model cannot be read.
     """
     model = shape_of(config.actor.path, "actor.path")
-    engine = replace(config.engine, world_size=n_devices)
-    layout = engine.layout(n_devices)
+    layout = config.engine.layout(n_devices)
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
     if problems:
         raise ConfigError(problems)
+    engine = replace(config.engine, world_size=n_devices)
     itemsize = 4 if config.actor.dtype == "float32" or not hardware.is_cuda else 2
     spec = EngineSpec(
         actor=RoleSpec(
@@ -375,6 +399,7 @@ class _Step:
             prompt_len=lengths.prompt,
             answer_len=lengths.answer,
             n_running=max(1, min(at_once, int(cached_tokens / row) * copies)),
+            tp_size=self.layout.tp_size,
         )
         cost = Cost.of(model.config, self.footprint.itemsize, model.adapters)
         seconds = sum(rollout_seconds(model.config, cost, work, self._rates, copies))
@@ -412,6 +437,7 @@ class _Step:
             trains=phase == TRAIN,
             n_recomputed=n_recomputed,
             budget=budget * self.layout.cp_size,
+            tp_size=self.layout.tp_size,
         )
         rates = self._rates.of(self.layout.cp_size)
         seconds = pass_seconds(model.config, cost, work, rates)
@@ -454,29 +480,21 @@ class _Step:
 
     def problems(self) -> list[str]:
         """Return the reasons why the run does not fit a device. Empty if it fits."""
-        limit = int((1 - RESERVE) * self.total) if self.hardware.is_cuda else self.total
-        limit -= self.context
-        found = []
+        limit = usable_bytes(self.hardware)
+        worst = max(self._phases, key=lambda phase: phase.least)
+        if worst.least > limit:
+            return [f"{worst.name} needs {_gib(worst.least)} GiB, and {_gib(limit)} GiB of a device can be used"]
         if self.footprint.least > limit:
-            return [f"the models need {_gib(self.footprint.least)} GiB, and a device has {_gib(limit)}"]
-        if self.cache is not None:
-            room = (
-                self.cache.affordable(self.room_of_cache) if self.cache.mem_fraction is not None else self.cache.blocks
-            )
-            room = min(room, self.cache.blocks)
-            tokens = self.cache.layout.max_sequence_tokens(
-                self.cache.layout.pool_size(max(room, 0)), self.cache.max_len
-            )
-            if tokens < self.cache.max_len:
-                found.append(
-                    f"the KV cache has room for {tokens:,} tokens, and a sample may need {self.cache.max_len:,}"
-                )
-        found += [
-            f"{phase.name} needs {_gib(phase.least)} GiB, and a device has {_gib(limit)}"
-            for phase in self._phases
-            if phase.least > limit
-        ]
-        return found
+            need = _gib(self.footprint.least)
+            return [f"the models need {need} GiB, and {_gib(limit)} GiB of a device can be used"]
+        if self.cache is None:
+            return []
+        room = self.cache.affordable(self.room_of_cache) if self.cache.mem_fraction is not None else self.cache.blocks
+        room = min(room, self.cache.blocks)
+        tokens = self.cache.layout.max_sequence_tokens(self.cache.layout.pool_size(max(room, 0)), self.cache.max_len)
+        if tokens >= self.cache.max_len:
+            return []
+        return [f"the KV cache has room for {tokens:,} tokens, and a sample may need {self.cache.max_len:,}"]
 
 
 def _gib(n_bytes: float) -> str:

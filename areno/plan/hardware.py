@@ -11,7 +11,7 @@ from areno.engine.footprint import GIB
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.models.speed import H100, Rates
 
-_COPY, _PRODUCTS = 0.88, 0.78  # shares of the rates of a data sheet that an H100 and an H200 reach
+_COPY, _PRODUCTS, _LINK = 0.88, 0.78, 0.44  # shares of the rates of a data sheet that an H100 and an H200 reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class Hardware:
     is_cuda: bool = True
 
 
-def _by_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float) -> Hardware:
-    """Return a GPU with the rates that are expected from its data sheet: bandwidth, and dense FLOPs in bfloat16."""
-    rates = Rates(copy_bytes_s=_COPY * bytes_s, matmul_flops_s=_PRODUCTS * flops_s)
+def _by_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float) -> Hardware:
+    """Return a GPU with the rates expected from its data sheet: memory, dense FLOPs in bfloat16, link to other GPUs."""
+    rates = Rates(copy_bytes_s=_COPY * bytes_s, matmul_flops_s=_PRODUCTS * flops_s, link_bytes_s=_LINK * link)
     return Hardware(name=name, title=title, memory=int(gib * GIB), rates=rates)
 
 
@@ -48,10 +48,10 @@ _GPUS = (
         rates=Rates(copy_bytes_s=4.23e12, matmul_flops_s=780e12),  # measured by areno.bench
     ),
     # Rates of NVIDIA's data sheets.
-    _by_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12),
-    _by_data_sheet("a100-80gb", "A100 80 GB", 79.2, 2.039e12, 312e12),
-    _by_data_sheet("rtx-4090", "RTX 4090", 23.6, 1.008e12, 165e12),
-    _by_data_sheet("l40s", "L40S", 44.4, 0.864e12, 362e12),
+    _by_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12, 300e9),
+    _by_data_sheet("a100-80gb", "A100 80 GB", 79.2, 2.039e12, 312e12, 300e9),
+    _by_data_sheet("rtx-4090", "RTX 4090", 23.6, 1.008e12, 165e12, 32e9),
+    _by_data_sheet("l40s", "L40S", 44.4, 0.864e12, 362e12, 32e9),
 )
 
 
@@ -72,18 +72,19 @@ def hardware_of(name: str) -> Hardware:
     """Return a device by its name.
 
     Args:
-        name: One of `names()`.
+        name: One of `names()`, or the beginning of a single one, such as "h100". Upper case is accepted.
 
     Raises:
         ConfigError: The name is unknown.
     """
-    if name == "cpu":
+    called = name.lower()
+    if called == "cpu":
         return this_cpu()
-    found = next((gpu for gpu in _GPUS if gpu.name == name.lower()), None)
-    if found is None:
-        text = f"is {name!r}{did_you_mean(name, names())}; expected one of {', '.join(names())}"
+    found = [gpu for gpu in _GPUS if gpu.name.startswith(called)]
+    if not called or len(found) != 1:
+        text = f"is {name!r}{did_you_mean(called, names())}; expected one of {', '.join(names())}"
         raise ConfigError(Problem("--device", text))
-    return found
+    return found[0]
 
 
 def devices_here() -> list[Hardware]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,10 @@ from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, P
 from areno.errors import ArenoError
 from areno.plan.forecast import Forecast
 
-_MOST = 6
+_MOST, _MOST_HERE = 6, 4  # ways in all, and ways on the same number of devices
+_FASTER = 0.97  # share of the time of one change that a second change must reach to be worth listing
+_FEW = 3  # ways; if there are fewer, pairs with many devices are tried, too
+_DEVICES = "engine.world_size"
 _RESTING = ("ref", "reward", "critic")
 
 
@@ -21,13 +24,15 @@ class Way:
     """Changes of settings with which a run fits.
 
     Attributes:
-        changes: Setting -> new value. "devices" stands for the number of devices.
+        changes: Setting -> new value.
         price: Description of the costs of these changes.
+        learns_otherwise: Whether the changes have an influence on learning.
         forecast: The forecast with these changes.
     """
 
     changes: Mapping[str, Any]
     price: str
+    learns_otherwise: bool
     forecast: Forecast
 
 
@@ -37,7 +42,7 @@ class _Option:
 
     Attributes:
         changes: Setting -> new value.
-        price: Description of the cost, apart from time.
+        price: Description of the cost, apart from time and host memory.
         learns_otherwise: Whether the change has an influence on learning, so that other changes come first.
     """
 
@@ -47,37 +52,60 @@ class _Option:
 
 
 def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Forecast]) -> list[Way]:
-    """Return changes of settings with which a run fits, the best ones first.
+    """Return single changes and pairs of changes with which a run fits, the best ones first.
 
     Changes on the same number of devices come first, then changes without influence on learning, then those with the
-    shortest step. Pairs of changes are tried only if at most one single change is enough. A setting that already has
-    the value is not among the changes.
+    shortest step. A pair is left out if one of its changes is enough and about as fast. A setting that already has the
+    value is not among the changes.
 
     Args:
         found: The forecast of a run that does not fit.
         predict: Function from (configuration, number of devices) to a forecast.
     """
-    options = list(_options(found))
-    ways: list[tuple[bool, Way]] = []
-    for n in (1, 2):
-        for chosen in itertools.combinations(options, n):
-            changes = {key: value for option in chosen for key, value in option.changes.items()}
-            if len(changes) < sum(len(option.changes) for option in chosen):
-                continue
-            config, n_devices = _changed(found, changes)
-            try:
-                other = predict(config, n_devices)
-            except ArenoError:  # such as a layout that does not divide the model
-                continue
-            if other.fits:
-                price = "; ".join(option.price for option in chosen if option.price)
-                ways.append(
-                    (any(o.learns_otherwise for o in chosen), Way(changes=changes, price=price, forecast=other))
-                )
-        if len(ways) >= 2:
-            break
-    ways.sort(key=lambda pair: (pair[1].forecast.n_devices, pair[0], pair[1].forecast.seconds))
-    return [way for _, way in ways[:_MOST]]
+    here, layouts = list(_options(found)), list(_layouts(found)) if found.hardware.is_cuda else []
+    ways = _fitting(found, [(option,) for option in [*here, *layouts]], predict)
+    on_twice = [option for option in layouts if option.changes.get(_DEVICES) == 2 * found.n_devices]
+    ways += _fitting(found, itertools.combinations(here, 2), predict)
+    ways += _fitting(found, itertools.product(here, on_twice), predict)
+    if len(ways) < _FEW:
+        ways += _fitting(found, itertools.product(here, layouts), predict)
+    ways = list({tuple(way.changes.items()): way for way in ways}.values())
+    ways = [way for way in ways if not any(_is_as_good(other, way) for other in ways)]
+    ways.sort(key=lambda way: (way.forecast.n_devices, way.learns_otherwise, way.forecast.seconds))
+    on_same = [way for way in ways if way.forecast.n_devices == found.n_devices]
+    on_more = [way for way in ways if way.forecast.n_devices > found.n_devices]
+    chosen = on_same[: max(_MOST_HERE, _MOST - len(on_more))]
+    return [*chosen, *on_more[: _MOST - len(chosen)]]
+
+
+def _fitting(
+    found: Forecast, choices: Iterable[Sequence[_Option]], predict: Callable[[ExperimentConfig, int], Forecast]
+) -> list[Way]:
+    """Return those choices of options with which the run fits."""
+    ways = []
+    for chosen in choices:
+        changes = {key: value for option in chosen for key, value in option.changes.items()}
+        if len(changes) < sum(len(option.changes) for option in chosen):
+            continue  # two values for one setting
+        config = copy.deepcopy(found.config)
+        set_values(config, changes)
+        try:
+            other = predict(config, changes.get(_DEVICES, found.n_devices))
+        except ArenoError:  # such as a layout that does not divide the model
+            continue
+        if other.fits:
+            prices = [option.price for option in chosen if option.price]
+            if other.host_bytes > found.host_bytes:
+                prices.append(f"{other.host_bytes / 2**30:.0f} GiB of host memory")
+            learns = any(option.learns_otherwise for option in chosen)
+            ways.append(Way(changes=changes, price="; ".join(prices), learns_otherwise=learns, forecast=other))
+    return ways
+
+
+def _is_as_good(one: Way, other: Way) -> bool:
+    """Return whether `other` has all changes of `one` and more, and is hardly faster."""
+    more = one.changes.items() < other.changes.items()
+    return more and other.forecast.seconds > _FASTER * one.forecast.seconds
 
 
 def _options(found: Forecast) -> Iterator[_Option]:
@@ -105,15 +133,13 @@ def _options(found: Forecast) -> Iterator[_Option]:
             if loaded is not None and not loaded.offload:
                 yield _Option({f"{name}.offload": True}, f"the {name} model is copied to the device in each step")
     if any(model.may_stream for model in found.footprint.models):
-        actor = found.footprint.of_model(found.footprint.models[0])
-        price = f"{(actor.masters + actor.moments) / 2**30:.0f} GiB of host memory for each device"
-        yield _Option({"actor.offload": True}, price)
+        yield _Option({"actor.offload": True}, "masters and moments are copied in each update")
+        if len(found.footprint.models) > 1:
+            yield _Option({"enable_offload": True}, "models rest in host memory while others work")
     if not config.actor.gradient_checkpointing:
         yield _Option({"actor.gradient_checkpointing": True}, "activations are computed twice")
     if not config.actor.use_lora and not config.actor.init_from_scratch:
         yield _Option({"actor.use_lora": True}, "only adapters are trained", learns_otherwise=True)
-    if cuda:
-        yield from _layouts(found)
 
 
 def _layouts(found: Forecast) -> Iterator[_Option]:
@@ -129,34 +155,31 @@ def _layouts(found: Forecast) -> Iterator[_Option]:
         )
     for more in (2, 4, 8):
         if more * n <= 64:
-            yield _Option({"devices": more * n, "engine.zero_stage": 2}, f"{more * n} devices")
-            if more <= 8:
-                yield _Option({"devices": more * n, "engine.tp_size": engine.tp_size * more}, f"{more * n} devices")
+            yield _Option({_DEVICES: more * n, "engine.zero_stage": 2}, f"{more * n} devices")
+            yield _Option({_DEVICES: more * n, "engine.tp_size": engine.tp_size * more}, f"{more * n} devices")
 
 
-def _changed(found: Forecast, changes: Mapping[str, Any]) -> tuple[ExperimentConfig, int]:
-    """Return (a copy of the configuration with the changes, number of devices)."""
-    config, n_devices = copy.deepcopy(found.config), found.n_devices
+def set_values(config: ExperimentConfig, changes: Mapping[str, Any]) -> None:
+    """Set values of settings in a configuration, without a check of the values.
+
+    Args:
+        config: The configuration, which is changed.
+        changes: Dotted name of a setting -> new value.
+    """
     for key, value in changes.items():
-        if key == "devices":
-            n_devices = value
-            continue
         *sections, name = key.split(".")
         target: Any = config
         for section in sections:
             target = vars(target)[section]
         vars(target)[name] = value
-    return config, n_devices
 
 
 def shown(changes: Mapping[str, Any]) -> str:
-    """Return changes as words of a command line, such as "actor.use_lora=true --devices 2".
+    """Return changes as words of a command line, such as "actor.use_lora=true engine.world_size=2".
 
     Args:
         changes: Setting -> new value.
     """
-    words = []
-    for key, value in changes.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        words.append(f"--devices {text}" if key == "devices" else f"{key}={text}")
-    return " ".join(words)
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()
+    )

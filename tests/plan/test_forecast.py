@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import devices_here, hardware_of, names
-from areno.plan.ways import ways_to_fit
+from areno.plan.ways import Way, ways_to_fit
 from tests.helpers.pages import ROOT
 
 WORK = [
@@ -93,21 +95,75 @@ def test_against_measurements(
     assert {phase.name: phase.seconds for phase in found.phases} == pytest.approx(seconds, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        (["actor.path=Qwen/Qwen3-8B"], (1.63, None)),
+        (["actor.path=Qwen/Qwen3-4B"], (1.218, None)),
+        (["actor.path=Qwen/Qwen3-4B", "train_dataset.batch_size=8"], (0.82, 0.82)),
+        (
+            ["actor.path=Qwen/Qwen3-14B", "train_dataset.batch_size=8", "actor.optimizer.type=adam_8bit"],
+            (1.65, 2.94),
+        ),
+    ],
+    ids=["8b", "4b", "4b, few samples", "14b"],
+)
+def test_tensor_parallel_against_measurements_on_two_gpus(
+    settings: list[str], seconds: tuple[float, float | None]
+) -> None:
+    found = predicted("grpo", "engine.tp_size=2", *settings, device="h200", n=2)
+    for phase, measured in zip(found.phases, seconds, strict=True):
+        assert measured is None or phase.seconds == pytest.approx(measured, rel=0.1)
+
+
+def ways_of(found: Forecast) -> list[Way]:
+    return ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
+
+
 def test_a_run_that_does_not_fit_gets_ways_that_fit() -> None:
     found = predicted("grpo", "actor.path=Qwen/Qwen3-8B")
     assert not found.fits
-    ways = ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
-    assert ways
+    ways = ways_of(found)
     assert all(way.forecast.fits for way in ways)
-    assert {"actor.use_lora": True} in [dict(way.changes) for way in ways]
-    on_one = [way.forecast.n_devices == 1 for way in ways]
-    assert on_one == sorted(on_one, reverse=True)
+    on_one = [way for way in ways if way.forecast.n_devices == 1]
+    assert ways[: len(on_one)] == on_one
+    assert [dict(way.changes) for way in on_one] == [
+        {"actor.optimizer.type": "adam_8bit", "actor.offload": True},
+        {"actor.offload": True},
+        {"actor.use_lora": True},
+    ]
+    assert [way.learns_otherwise for way in on_one] == [False, False, True]
+    with_8_bits, offloaded, adapters = on_one
+    assert with_8_bits.forecast.seconds < offloaded.forecast.seconds
+    assert "92 GiB of host memory" in offloaded.price
+    assert "host" not in adapters.price
+    assert all(way.changes["engine.world_size"] > 1 for way in ways[len(on_one) :])
+
+
+def test_ways_keep_the_devices_if_there_are_any() -> None:
+    """A run with three models on two devices fits with `enable_offload`, however many other pairs need more devices."""
+    found = predicted("ppo", "actor.path=Qwen/Qwen3-8B", *KL, *CRITIC, n=2)
+    ways = ways_of(found)
+    assert {"enable_offload": True} in [dict(way.changes) for way in ways if way.forecast.n_devices == 2]
+
+
+def test_a_pair_is_listed_only_if_it_is_faster_than_one_of_its_changes() -> None:
+    ways = ways_of(predicted("ppo", "actor.path=Qwen/Qwen3-8B", *KL, *CRITIC))
+    for one, other in itertools.permutations(ways, 2):
+        if one.changes.items() < other.changes.items():
+            assert other.forecast.seconds < 0.97 * one.forecast.seconds
+
+
+def test_a_model_that_needs_many_devices_and_a_change_gets_both() -> None:
+    ways = ways_of(predicted("grpo", "actor.path=Qwen/Qwen2.5-72B", device="h200"))
+    assert {"engine.world_size", "engine.tp_size", "actor.optimizer.type"} in [set(way.changes) for way in ways]
 
 
 def test_settings_in_effect_are_no_way() -> None:
     settings = ["actor.path=Qwen/Qwen3-32B", "actor.optimizer.type=adam_8bit", "rollout.drop_rollout_state=true"]
     found = predicted("grpo", *settings)
-    ways = ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
+    ways = ways_of(found)
+    assert ways
     keys = {key for way in ways for key in way.changes}
     assert not keys & {"actor.optimizer.type", "rollout.drop_rollout_state"}
 
@@ -145,14 +201,38 @@ def test_the_command_prints_phases_a_picture_and_a_verdict(capsys: pytest.Captur
     run = ["python", "-m", "areno.recipes.gspo", "--config-name=gsm8k", "actor.path=Qwen/Qwen3-0.6B"]
     assert main(["plan", "--device", "h100-80gb", *lengths, *run]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("gspo, Qwen/Qwen3-0.6B, on H100 80 GB (79.2 GiB)")
+    assert told.startswith("gspo, Qwen/Qwen3-0.6B, on H100 80 GB (79.2 GiB, of which 73.7 can be used)")
+    assert "models: actor (trained by adam)\na step: " in told
+    assert "prompts of 256 tokens, answers of 256 tokens\n" in told
     assert "rollout " in told
     assert "WG" in told
     assert "It fits. A step takes about" in told
     assert main(["plan", "--device", "h100-80gb", "areno", "train", "--ckpt", "Qwen/Qwen3-8B"]) == 1
     told = capsys.readouterr().out
-    assert "It does not fit: the models need 138.0 GiB" in told
+    assert "It does not fit: rollout needs " in told
+    assert "answers of 3,071 tokens (the limit; see --answer-tokens)" in told
     assert "actor.use_lora=true" in told
+    assert "--device h100-80gb" not in told
+    assert main(["plan", "--device", "h100", "--ckpt", "Qwen/Qwen3-8B", "actor.offload=true"]) == 0
+    assert "It also takes 92 GiB of host memory." in capsys.readouterr().out
+
+
+def test_the_line_of_a_bar_is_where_usable_memory_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, fits in (("Qwen/Qwen3-8B", False), ("Qwen/Qwen3-0.6B", True)):
+        main(["plan", "--device", "h100", "--ckpt", model])
+        lines = capsys.readouterr().out.splitlines()
+        bars = [line for line in lines if re.fullmatch(r"(rollout|train actor) +[A-Z |]+", line)]
+        assert len(bars) == 2
+        assert len({bar.index("|") for bar in bars}) == 1
+        assert all(bar.endswith("|") == fits for bar in bars)
+
+
+def test_a_plan_for_this_machine_names_the_option_for_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areno.plan.hardware.devices_here", lambda: [hardware_of("cpu")])
+    main(["plan", "--ckpt", "Qwen/Qwen3-8B"])
+    assert capsys.readouterr().out.endswith("For a GPU, give its kind, such as --device h100-80gb.\n")
 
 
 def test_the_commands_of_the_guide_work(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,13 +249,26 @@ def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["algorithm"] == "grpo"
     assert found["peak_bytes"] == max(sum(phase["terms"].values()) for phase in found["phases"])
+    assert found["step_seconds"] is None
+    assert {phase["seconds"] for phase in found["phases"]} == {None}
+    assert main(["plan", "--device", "h200", "--json", "--ckpt", "Qwen/Qwen3-8B", "enable_offload=true"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["step_seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
+    assert found["host_bytes"] == pytest.approx(91.5 * 2**30, rel=0.01)
+    assert found["usable_bytes"] < found["device_bytes"]
+    assert found["rows"] == 256
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--device h10 --ckpt Qwen/Qwen3-8B", "--device: is 'h10'"),
+        ("--device h30 --ckpt Qwen/Qwen3-8B", "--device: is 'h30'"),
+        ("--device a100 --ckpt Qwen/Qwen3-8B", "--device: is 'a100'; did you mean a100-80gb or a100-40gb?"),
+        ("--device h200 Qwen/Qwen3-8B", "did you mean --ckpt Qwen/Qwen3-8B?"),
+        ("--device h200 --ckpt Qwen/Qwen3-8B-unheard-of", "is not a local folder"),
+        ("--device h200 --ckpt Qwen/Qwen3-8B --answer-tokens 4000", "--answer-tokens: is 4000, but an answer has at"),
+        ("--devices 2 --ckpt Qwen/Qwen3-8B engine.world_size=4", "--devices: is 2, but engine.world_size=4"),
+        ("--device h200 --ckpt Qwen/Qwen3-8B engine.tp_size=2", "engine.tp_size: is 2, which does not divide the"),
         ("--devices 0 --ckpt Qwen/Qwen3-8B", "--devices: is 0; it must be at least 1"),
         ("--device h200 gsp", "COMMAND: there is no 'gsp'; did you mean gspo?"),
         ("--device h200 --devices 3 --ckpt Qwen/Qwen3-8B engine.tp_size=2", "does not divide the number of devices"),

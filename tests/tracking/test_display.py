@@ -450,5 +450,5 @@ def test_a_run_without_a_terminal(tmp_path, console):
     else:
         kinds = [re.match(r"step=\d/3 reward_mean=|[a-z]+", line)[0] for line in said]
         steps = [f"step={step}/3 reward_mean=" for step in (1, 2, 3)]
-        assert kinds == ["run", "model", "memory", "micro", *steps, "checkpoint", "done"], said
+        assert kinds == ["run", "model", "memory", "micro", *steps, "checkpoint", "predicted", "done"], said
     assert log.count("role=policy stage=rollout_start") == 3
