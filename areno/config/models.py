@@ -183,6 +183,13 @@ class UpdatedModelConfig(Section):
         "as are needed to fit into memory",
         flag="--activation-checkpointing",
     )
+    share_prefixes: Literal["auto", "on", "off"] = setting(
+        "auto",
+        help="Compute tokens with which several rows begin once, such as the prompt of a group, when the models of the "
+        "run are trained and score. The results stay the same up to rounding. auto: if at least a tenth of the tokens "
+        "is saved. Models with recurrent states never share",
+        renamed_from="enable_tree_training",
+    )
     offload: bool = setting(
         False,
         help="Keep master weights and moments in pinned host memory, and gradients on the GPU only in training. Each "

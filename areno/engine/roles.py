@@ -331,6 +331,7 @@ class Roles:
                 fill=partial(self._complete, model, spec),
                 stays=stays,
                 in_host=leaves,
+                share_prefixes=self.spec.share_prefixes,
                 beside=self._beside,
             )
             return Role(spec, backend, _offload(backend, keeps_weights=is_actor) if leaves else Offload())

@@ -23,6 +23,10 @@ OldLogprobs = Literal["recompute", "loglinear", "rollout"]
 """Source of the log-probabilities that importance ratios divide by; see UpdateSpec.old_logprobs."""
 
 
+SharePrefixes = Literal["auto", "on", "off"]
+"""When training and scoring compute the prefixes that rows share once; see EngineSpec.share_prefixes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
     """The LoRA adapters that are trained in place of the actor's weights.
@@ -136,6 +140,8 @@ class EngineSpec:
         routing_replay: Whether the decoder returns the experts of each token, so that training can use the same
             experts.
         mb_spec: Size of micro-batches in scoring, and in training if `Engine.train` gets no UpdateSpec.
+        share_prefixes: When training and scoring compute the prefixes that rows share once: "on" if rows share any,
+            "auto" if this saves at least a tenth of the tokens, "off" never.
         tokenizer_path: Folder of the tokenizer for stop strings and grammars, which is also copied into checkpoints. ""
             takes the tokenizer of the actor.
         eos_token_ids: Tokens that end a completion, in addition to those in the actor's files.
@@ -157,6 +163,7 @@ class EngineSpec:
     seed: int = 1
     routing_replay: bool = False
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    share_prefixes: SharePrefixes = "auto"
     tokenizer_path: str = ""
     eos_token_ids: tuple[int, ...] = ()
     context_len: int = 0

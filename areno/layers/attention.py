@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +30,55 @@ window: the number of last tokens that a token attends to, itself included. None
 
 
 @dataclass(frozen=True)
+class SharedKeys:
+    """The keys of rows that begin with tokens of other rows.
+
+    The keys of a row are those of its prefix, which is shared with other rows, and those of its own tokens.
+
+    Attributes:
+        places_M: int64, the index among the N tokens of each key, row by row.
+        cu_seqlens: (R + 1,) int32, the cumulative numbers of keys, from 0 to M.
+        max_len: the largest number of keys of a row.
+    """
+
+    places_M: Tensor
+    cu_seqlens: Tensor
+    max_len: int
+
+    def with_row(self, first: int, n_tokens: int) -> SharedKeys:
+        """Add a row that shares nothing.
+
+        Args:
+            first: index of the row's first token among the N tokens.
+            n_tokens: number of the row's tokens.
+        """
+        own = torch.arange(first, first + n_tokens, device=self.places_M.device)
+        places_M = torch.cat([self.places_M, own])
+        cu_seqlens = F.pad(self.cu_seqlens, (0, 1), value=len(places_M))
+        return SharedKeys(places_M, cu_seqlens, max(self.max_len, n_tokens))
+
+    def gather(self, x_NKD: Tensor) -> Tensor:
+        """Return the keys or the values of all rows, (M, K, D), differentiable.
+
+        Args:
+            x_NKD: keys or values of the N tokens.
+        """
+        return x_NKD.index_select(0, self.places_M)
+
+    def scatter(self, grad_MKD: Tensor, n_tokens: int) -> Tensor:
+        """Return the gradient with respect to the argument of `gather`, (N, K, D), summed in float32.
+
+        Args:
+            grad_MKD: the gradient with respect to the result of `gather`.
+            n_tokens: N.
+        """
+        sums_NKD = torch.zeros(n_tokens, *grad_MKD.shape[1:], dtype=torch.float32, device=grad_MKD.device)
+        if grad_MKD.dtype == torch.float64:
+            sums_NKD = sums_NKD.double()
+        return sums_NKD.index_add_(0, self.places_M, grad_MKD.to(sums_NKD.dtype)).to(grad_MKD.dtype)
+
+
+@dataclass(frozen=True)
 class PackedAttend:
     """Causal attention within packed sequences (rows), for training and for computing log-probabilities.
 
@@ -39,12 +89,26 @@ class PackedAttend:
         context: the ranks of context parallelism. Each of its ranks has an equal share of the N tokens, as
             consecutive tokens. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens
             with some of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
+        keys: the keys of rows that share prefixes. None: a row attends only to its own tokens.
     """
 
     cu_seqlens: Tensor
     max_len: int
     backend: str
     context: ParallelGroup = ParallelGroup()  # noqa: RUF009  (frozen)
+    keys: SharedKeys | None = None
+
+    @property
+    def _borders(self) -> tuple[Tensor, Tensor, int, int]:
+        """The cumulative numbers of queries and of keys, and the largest number of each."""
+        keys = self.keys
+        if keys is None:
+            return self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
+        return self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len
+
+    def _with_prefixes(self, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys or values of all rows, with those of shared prefixes."""
+        return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
         """Compute attention over packed sequences (rows), differentiable.
@@ -59,9 +123,10 @@ class PackedAttend:
         Returns:
             (N, H, D).
         """
-        borders = self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
-        return self.context.columns_to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, *borders, self.backend, window))
+        k_MKD, v_MKD = self._with_prefixes(k_NKD, v_NKD)
+        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, *self._borders, self.backend, window)
+        return self.context.columns_to_rows(out_NHD)
 
     @cached_property
     def chunks(self) -> RowChunks:
@@ -83,6 +148,7 @@ class PackedAttend:
             (N, I).
         """
         assert self.context.size == 1, "context parallelism does not support layers with a recurrent state"
+        assert self.keys is None, "layers with a recurrent state cannot share prefixes"
         return delta_rows(proj_NP, weights, self.chunks)[0]
 
     def recur_backward(
@@ -117,7 +183,8 @@ class PackedAttend:
             The output (N, H, D), and the tensors to pass to `backward` as `saved`.
         """
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
-        out_NHD, saved = varlen_forward(q_NHD, k_NKD, v_NKD, self.cu_seqlens, self.max_len, self.backend, window)
+        k_MKD, v_MKD = self._with_prefixes(k_NKD, v_NKD)
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, *self._borders, self.backend, window)
         return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
@@ -144,11 +211,15 @@ class PackedAttend:
         Returns:
             The gradients with respect to q, k and v, in their shapes.
         """
-        rows = self.cu_seqlens, self.max_len, self.backend
         inputs = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
-        grads = varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, saved, *rows, window)
-        grad_q, grad_k, grad_v = map(self.context.columns_to_rows, grads)
+        k_MKD, v_MKD = self._with_prefixes(k_NKD, v_NKD)
+        grad_q, grad_k, grad_v = varlen_backward(
+            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, *self._borders, self.backend, window
+        )
+        if self.keys is not None:
+            grad_k, grad_v = (self.keys.scatter(grad, len(q_NHD)) for grad in (grad_k, grad_v))
+        grad_q, grad_k, grad_v = map(self.context.columns_to_rows, (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
 
 

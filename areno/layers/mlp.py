@@ -260,8 +260,9 @@ class ExpertMLP(nn.Module):
         """Return the weight of each chosen expert in the sum of a token, (N, k) float32."""
         probs_NE = logits_NE.softmax(-1)
         if self.routing.balance_E is not None and torch.is_grad_enabled():
-            n_tokens = self.routing.n_tokens
-            probs_NE = _Balance.apply(probs_NE, self.routing.balance_E, n_tokens)  # type: ignore[assignment]
+            routing = self.routing
+            balance = routing.balance_E, routing.n_tokens, routing.counts_N
+            probs_NE = _Balance.apply(probs_NE, *balance)  # type: ignore[assignment]
         weights_Nk = probs_NE.gather(1, chosen_Nk)
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
 
@@ -355,18 +356,18 @@ class _Balance(torch.autograd.Function):
     """Autograd function that returns the router's probabilities unchanged, and adds a gradient in the backward pass.
 
     The backward pass adds `balance_E`, the gradient of the load-balancing loss with respect to the probabilities, to
-    the incoming gradient, for each token except padding.
+    the incoming gradient, for each token except padding, as often as the token counts.
     """
 
     @staticmethod
-    def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None) -> Tensor:
+    def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None, counts_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(balance_E)
-        ctx.n_tokens = n_tokens
+        ctx.n_tokens, ctx.counts_N = n_tokens, counts_N
         return probs_NE.view_as(probs_NE)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (balance_E,) = ctx.saved_tensors
         grad_NE = grads[0].clone()
-        grad_NE[: ctx.n_tokens] += balance_E
-        return grad_NE, None, None
+        grad_NE[: ctx.n_tokens] += balance_E if ctx.counts_N is None else ctx.counts_N.unsqueeze(-1) * balance_E
+        return grad_NE, None, None, None

@@ -48,6 +48,8 @@ class Routing:
         balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, the same
             for each token. None means that there is no such loss.
         n_tokens: the number of tokens before the padding. None means that there is no padding.
+        counts_N: float32, how often each token before the padding counts in `loads` and in the load-balancing loss.
+            None means once.
         records: whether to store the used experts in `chosen`.
         observes: whether to store statistics in `loads`.
         chosen: for each layer, the experts that the last pass used, (N, k) int64.
@@ -59,6 +61,7 @@ class Routing:
     given_NLk: Tensor | None = None
     balance_E: Tensor | None = None
     n_tokens: int | None = None
+    counts_N: Tensor | None = None
     records: bool = False
     observes: bool = False
     chosen: dict[int, Tensor] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Routing:
         given_NLk: Tensor | None = None,
         balance_E: Tensor | None = None,
         n_tokens: int | None = None,
+        counts_N: Tensor | None = None,
         *,
         records: bool = False,
         observes: bool = False,
@@ -93,10 +97,11 @@ class Routing:
             balance_E: the gradient of the load-balancing loss with respect to the router's probabilities. None means
                 that there is no such loss.
             n_tokens: the number of tokens before the padding. None means that there is no padding.
+            counts_N: float32, how often each token before the padding counts. None means once.
             records: whether to store the used experts in `chosen`.
             observes: whether to store statistics in `loads`.
         """
-        self.given_NLk, self.balance_E, self.n_tokens = given_NLk, balance_E, n_tokens
+        self.given_NLk, self.balance_E, self.n_tokens, self.counts_N = given_NLk, balance_E, n_tokens, counts_N
         self.records, self.observes = records, observes
         self.chosen, self.loads = {}, {}
 
@@ -153,12 +158,14 @@ class Routing:
         """
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
-        flat = chosen_Nk.flatten()
-        chosen_E = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=flat.device)
         is_own_Nk = (chosen_Nk.unsqueeze(-1) == own_Nk.unsqueeze(-2)).any(-1)
+        entropy_N, changed_N = torch.special.entr(probs_NE).sum(-1), (~is_own_Nk).sum(-1)
+        counts_N = torch.ones(n, device=probs_NE.device) if self.counts_N is None else self.counts_N
+        chosen_E = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=probs_NE.device)
+        times_Nk = counts_N.long().unsqueeze(-1).expand_as(chosen_Nk)
         return LayerLoad(
-            chosen_E=chosen_E.scatter_add_(0, flat, torch.ones_like(flat)),
-            probability_E=probs_NE.sum(0),
-            entropy=torch.special.entr(probs_NE).sum(),
-            changed=(~is_own_Nk).sum(),
+            chosen_E=chosen_E.scatter_add_(0, chosen_Nk.flatten(), times_Nk.flatten()),
+            probability_E=(probs_NE * counts_N.unsqueeze(-1)).sum(0),
+            entropy=(entropy_N * counts_N).sum(),
+            changed=(changed_N * counts_N.long()).sum(),
         )

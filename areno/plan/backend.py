@@ -68,6 +68,7 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
     stall_timeout_s: float | None = as_in(EngineConfig, "stall_timeout_s")
     dtype: Literal["auto", "bfloat16", "float32"] = as_in(ModelConfig, "dtype")
     gradient_checkpointing: bool = as_in(ModelConfig, "gradient_checkpointing")
+    share_prefixes: Literal["auto", "on", "off"] = as_in(ModelConfig, "share_prefixes")
     offload: bool = as_in(ModelConfig, "offload")
     router_aux_loss_coef: float = as_in(ModelConfig, "router_aux_loss_coef")
     routing_replay: bool = as_in(PolicyConfig, "routing_replay")

@@ -189,6 +189,7 @@ def open_actor(
         seed=seed,
         routing_replay=routing_replay,
         mb_spec=actor.mb_spec,
+        share_prefixes=actor.share_prefixes,
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
         context_len=model.max_position_embeddings,

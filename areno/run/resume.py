@@ -54,7 +54,8 @@ _LISTED: dict[tuple[Kind, str], str] = {
         "engine scheduler cluster.n_nodes cluster.n_gpus_per_node rollout.max_prefill_tokens rollout.mem_fraction "
         "rollout.max_kv_tokens rollout.eager_decode rollout.max_concurrent_rollouts rollout.drop_rollout_state "
         "reward.workers enable_offload actor.offload reward.offload ref.offload critic.offload "
-        "actor.mb_spec critic.mb_spec actor.gradient_checkpointing critic.gradient_checkpointing"
+        "actor.mb_spec critic.mb_spec actor.share_prefixes "
+        "actor.gradient_checkpointing critic.gradient_checkpointing"
     ),
     ("harmless", _SAME): ("actor.path actor.init_lora_from tokenizer_path train_dataset.path train_dataset.loader"),
     ("harmless", "nothing: the critic comes from the state"): "critic.path critic.init_from_scratch",

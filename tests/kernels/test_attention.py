@@ -56,7 +56,7 @@ def test_a_backward_pass_that_is_called_by_itself_is_the_definition(case: str, b
     exact = [x.bfloat16().double().requires_grad_() for x in random_qkv(lengths, lengths, 4, 2, 128)]
     q, k, v = (x.detach().to("cuda", torch.bfloat16) for x in exact)
     expected = loop(*exact, lengths, lengths)
-    rows = borders(lengths, "cuda"), max(lengths), backend
+    rows = *[borders(lengths, "cuda")] * 2, *[max(lengths)] * 2, backend
     out, saved = varlen_forward(q, k, v, *rows)
     tolerance = {"atol": 4e-2, "rtol": 2e-2}
     torch.testing.assert_close(out.double().cpu(), expected, **tolerance)

@@ -18,15 +18,16 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.memory import Option, free_unused, is_out_of_memory, training_hint
 from areno.engine.profiling import phase
-from areno.engine.spec import UpdateSpec
+from areno.engine.spec import SharePrefixes, UpdateSpec
 from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, over_steps
-from areno.engine.train.micro_batches import StepMicroBatches, TrainResult, micro_batches
+from areno.engine.train.micro_batches import StepMicroBatches, TrainResult, row_micro_batches
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, halved, pack_rows, pack_tokens
+from areno.engine.train.prefixes import shares_prefixes
 from areno.engine.train.routes import StepRouting
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
@@ -67,9 +68,11 @@ class TrainBackend:
         stays: For a frozen model, whether the weights are already set and keep their memory. If False, they move into
             one flat buffer.
         in_host: Whether master weights and moments are kept in host memory and pass the device in each update.
+        share_prefixes: When to compute the shared prefixes of rows once, see EngineSpec.
         beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors.
 
     Attributes:
+        sharing: `share_prefixes`, or "off" if the model cannot share prefixes.
         params: Buffers that hold all parameters.
         flat: Buffers of parameters, gradients and master weights. None for a frozen model.
         optimizer: The optimizer. None for a frozen model.
@@ -96,11 +99,14 @@ class TrainBackend:
         fill: Callable[[], object] = lambda: None,
         stays: bool = False,
         in_host: bool = False,
+        share_prefixes: SharePrefixes = "off",
         beside: Callable[[], Iterable[Option]] = tuple,
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
         self.section, self.device, self.exact, self._beside = section, model.device, exact, beside
+        # A recurrent state depends on all tokens before, so a layer with one would need the state at each branch.
+        self.sharing: SharePrefixes = share_prefixes if model.config.delta is None else "off"
         on_cuda = self.device.type == "cuda"
         self._split = sequence_parallel and model.tp.size > 1
         self.is_alone = model.tp.size == context.size == 1
@@ -156,7 +162,10 @@ class TrainBackend:
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
             batches = [
-                [pack_rows(rows, step, update.rows_per_unit, self.device) for rows in step.micro_batches]
+                [
+                    pack_rows(rows, step, update.rows_per_unit, self.device, step.shares and self.sharing != "off")
+                    for rows in step.micro_batches
+                ]
                 for step in steps
             ]
             is_policy = self.model.config.head == "lm"
@@ -170,19 +179,18 @@ class TrainBackend:
                 old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
             return TrainResult(over_steps(stats), old, self._n_halvings)
 
-    def scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> Tensor:
+    def scored_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
         """Compute log-probabilities without gradient, by the same forward pass that an update uses.
 
         Args:
-            packed: The micro-batch, with N tokens.
-            trained_T: (T,) int64 indices of the tokens to score.
+            packed: The micro-batch.
             sampling: Sampling settings, whose temperature divides the logits.
 
         Returns:
-            (N,) float32 log-probabilities. Tokens that are not in `trained_T` have 0.
+            (L,) float32 log-probabilities for the tokens of the rows. Tokens that are not predicted have 0.
         """
         with torch.no_grad(), phase("old logprobs", tokens=len(packed.tokens_N)):
-            logprobs_N = self._logprobs(packed, trained_T, sampling)[0]
+            logprobs_N = self._logprobs(packed, sampling)[0]
         if self._routing is not None:
             self._routing.end()
         heartbeat.beat()
@@ -204,7 +212,7 @@ class TrainBackend:
         """
 
         def score(packed: PackedTokens) -> Tensor:
-            return self._logprobs(packed, _later(packed), sampling)[0]
+            return self._logprobs(packed, sampling)[0]
 
         return self._score(token_rows, mb_spec, score, routes)
 
@@ -218,7 +226,7 @@ class TrainBackend:
         Returns:
             One float32 array for each row, aligned with its tokens. The first entry is 0.
         """
-        return self._score(token_rows, mb_spec, lambda packed: self._values(packed, _later(packed)))
+        return self._score(token_rows, mb_spec, self._values)
 
     def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[float]:
         """Return the score of each row: the output of the value head at the row's last token.
@@ -235,8 +243,9 @@ class TrainBackend:
 
         def rewards_of(packed: PackedTokens) -> Tensor:
             hidden_nD, share = self._hidden(packed)
-            after_R = share.predicted_here(packed.cu_seqlens[1:].long())
-            return share.aligned(after_R - 1, self.model.values(share.before(hidden_nD, after_R)))
+            ends_R = packed.cu_seqlens[1:].long() - 1
+            ends_R, hidden_RD = share.at(hidden_nD, ends_R, ends_R)
+            return share.aligned(ends_R, self.model.values(hidden_RD))
 
         return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
 
@@ -254,13 +263,15 @@ class TrainBackend:
         """
         if not rows:
             return []
-        batches = micro_batches([len(row) for row in rows], mb_spec, self.context.size)
+        share = shares_prefixes(rows, self.sharing)
+        batches = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, share)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec):
             scored = []
             for batch in batches:
                 given = None if routes is None else [routes[i] for i in batch]
                 with phase("score", rows=len(batch)):
-                    scored.append(score(pack_tokens([rows[i] for i in batch], self.device, given)))
+                    packed = pack_tokens([rows[i] for i in batch], self.device, given, share=share)
+                    scored.append(score(packed))
                 heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
         if self._routing is not None:
@@ -284,42 +295,41 @@ class TrainBackend:
         how = {"recompute": self.recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
-    def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:
-        """Compute the value of the state before each token of `trained_T`.
+    def _values(self, packed: PackedTokens) -> Tensor:
+        """Compute the value of the state before each token to predict.
 
         The value of the state before token t comes from the hidden state of token t - 1.
 
         Args:
-            packed: The micro-batch, with N tokens.
-            trained_T: (T,) int64 indices of tokens in the micro-batch.
+            packed: The micro-batch, with N tokens, of which T are to be predicted.
 
         Returns:
-            (N,) float32, with gradient. 0 at tokens that are not in `trained_T`.
+            (L,) float32 for the tokens of the rows, with gradient. 0 at tokens that are not predicted.
         """
         hidden_nD, share = self._hidden(packed)
-        trained_T = share.predicted_here(trained_T)
-        return share.aligned(trained_T, self.model.values(share.before(hidden_nD, trained_T)))
+        places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
+        return share.aligned(places_T, self.model.values(hidden_TD))
 
-    def _logprobs(self, packed: PackedTokens, trained_T: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability and the entropy at each token of `trained_T`.
+    def _logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+        """Compute the log-probability and the entropy at each token to predict.
 
         Args:
-            packed: The micro-batch, with N tokens.
-            trained_T: (T,) int64 indices of tokens in the micro-batch.
+            packed: The micro-batch, with N tokens, of which T are to be predicted.
             sampling: Sampling settings, whose temperature divides the logits.
 
         Returns:
-            (log-probabilities, entropies), each (N,) float32. 0 at tokens that are not in `trained_T`.
+            (log-probabilities, entropies), each (L,) float32 for the tokens of the rows. 0 at tokens that are not
+            predicted.
         """
         tp, head = self.model.tp, self.model.output
         hidden_nD, share = self._hidden(packed)
-        trained_T = share.predicted_here(trained_T)
+        places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
         grad_VD = head.weight.grad if torch.is_grad_enabled() else None
         logprobs_T, entropy_T = selected_logprobs(
-            share.before(hidden_nD, trained_T),
+            hidden_TD,
             head.weight[: head.n_valid],
-            packed.tokens_N[trained_T],
+            packed.tokens_N[places_T],
             temperature=sampling.logprob_temperature,
             first=head.first,
             all_reduce=tp.all_reduce if tp.size > 1 else None,
@@ -327,7 +337,7 @@ class TrainBackend:
             keep_bytes=LOGITS_KEPT if self.device.type == "cuda" else KEEP_BYTES,
             logits=self.model.local_logits,
         )
-        return share.aligned(trained_T, logprobs_T), share.aligned(trained_T, entropy_T)
+        return share.aligned(places_T, logprobs_T), share.aligned(places_T, entropy_T)
 
     def _step(
         self, step: StepMicroBatches, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
@@ -407,7 +417,9 @@ class TrainBackend:
                 if not self.kept_layers.keep_less():
                     if not (update.may_halve and self.is_alone and not self._divides_grads):
                         raise
-                    halves = halved(step, given, update.rows_per_unit, self.device)
+                    halves = halved(
+                        step, given, update.rows_per_unit, self.device, step.shares and self.sharing != "off"
+                    )
                     if len(halves) == len(batches):
                         raise
                     self._n_halvings += 1
@@ -432,6 +444,9 @@ class TrainBackend:
                 self._gradients.backward(loss)
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
+        counts = [sum(len(packed.tokens_N) for packed, _ in batches), sum(len(pack.tokens) for _, pack in batches)]
+        computed, of_rows = torch.tensor(counts, dtype=torch.float64, device=self.device)
+        stats.add({"computed_tokens": computed, "row_tokens": of_rows})
         return stats
 
     def _loss_of(
@@ -448,8 +463,8 @@ class TrainBackend:
         Sets `pack.entropy` and the missing `pack.old_logprobs`, and adds the comparison with the rollout to `stats`.
         """
         if self.model.config.head == "value":
-            return _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
-        logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.sampling)
+            return _checked(loss_fn(pack, self._values(packed)))
+        logprobs_N, pack.entropy = self._logprobs(packed, update.sampling)
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
             pack.old_logprobs = complete(pack.old_logprobs, own_N)
@@ -509,11 +524,6 @@ def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _later(packed: PackedTokens) -> Tensor:
-    """Return the indices, among the packed tokens, of all tokens but the first of each row."""
-    return packed.positions_N.nonzero().squeeze(-1)
 
 
 def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:

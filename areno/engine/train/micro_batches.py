@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import EngineInfo, UpdateSpec
+from areno.engine.spec import EngineInfo, SharePrefixes, UpdateSpec
+from areno.engine.train.prefixes import Rows, pieces, shares_prefixes
 from areno.engine.train.rows import FlatRows, Row, read_tokens
 from areno.errors import DataError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
+
+_PIECES = 4  # at least so many pieces of rows with a shared prefix for each data-parallel rank
 
 
 @dataclass(slots=True)
@@ -29,12 +32,14 @@ class StepMicroBatches:
         step_tokens: Number of trained tokens in the whole step, over all ranks.
         step_rows: Number of rows with trained tokens in the whole step, over all ranks.
         rounds: Largest number of micro-batches that any rank has in the step.
+        shares: Whether tokens of prefixes that rows of a micro-batch share are computed once.
     """
 
     micro_batches: list[list[Row]]
     step_tokens: int
     step_rows: int
     rounds: int
+    shares: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle a few large arrays. Pickling the arrays of each row would take longer than sending them.
@@ -45,6 +50,7 @@ class StepMicroBatches:
             self.step_tokens,
             self.step_rows,
             self.rounds,
+            self.shares,
         )
 
 
@@ -96,10 +102,13 @@ def keep_old_logprobs(
                 start += row.n_tokens
 
 
-def _of_flat(flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int) -> StepMicroBatches:
+def _of_flat(
+    flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int, shares: bool
+) -> StepMicroBatches:
     """Unpickle a StepMicroBatches, whose rows are concatenated. `sizes` holds the number of rows per micro-batch."""
     rows = iter(flat.rows())
-    return StepMicroBatches([list(itertools.islice(rows, size)) for size in sizes], step_tokens, step_rows, rounds)
+    batches = [list(itertools.islice(rows, size)) for size in sizes]
+    return StepMicroBatches(batches, step_tokens, step_rows, rounds, shares)
 
 
 def share_steps(
@@ -109,6 +118,7 @@ def share_steps(
     section: str = "actor",
     cost: Cost | None = None,
     cp_size: int = 1,
+    share_prefixes: SharePrefixes = "off",
 ) -> list[list[StepMicroBatches]]:
     """Divide rows into optimizer steps, and each step over the data-parallel ranks.
 
@@ -123,6 +133,8 @@ def share_steps(
         cost: Cost model from which the FLOPs of a row are computed, to give all ranks equal work. None gives all ranks
             about the same number of tokens.
         cp_size: Number of context-parallel ranks that share a micro-batch.
+        share_prefixes: When the model computes the prefixes that rows share once. Rows that share a prefix then stay
+            together as far as possible.
 
     Returns:
         For each data-parallel rank, a list with its share of each step.
@@ -137,7 +149,6 @@ def share_steps(
     row_trained = np.add.reduceat(np.concatenate([row.trained for row in rows], dtype=np.int64), _starts(row_lengths))
     lengths = row_lengths.reshape(len(units), -1).sum(1).tolist()
     trained_of_unit = row_trained.reshape(len(units), -1)
-    costs = [sum(_row_cost(row, cost) for row in unit) for unit in units] if dp_size > 1 else lengths
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
     for step in optimizer_steps(lengths, update_of_units, cp_size):
         if len(step) < dp_size and update.rows_per_unit > 1:
@@ -149,17 +160,44 @@ def share_steps(
                 Key("engine.world_size"),
             )
         trained = trained_of_unit[step]
+        tokens = [[row.tokens for row in units[index]] for index in step]
+        shares_step = shares_prefixes([row for unit in tokens for row in unit], share_prefixes)
         batches: list[list[list[Row]]] = []
-        for share in split_balanced([costs[index] for index in step], dp_size):
-            mine = [step[place] for place in share]
-            micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec, cp_size)
-            batches.append([[row for place in batch for row in units[mine[place]]] for batch in micro])
+        for mine in _split_units([units[index] for index in step], dp_size, cost, shares_step):
+            micro = row_micro_batches([tokens[place] for place in mine], update_of_units.mb_spec, cp_size, shares_step)
+            batches.append([[row for place in batch for row in units[step[mine[place]]]] for batch in micro])
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
                 batches[-1] = [[_untrained(units[index][0] for index in step)]]
         rounds = max(len(of_rank) for of_rank in batches)
         for rank, of_rank in enumerate(batches):
-            shares[rank].append(StepMicroBatches(of_rank, int(trained.sum()), int((trained > 0).sum()), rounds))
+            n_tokens, n_rows = int(trained.sum()), int((trained > 0).sum())
+            shares[rank].append(StepMicroBatches(of_rank, n_tokens, n_rows, rounds, shares_step))
     return shares
+
+
+def _split_units(units: Sequence[Sequence[Row]], dp_size: int, cost: Cost | None, share: bool) -> list[list[int]]:
+    """Divide the units of a step over the data-parallel ranks, and return the indices of each rank's units.
+
+    With `share`, units that share a prefix stay together as far as the balance allows.
+    """
+    if dp_size == 1:
+        return [list(range(len(units)))]
+    costs = [sum(_row_cost(row, cost) for row in unit) for unit in units]
+    if not share:
+        return split_balanced(costs, dp_size)
+    found = _split_pieces([[row.tokens for row in unit] for unit in units], costs, dp_size)
+    return found if all(found) else split_balanced(costs, dp_size)  # each rank needs a unit
+
+
+def _split_pieces(units: Sequence[Rows], costs: Sequence[float], n_shares: int) -> list[list[int]]:
+    """Divide units into shares of nearly equal cost, so that units with a shared prefix stay together.
+
+    Units are first joined to pieces that are small enough for balanced shares. A piece costs its part of the tokens.
+    """
+    n_tokens = [sum(map(len, unit)) for unit in units]
+    found = pieces(units, max(1, sum(n_tokens) // (_PIECES * n_shares)))
+    of_pieces = [size * sum(costs[i] for i in unit) / sum(n_tokens[i] for i in unit) for unit, size in found]
+    return [sorted(i for place in share for i in found[place][0]) for share in split_balanced(of_pieces, n_shares)]
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
@@ -253,6 +291,25 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
     return sorted(sorted(batch) for batch in batches)
 
 
+def row_micro_batches(
+    units: Sequence[Rows], spec: MicroBatchSpec, cp_size: int = 1, share: bool = False
+) -> list[list[int]]:
+    """Divide units of rows into micro-batches as `micro_batches` does, and return the unit indices of each micro-batch.
+
+    Args:
+        units: Token ids of the rows of each unit.
+        spec: Size of a micro-batch.
+        cp_size: Number of context-parallel ranks that share a micro-batch.
+        share: Whether a prefix that rows of a micro-batch share counts once for `spec.max_tokens_per_mb`. Units that
+            share a prefix are then put together as far as possible.
+    """
+    if not share or spec.max_tokens_per_mb is None:
+        return micro_batches([sum(map(len, unit)) for unit in units], spec, cp_size)
+    found = pieces(units, spec.max_tokens_per_mb * cp_size)
+    batches = micro_batches([size for _, size in found], spec, cp_size)
+    return sorted(sorted(unit for place in batch for unit in found[place][0]) for batch in batches)
+
+
 def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
     """Divide rows or units of rows into `n` shares of nearly equal cost, and return the indices in each share.
 
@@ -275,7 +332,11 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
 
 
 def share_rows(
-    rows: Sequence[Any], routes: Sequence[np.ndarray] | None, n_shares: int, info: EngineInfo
+    rows: Sequence[Any],
+    routes: Sequence[np.ndarray] | None,
+    n_shares: int,
+    info: EngineInfo,
+    share_prefixes: SharePrefixes = "off",
 ) -> tuple[list[list[int]], list[list[list[np.ndarray]]]]:
     """Check rows that will be scored, and distribute them over the copies of a model.
 
@@ -284,6 +345,7 @@ def share_rows(
         routes: Experts of each row's tokens. None lets the router choose.
         n_shares: Number of copies of the model. Each copy gets one share.
         info: Facts about the model, such as the size of its vocabulary.
+        share_prefixes: When the model computes the prefixes that rows share once.
 
     Returns:
         (indices, columns), two lists with one entry for each share. An entry of `indices` has the indices of the
@@ -297,6 +359,10 @@ def share_rows(
         read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
         for index, tokens in enumerate(rows)
     ]
-    shares = split_balanced([forward_flops(info.cost, [len(tokens)]) for tokens in checked], n_shares)
+    costs = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
+    if n_shares > 1 and shares_prefixes(checked, share_prefixes):
+        shares = _split_pieces([[tokens] for tokens in checked], costs, n_shares)
+    else:
+        shares = split_balanced(costs, n_shares)
     columns = [checked] if routes is None else [checked, list(routes)]
     return shares, [[[column[index] for index in share] for column in columns] for share in shares]

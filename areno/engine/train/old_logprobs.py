@@ -32,7 +32,7 @@ def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
 
 
 def set_before_first_update(
-    steps: Sequence[Batches], source: OldLogprobs, exact: bool, score: Callable[[PackedTokens, Tensor], Tensor]
+    steps: Sequence[Batches], source: OldLogprobs, exact: bool, score: Callable[[PackedTokens], Tensor]
 ) -> None:
     """Set the old log-probabilities that must be known before the first update.
 
@@ -45,7 +45,7 @@ def set_before_first_update(
         steps: The micro-batches of each optimizer step, changed in place.
         source: Source of old log-probabilities, see UpdateSpec.
         exact: Whether rollout and training give equal bits, so that on-policy rows need no scoring pass.
-        score: (micro-batch, indices of the trained tokens) -> log-probabilities (N,), without gradient.
+        score: micro-batch -> log-probabilities (N,), without gradient.
     """
     for number, step in enumerate(steps):
         for packed, pack in step:
@@ -58,7 +58,7 @@ def set_before_first_update(
                 pack.old_logprobs = None  # the loss interpolates
             elif given_N is None or bool(pack.trained(given_N).isnan().any()):
                 found_N = rollout_N if exact and _is_on_policy(pack) else None
-                pack.old_logprobs = complete(given_N, score(packed, pack.trained_T) if found_N is None else found_N)
+                pack.old_logprobs = complete(given_N, score(packed) if found_N is None else found_N)
 
 
 def _is_on_policy(pack: DataPack) -> bool:

@@ -46,10 +46,12 @@ class StepRouting:
             share: The tokens of the micro-batch that this rank computes.
         """
         n = len(share.tokens_n)
-        self._n_tokens = max(0, min(n, share.n_tokens - share.first))  # the rest is padding
+        n_here = max(0, min(n, share.n_tokens - share.first))  # the rest is padding
+        counts_N = None if packed.shared is None else packed.shared.counts_N[share.first : share.first + n_here]
+        self._n_tokens = n_here if counts_N is None else counts_N.sum().long()
         given = None if packed.routes_NLk is None else packed.routes_NLk[share.first : share.first + n]
         observes = self._observes or torch.is_grad_enabled()
-        self._routing.begin(given, self._balance_E, self._n_tokens, observes=observes)
+        self._routing.begin(given, self._balance_E, n_here, counts_N, observes=observes)
 
     def end(self) -> None:
         """Free the tensors that the last forward passes have stored for routing."""

@@ -177,21 +177,25 @@ def varlen_attention(
 
 def varlen_forward(
     q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
-    cu_seqlens: Tensor,
-    max_len: int,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute causal attention of packed sequences (rows) outside autograd, for a later call of `varlen_backward`.
 
     Args:
-        q_NHD: queries of all rows, packed, shape (tokens, heads, head dim).
-        k_NKD: keys of the same tokens.
-        v_NKD: values of the same tokens.
-        cu_seqlens: (rows + 1,) int32, cumulative lengths of the rows, from 0 to N.
-        max_len: length of the longest row.
+        q_NHD: queries of all rows, packed, shape (query tokens, heads, head dim).
+        k_MKD: keys of all rows, packed. If a row has more keys than queries, its queries are its last tokens.
+        v_MKD: values of all rows, packed in the same way.
+        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
+        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
+        max_q: largest number of queries in a row.
+        max_k: largest number of keys in a row.
         backend: a key of BACKENDS.
         window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
             means full causal attention.
@@ -199,35 +203,37 @@ def varlen_forward(
     Returns:
         The output (N, H, D), and a tuple of tensors to pass to `varlen_backward` as `saved`.
     """
+    rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False, **_sides(window)
+            q_NHD, k_MKD, v_MKD, *rows, 0.0, True, False, **_sides(window)
         )
         # The log-sum-exp, and two tensors of dropout's random state, which backward requires even without dropout.
         return out_NHD, tuple(saved[:3])
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # type: ignore[import-not-found]
 
-        rows = cu_seqlens, cu_seqlens, max_len, max_len
         how = {"dropout_p": 0.0, "softmax_scale": q_NHD.shape[-1] ** -0.5, "window_size_left": _left(window)}
-        out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_NKD, v_NKD, *rows, causal=True, **how)
+        out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_MKD, v_MKD, *rows, causal=True, **how)
         return out_NHD, (log_sum, state)
     if backend == "fixed_order":
-        out_NHD, log_sum = packed_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, window)
+        out_NHD, log_sum = packed_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, window)
         return out_NHD, () if log_sum is None else (log_sum,)
     with torch.no_grad():
-        return varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend, window), ()
+        return varlen_attention(q_NHD, k_MKD, v_MKD, *rows, backend, window), ()
 
 
 def varlen_backward(
     grad_NHD: Tensor,
     q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
     out_NHD: Tensor,
     saved: Sequence[Tensor],
-    cu_seqlens: Tensor,
-    max_len: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,30 +242,32 @@ def varlen_backward(
     Args:
         grad_NHD: gradient with respect to the output.
         q_NHD: queries of the forward pass.
-        k_NKD: keys of the forward pass.
-        v_NKD: values of the forward pass.
+        k_MKD: keys of the forward pass.
+        v_MKD: values of the forward pass.
         out_NHD: output of `varlen_forward`.
         saved: second result of `varlen_forward`.
-        cu_seqlens: (rows + 1,) int32, cumulative lengths of the rows, from 0 to N.
-        max_len: length of the longest row.
+        cu_seqlens_q: (rows + 1,) int32, cumulative numbers of queries, from 0 to N.
+        cu_seqlens_k: (rows + 1,) int32, cumulative numbers of keys, from 0 to M.
+        max_q: largest number of queries in a row.
+        max_k: largest number of keys in a row.
         backend: backend of the forward pass.
         window: window of the forward pass.
 
     Returns:
         The gradients with respect to queries, keys and values, in their shapes.
     """
-    rows = cu_seqlens, cu_seqlens, max_len, max_len
+    rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
     if backend == "varlen" or (backend == "fixed_order" and has_flash_backward(q_NHD)):
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
-            grad_NHD.contiguous(), q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *rows, 0.0, True, *states, **_sides(window)
+            grad_NHD.contiguous(), q_NHD, k_MKD, v_MKD, out_NHD, log_sum, *rows, 0.0, True, *states, **_sides(window)
         )
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # type: ignore[import-not-found]
 
         log_sum, state = saved
-        grads = torch.empty_like(q_NHD), torch.empty_like(k_NKD), torch.empty_like(v_NKD)
+        grads = torch.empty_like(q_NHD), torch.empty_like(k_MKD), torch.empty_like(v_MKD)
         how = {
             "dropout_p": 0.0,
             "softmax_scale": q_NHD.shape[-1] ** -0.5,
@@ -271,9 +279,9 @@ def varlen_backward(
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "rng_state": state,
         }
-        _flash_attn_varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *grads, *rows, **how)
+        _flash_attn_varlen_backward(grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, log_sum, *grads, *rows, **how)
         return grads
-    return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
+    return _sdpa_backward(grad_NHD, q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, window)
 
 
 def has_flash_backward(q_NHD: Tensor) -> bool:

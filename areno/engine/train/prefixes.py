@@ -1,0 +1,229 @@
+"""Finds the prefixes that rows share, and lays rows out so that each shared token is computed once. Imports no torch.
+
+Rows share a prefix if they begin with equal tokens: the samples of a prompt, the answers of a preference pair, the
+turns of a conversation that branches. The rows form a forest of segments. A segment is a piece of one or more rows,
+its parent is the piece before it, and a row is the path from a root to a segment. Causal attention gives a token the
+same hidden state in all rows that contain its segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areno.engine.spec import SharePrefixes
+
+LEAST = 16  # tokens of a shared segment; shorter ones would save less than the copies of keys cost
+WORTH = 0.9  # share of the rows' tokens at or below which "auto" computes shared tokens once
+
+Rows = Sequence[np.ndarray]
+
+
+@dataclass(slots=True)
+class Forest:
+    """Rows laid out as segments, as arrays. Letters: N tokens of all segments, S segments, L tokens of all rows.
+
+    Attributes:
+        tokens_N: int64 token ids.
+        positions_N: int64, position of each token in its rows.
+        previous_N: int64, index of the token before each token. 0 for the first token of a row.
+        first_N: int64, index among the L tokens of the first occurrence of each token.
+        starts: (S + 1,) int32, index of the first token of each segment, and N.
+        keys_M: int64, for each segment, the indices of the tokens from the beginning of its rows to its end. M is the
+            number of all these indices.
+        key_starts: (S + 1,) int32, index in `keys_M` of the first key of each segment, and M.
+        places_L: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
+    """
+
+    tokens_N: np.ndarray
+    positions_N: np.ndarray
+    previous_N: np.ndarray
+    first_N: np.ndarray
+    starts: np.ndarray
+    keys_M: np.ndarray
+    key_starts: np.ndarray
+    places_L: np.ndarray
+
+    @property
+    def counts_N(self) -> np.ndarray:
+        """Number of rows that contain each token, (N,) int64."""
+        return np.bincount(self.places_L, minlength=len(self.tokens_N))
+
+
+def forest_of(rows: Rows) -> Forest:
+    """Lay rows out as a forest of segments.
+
+    Args:
+        rows: int64 token ids of each row. No row is empty.
+    """
+    tree = _Tree(rows)
+    # Segments in the order of the rows, so that rows without a shared prefix are laid out as without sharing.
+    order = sorted(range(len(tree.begin)), key=lambda s: (tree.first_row[s], tree.begin[s]))
+    begin, end = np.array(tree.begin)[order], np.array(tree.end)[order]
+    lengths = end - begin
+    starts = np.concatenate([[0], lengths.cumsum()])
+    place = {segment: index for index, segment in enumerate(order)}
+    paths: list[np.ndarray] = []
+    for index, segment in enumerate(order):  # a parent comes before its children
+        own = np.arange(starts[index], starts[index + 1])
+        parent = tree.parent[segment]
+        paths.append(own if parent < 0 else np.concatenate([paths[place[parent]], own]))
+    positions_N = np.arange(starts[-1]) - np.repeat(starts[:-1] - begin, lengths)
+    previous_N = np.maximum(np.arange(starts[-1]) - 1, 0)
+    for index, segment in enumerate(order):
+        if tree.parent[segment] >= 0:
+            previous_N[starts[index]] = paths[index][begin[index] - 1]
+    places_L = np.concatenate([paths[place[leaf]] for leaf in tree.leaf_of_row])
+    tokens_L = np.concatenate(rows)
+    first_N = np.empty(starts[-1], dtype=np.int64)
+    first_N[places_L[::-1]] = np.arange(len(places_L))[::-1]  # of several occurrences, the first is written last
+    return Forest(
+        tokens_N=tokens_L[first_N],
+        positions_N=positions_N,
+        previous_N=previous_N,
+        first_N=first_N,
+        starts=starts.astype(np.int32),
+        keys_M=np.concatenate(paths),
+        key_starts=np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int32),
+        places_L=places_L,
+    )
+
+
+class _Tree:
+    """The segments of rows.
+
+    Args:
+        rows: int64 token ids of each row.
+
+    Attributes:
+        begin: Position in its rows at which each segment begins.
+        end: Position in its rows at which each segment ends.
+        parent: Index of the segment before each segment, or -1.
+        first_row: Index of the first of the rows that contain each segment.
+        leaf_of_row: Index of the last segment of each row.
+    """
+
+    def __init__(self, rows: Rows):
+        self.begin: list[int] = []
+        self.end: list[int] = []
+        self.parent: list[int] = []
+        self.first_row: list[int] = []
+        self.leaf_of_row = [-1] * len(rows)
+        last = -1  # the last segment of the row before, in sorted order
+        for index, common in sorted_rows(rows):
+            length = len(rows[index])
+            node = last
+            while node >= 0 and self.begin[node] >= common:
+                node = self.parent[node]
+            if node >= 0 and common == self.end[node] == length:  # the row before is equal
+                self.leaf_of_row[index] = last = node
+                self._seen(node, index)
+                continue
+            depth = 0
+            if node >= 0:
+                if min(common, self.end[node]) - self.begin[node] < LEAST:
+                    depth, node = self.begin[node], self.parent[node]
+                else:
+                    depth = common
+                    node = self._cut(node, common) if common < self.end[node] else node
+            self._seen(node, index)
+            last = self.leaf_of_row[index] = self._add(depth, length, node, index)
+
+    def _add(self, begin: int, end: int, parent: int, row: int) -> int:
+        self.begin.append(begin)
+        self.end.append(end)
+        self.parent.append(parent)
+        self.first_row.append(row)
+        return len(self.begin) - 1
+
+    def _cut(self, node: int, position: int) -> int:
+        """Divide a segment in two at a position, and return the new first part. The second part keeps the index."""
+        first = self._add(self.begin[node], position, self.parent[node], self.first_row[node])
+        self.begin[node], self.parent[node] = position, first
+        return first
+
+    def _seen(self, node: int, row: int) -> None:
+        """Record that a row contains a segment and those before it."""
+        while node >= 0 and row < self.first_row[node]:
+            self.first_row[node], node = row, self.parent[node]
+
+
+def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
+    """Yield the indices of rows in an order in which rows with a common prefix are neighbours.
+
+    Args:
+        rows: int64 token ids of each row.
+
+    Yields:
+        (index of a row, number of tokens that it has in common with the row before). The number is 0 for less than
+        LEAST tokens, unless both rows are equal.
+    """
+    heads = [row[:LEAST].tobytes() for row in rows]
+    alike: dict[bytes, list[int]] = {}
+    for index, head in enumerate(heads):
+        alike.setdefault(head, []).append(index)
+    for of_head in alike.values():
+        if len(of_head) == 1:
+            yield of_head[0], 0
+            continue
+        # Bytes of equal tokens are equal, so the order of bytes puts common prefixes next to each other.
+        keys = {index: rows[index].tobytes() for index in of_head}
+        before = None
+        for index in sorted(of_head, key=keys.__getitem__):
+            common = 0 if before is None else _common(rows[before], rows[index])
+            yield index, common
+            before = index
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of equal tokens at the beginning of two rows."""
+    n = min(len(one), len(other))
+    differs = one[:n] != other[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def n_computed(rows: Rows) -> int:
+    """Return the number of tokens of the forest of rows.
+
+    Args:
+        rows: int64 token ids of each row.
+    """
+    tree = _Tree(rows)
+    return sum(tree.end) - sum(tree.begin)
+
+
+def pieces(units: Sequence[Rows], most: int) -> list[tuple[list[int], int]]:
+    """Divide units of rows into pieces whose units share prefixes.
+
+    Args:
+        units: The rows of each unit, which stay together. The first row of a unit stands for it.
+        most: Largest number of tokens that are computed for a piece, if it has more than one unit.
+
+    Returns:
+        For each piece, (indices of its units, number of tokens that are computed for it).
+    """
+    found: list[tuple[list[int], int]] = []
+    for index, common in sorted_rows([unit[0] for unit in units]):
+        n_tokens = len(units[index][0]) if len(units[index]) == 1 else n_computed(units[index])
+        if common and found[-1][1] + n_tokens - common <= most:
+            indices, total = found[-1]
+            found[-1] = [*indices, index], total + n_tokens - common
+        else:
+            found.append(([index], n_tokens))
+    return found
+
+
+def shares_prefixes(rows: Rows, when: SharePrefixes) -> bool:
+    """Return whether to compute the tokens of shared prefixes once.
+
+    Args:
+        rows: int64 token ids of each row.
+        when: "auto" shares if enough tokens are saved, "on" if any are.
+    """
+    if when == "off":
+        return False
+    n_tokens = sum(map(len, rows))
+    return n_computed(rows) <= (WORTH * n_tokens if when == "auto" else n_tokens - 1)
