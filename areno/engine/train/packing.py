@@ -33,12 +33,15 @@ class SharedTokens:
         previous_N: int64, index of the token before each token. 0 for the first token of a row.
         places_L: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
         counts_N: float32, number of rows that contain each token.
+        wanted_L: bool, whether the value of a row's token is needed. Another row that contains the token may need its
+            value. None if the values of all tokens are needed.
     """
 
     keys: SharedKeys
     previous_N: Tensor
     places_L: Tensor
     counts_N: Tensor
+    wanted_L: Tensor | None
 
 
 @dataclass(slots=True)
@@ -109,7 +112,8 @@ def pack_tokens(
                 on_device(forest.keys_M), on_device(forest.key_starts), int(np.diff(forest.key_starts).max())
             )
             counts = on_device(forest.counts_N.astype(np.float32))
-            shared = SharedTokens(keys, on_device(forest.previous_N), on_device(places), counts)
+            wanted = None if trained is None else on_device(trained)
+            shared = SharedTokens(keys, on_device(forest.previous_N), on_device(places), counts, wanted)
             return PackedTokens(
                 on_device(forest.tokens_N),
                 on_device(forest.positions_N),
@@ -301,4 +305,5 @@ class LocalTokens:
         """
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=places_T.device)
         numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, places_T, numbers_T))
-        return self.packed.in_rows(numbers_N)
+        numbers_L, shared = self.packed.in_rows(numbers_N), self.packed.shared
+        return numbers_L if shared is None or shared.wanted_L is None else numbers_L * shared.wanted_L

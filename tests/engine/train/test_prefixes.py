@@ -1,0 +1,374 @@
+"""Prefixes that rows share are computed once, and nothing else changes: hidden states, gradients, losses, scores."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
+from areno.engine.engine import Engine
+from areno.engine.spec import UpdateSpec
+from areno.engine.train import prefixes
+from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
+from areno.engine.train.prefixes import forest_of, n_computed, pieces, shares_prefixes
+from areno.engine.train.rows import read_rows
+from areno.layers import rotary
+from areno.loss_fns.dpo import dpo_loss_fn
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.gspo import gspo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+from areno.models.registry import build_model
+from tests.helpers.family_cases import CASES, random_model
+from tests.helpers.in_float64 import InFloat64
+from tests.helpers.shared_rows import Rows, cases, group, hidden_of_rows, n_nodes, packed, train_rows, tree
+from tests.helpers.tiny_backend import VOCAB, WHOLE, make, model_config
+from tests.helpers.tiny_engine import engine_spec
+from tests.helpers.two_ranks import load
+
+FAMILIES = [
+    "mistral",
+    "mistral-window",
+    "qwen3-window",
+    "phi3-partial-tied",
+    "smollm3-window",
+    "olmo3",
+    "gemma3",
+    "glm4",
+]
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows of a few tokens share."""
+    monkeypatch.setattr(prefixes, "LEAST", 1)
+
+
+# -- the forest --------------------------------------------------------------------------------------------------------
+
+
+def check_forest(rows: Rows) -> None:
+    """Every row is a path through the forest, and each token follows the token that it follows in its rows."""
+    forest = forest_of(rows)
+    starts = np.cumsum([0, *map(len, rows)])
+    for row, start in zip(rows, starts, strict=False):
+        places = forest.places_L[start : start + len(row)]
+        np.testing.assert_array_equal(forest.tokens_N[places], row)
+        np.testing.assert_array_equal(forest.positions_N[places], np.arange(len(row)))
+        np.testing.assert_array_equal(forest.previous_N[places[1:]], places[:-1])
+    for segment in range(len(forest.starts) - 1):
+        own = np.arange(forest.starts[segment], forest.starts[segment + 1])
+        keys = forest.keys_M[forest.key_starts[segment] : forest.key_starts[segment + 1]]
+        np.testing.assert_array_equal(keys[-len(own) :], own)
+        np.testing.assert_array_equal(forest.positions_N[keys], np.arange(len(keys)))
+        assert any(np.array_equal(forest.places_L[s : s + len(keys)], keys) for s in starts[:-1])
+    assert forest.counts_N.sum() == starts[-1]
+    np.testing.assert_array_equal(forest.places_L[forest.first_N], np.arange(len(forest.tokens_N)))
+    assert n_computed(rows) == len(forest.tokens_N)
+
+
+@pytest.mark.parametrize("name", cases(VOCAB))
+def test_a_forest_has_each_beginning_of_a_row_once(name: str) -> None:
+    rows = cases(VOCAB)[name]
+    check_forest(rows)
+    assert n_computed(rows) == n_nodes(rows)
+
+
+def test_any_rows_make_a_forest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two different tokens share beginnings of every length."""
+    rng = random.Random(0)
+    for _ in range(60):
+        rows = [np.array([rng.randrange(2) for _ in range(rng.randint(1, 9))]) for _ in range(rng.randint(1, 9))]
+        monkeypatch.setattr(prefixes, "LEAST", 1)
+        check_forest(rows)
+        assert n_computed(rows) == n_nodes(rows)
+        monkeypatch.setattr(prefixes, "LEAST", 3)
+        check_forest(rows)
+        assert n_nodes(rows) <= n_computed(rows) <= sum(map(len, rows))
+
+
+def test_short_prefixes_are_not_worth_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "LEAST", 4)
+    rows = [np.array(row) for row in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8, 8], [9, 9, 9], [9, 9, 9])]
+    assert n_computed(rows) == 6 + 1 + 5 + 3  # equal rows are one row, however short
+    check_forest(rows)
+
+
+def test_rows_that_share_nothing_are_packed_as_without_sharing() -> None:
+    rows = [np.array(row) for row in ([5, 2, 3], [1, 2], [3])]
+    local, plain = packed(rows, share=True), packed(rows, share=False)
+    assert local.packed.shared is None
+    assert torch.equal(local.tokens_n, plain.tokens_n)
+    assert not shares_prefixes(rows, "on")
+
+
+@pytest.mark.parametrize(("when", "prompt", "expected"), [("auto", 12, True), ("auto", 1, False), ("on", 1, True)])
+def test_auto_shares_if_it_saves_a_tenth(when: Any, prompt: int, expected: bool) -> None:
+    rows = group(prompt, [10, 10], VOCAB)
+    assert shares_prefixes(rows, when) == expected
+    assert not shares_prefixes(rows, "off")
+
+
+# -- one pass ----------------------------------------------------------------------------------------------------------
+
+
+def in_float64(x_NHD: torch.Tensor, cos_N1F: torch.Tensor, sin_N1F: torch.Tensor) -> torch.Tensor:
+    """The rotary embedding. InFloat64 does not reach backward passes of autograd functions."""
+    a, b = x_NHD.double().chunk(2, dim=-1)
+    return torch.cat((a * cos_N1F - b * sin_N1F, b * cos_N1F + a * sin_N1F), dim=-1)
+
+
+def gradients(model: Any, rows: Rows, share: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The hidden states of all rows, and the gradient of a loss that weighs each of them differently."""
+    model.zero_grad()
+    exact = InFloat64() if next(model.parameters()).dtype == torch.float64 else contextlib.nullcontext()
+    with exact:
+        hidden = hidden_of_rows(model, rows, share)
+        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype)
+        (hidden * weights).sum().backward()
+    return hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_alike(found: torch.Tensor, expected: torch.Tensor, bar: float, name: str = "") -> None:
+    scale = expected.abs().max()
+    assert scale > 0, name
+    assert (found - expected).abs().max() <= bar * scale, name
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("name", cases(VOCAB))
+def test_hidden_states_and_all_gradients_are_those_of_rows_apart(
+    name: str, dtype: torch.dtype, bar: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == torch.float64:
+        monkeypatch.setattr(rotary, "_turn", in_float64)
+    rows = cases(VOCAB)[name]
+    model = build_model(model_config(), dtype=dtype, device="cpu")
+    model.init_weights(7)
+    expected, of_rows = gradients(model, rows, share=False)
+    found, of_forest = gradients(model, rows, share=True)
+    assert_alike(found, expected, bar)
+    assert of_forest.keys() == of_rows.keys()
+    assert len(of_rows) == len(list(model.parameters()))
+    for key, gradient in of_rows.items():
+        assert_alike(of_forest[key], gradient, bar, key)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_share(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding windows, norms of several kinds, layers without positions."""
+    monkeypatch.setattr(rotary, "_turn", in_float64)
+    assert family in CASES
+    random_model(family, tmp_path)
+    model = load(tmp_path).double()
+    rows = [*group(14, [3, 12, 0], 101), *tree(3, 101)]
+    expected, of_rows = gradients(model, rows, share=False)
+    found, of_forest = gradients(model, rows, share=True)
+    assert_alike(found, expected, 1e-12)
+    for key, gradient in of_rows.items():
+        assert_alike(of_forest[key], gradient, 1e-12, key)
+
+
+def test_padding_is_a_row_of_its_own() -> None:
+    """As sequence parallelism adds it."""
+    rows = cases(VOCAB)["mixed"]
+    from areno.engine.train.packing import LocalTokens, pack_tokens
+    from areno.layers.parallel import ParallelGroup
+
+    packed_rows = pack_tokens(rows, torch.device("cpu"), share=True)
+    model = make().model
+    expected = hidden_of_rows(model, rows, share=False)
+    multiple = len(packed_rows.tokens_N) + 3
+    local = LocalTokens.of(packed_rows, ParallelGroup(), "sdpa", multiple)
+    assert len(local.tokens_n) == multiple
+    hidden_ND = model(local.tokens_n, local.positions_n, local.attend)
+    assert packed_rows.shared is not None
+    assert_alike(hidden_ND.index_select(0, packed_rows.shared.places_L), expected, 2e-6)
+
+
+# -- steps and scores --------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "sft": sft_loss_fn,
+    "grpo": partial(grpo_loss_fn, kl_coef=0.1),
+    "gspo": partial(gspo_loss_fn, clip_eps=0.3),
+}
+
+
+def step(backend: Any, rows: list[Any], loss_fn: Any, share: Any, spec: MicroBatchSpec = WHOLE, **how: Any) -> Any:
+    update = UpdateSpec(spec, **how)
+    checked = read_rows(rows, VOCAB)
+    (steps,) = share_steps(checked, update, share_prefixes=share)
+    assert all(one.shares == (share == "on") for one in steps)
+    backend.sharing = share
+    return backend.train(steps, loss_fn, update)
+
+
+def assert_same_step(one: Any, other: Any, found: Any, expected: Any) -> None:
+    assert_alike(one.flat.grads, other.flat.grads, 2e-6)
+    counts = {"computed_tokens", "row_tokens"}
+    for name in expected.stats.keys() - counts:
+        assert found.stats[name] == pytest.approx(expected.stats[name], rel=1e-4, abs=2e-5), name
+    assert found.stats["row_tokens"] == expected.stats["row_tokens"] == expected.stats["computed_tokens"]
+    assert found.stats["computed_tokens"] < found.stats["row_tokens"]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ["group of 8, empty answers", "mixed", "equal rows"])
+def test_a_step_is_that_of_rows_apart(name: str, loss: str, recompute: bool) -> None:
+    rows = train_rows(cases(VOCAB)[name])
+    one, other = make(recompute=recompute), make(recompute=recompute)
+    found, expected = (step(each, rows, LOSSES[loss], share) for each, share in ((one, "on"), (other, "off")))
+    assert_same_step(one, other, found, expected)
+
+
+@pytest.mark.parametrize("spec", [MicroBatchSpec(mini_bs=2), MicroBatchSpec(max_tokens_per_mb=30)])
+def test_micro_batches_of_any_size_share(spec: MicroBatchSpec) -> None:
+    rows = train_rows(cases(VOCAB)["mixed"])
+    one, other = make(), make()
+    found, expected = (step(one, rows, LOSSES["grpo"], "on", spec), step(other, rows, LOSSES["grpo"], "off"))
+    assert_same_step(one, other, found, expected)
+
+
+def test_pairs_share_their_prompt() -> None:
+    rows = train_rows([row for seed in range(3) for row in group(9, [4, 6], VOCAB, seed)], prompt=9)
+    one, other = make(), make()
+    how = {"rows_per_unit": 2}
+    found, expected = (
+        step(each, rows, partial(dpo_loss_fn, beta=0.1), share, **how) for each, share in ((one, "on"), (other, "off"))
+    )
+    assert_same_step(one, other, found, expected)
+    assert found.stats["computed_tokens"] == 3 * (9 + 4 + 6)
+
+
+def test_old_logprobs_of_later_steps_come_from_shared_rows_too() -> None:
+    rows = train_rows(cases(VOCAB)["mixed"])
+    one, other = make(), make()
+    how = {"n_minibatches": 3, "seed": 1}
+    found, expected = (step(each, rows, LOSSES["grpo"], s, **how) for each, s in ((one, "on"), (other, "off")))
+    for shared, apart in zip(found.old_logprobs, expected.old_logprobs, strict=True):
+        np.testing.assert_allclose(shared, apart, atol=2e-5)
+    assert_alike(one.flat.params, other.flat.params, 1e-4)
+
+
+def test_four_steps_end_at_the_same_weights() -> None:
+    """Their distance is at most a thousandth of the distance that the weights moved."""
+    from areno.config.models import OptimizerConfig
+
+    rows = train_rows(cases(VOCAB)["mixed"])
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+    one, other = make(optimizer), make(optimizer)
+    before = one.flat.params.clone()
+    for _ in range(4):
+        step(one, rows, LOSSES["grpo"], "on")
+        step(other, rows, LOSSES["grpo"], "off")
+    moved = (other.flat.params - before).norm()
+    assert moved > 1e-2
+    assert (one.flat.params - other.flat.params).norm() <= 1e-3 * moved
+
+
+def test_the_prompt_of_a_group_passes_the_model_once() -> None:
+    seen: list[int] = []
+    backend = make()
+    backend.model.embed.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    rows = [row for seed in range(4) for row in group(20, [5, 6, 7], VOCAB, seed)]
+    step(backend, train_rows(rows), LOSSES["grpo"], "on")
+    assert sum(seen) == 4 * (20 + 5 + 6 + 7)
+    seen.clear()
+    backend.logprobs(rows, SamplingConfig(), WHOLE)
+    assert sum(seen) == 4 * (20 + 5 + 6 + 7)
+
+
+@pytest.mark.parametrize("name", cases(VOCAB))
+def test_scores_are_those_of_rows_apart(name: str) -> None:
+    rows = cases(VOCAB)[name]
+    backend = make()
+    expected = backend.logprobs(rows, SamplingConfig(temperature=0.7), WHOLE)
+    backend.sharing = "on"
+    for spec in (WHOLE, MicroBatchSpec(max_tokens_per_mb=25), MicroBatchSpec(mini_bs=1)):
+        found = backend.logprobs(rows, SamplingConfig(temperature=0.7), spec)
+        for shared, apart, row in zip(found, expected, rows, strict=True):
+            assert len(shared) == len(row)
+            np.testing.assert_allclose(shared, apart, atol=2e-5)
+
+
+def test_a_model_with_recurrent_states_does_not_share(tmp_path: Path) -> None:
+    from areno.engine.train.backend import TrainBackend
+
+    random_model("qwen3.5", tmp_path)
+    backend = TrainBackend(load(tmp_path), None, attn_backend="sdpa", share_prefixes="on")
+    assert backend.sharing == "off"
+    rows = group(14, [3, 12, 0], 101)
+    assert all(len(scores) for scores in backend.logprobs(rows, SamplingConfig(), WHOLE))
+
+
+# -- the division into micro-batches and ranks -------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_counts_once_in_a_micro_batch() -> None:
+    rows = [row for seed in range(6) for row in group(20, [5, 6, 7, 8], VOCAB, seed)]
+    random.Random(0).shuffle(rows)
+    units = [[row] for row in rows]
+    spec = MicroBatchSpec(max_tokens_per_mb=100)
+    batches = row_micro_batches(units, spec, share=True)
+    assert sorted(itertools.chain(*batches)) == list(range(len(rows)))
+    sizes = [n_computed([rows[i] for i in batch]) for batch in batches]
+    assert sum(sizes) <= 6 * (20 + 5 + 6 + 7 + 8)  # no group is cut
+    assert max(sizes) <= 100
+    assert len(batches) == 3
+    assert len(row_micro_batches(units, spec)) > 6
+
+
+def test_a_group_larger_than_a_micro_batch_is_cut() -> None:
+    rows = group(20, [10] * 9, VOCAB)
+    batches = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=60), share=True)
+    assert [len(batch) for batch in batches] == [4, 4, 1]
+    (piece,) = pieces([[rows[0]]], 5)  # a single row may exceed the budget
+    assert piece == ([0], 30)
+
+
+def test_ranks_get_whole_groups() -> None:
+    rows = [row for seed in range(8) for row in group(20, [5, 6, 7, 8], VOCAB, seed)]
+    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, share_prefixes="on")
+    sizes = [n_computed([row.tokens for batch in step.micro_batches for row in batch]) for (step,) in shares]
+    assert sizes == pytest.approx([4 * (20 + 5 + 6 + 7 + 8)] * 2, abs=4)  # prompts may begin alike by chance
+
+
+def test_two_ranks_share_a_single_group() -> None:
+    rows = group(20, [5, 6, 7, 8], VOCAB)
+    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, share_prefixes="on")
+    assert [sum(map(len, step.micro_batches)) for (step,) in shares] == [2, 2]
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def test_exact_log_probabilities_are_equal_to_the_bit() -> None:
+    """With and without sharing, also for prompts that end inside a span of keys."""
+    found = {}
+    rows = [*group(70, [9, 30], 16, 1), *group(150, [100, 3, 3], 16, 2), *tree(3, 16, turn=12)]
+    for share in ("on", "off"):
+        spec = engine_spec("examples/quickstart/model", exact=True, share_prefixes=share)
+        with Engine(spec) as engine:
+            short = [row[:128] for row in rows]
+            found[share] = engine.logprobs("actor", short, SamplingConfig())
+    for one, other in zip(found["on"], found["off"], strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_share_rows_keeps_groups_together() -> None:
+    spec = engine_spec("examples/quickstart/model")
+    with Engine(spec) as engine:
+        rows = [row for seed in range(4) for row in group(30, [5, 6], 16, seed)]
+        shares, _ = share_rows(rows, None, 2, engine.info, "on")
+    assert sorted(itertools.chain(*shares)) == list(range(8))
+    assert all({i // 2 * 2, i // 2 * 2 + 1} <= set(share) for share in shares for i in share)
