@@ -26,7 +26,7 @@ def group(prompt: int, answers: list[int], vocab: int, seed: int = 0) -> Rows:
 
 
 def tree(depth: int, vocab: int, seed: int = 0, turn: int = 5) -> Rows:
-    """A row for each leaf of a tree of turns, two or three of which follow each turn, and a row for some inner turns."""
+    """A row for each leaf of a tree of turns with two or three children, and for some inner turns."""
     rng = random.Random(seed)
 
     def below(start: list[int], levels: int) -> Rows:

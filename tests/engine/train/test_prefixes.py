@@ -34,7 +34,7 @@ from tests.helpers.tiny_backend import VOCAB, WHOLE, make, model_config
 from tests.helpers.tiny_engine import engine_spec
 from tests.helpers.two_ranks import load
 
-FAMILIES = [
+FAMILIES = "mistral mistral-window qwen3-window phi3-partial-tied smollm3-window olmo3 gemma3 glm4".split()
     "mistral",
     "mistral-window",
     "qwen3-window",
