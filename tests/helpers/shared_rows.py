@@ -71,7 +71,7 @@ def n_nodes(rows: Rows) -> int:
     return len({tuple(row[: n + 1].tolist()) for row in rows for n in range(len(row))})
 
 
-def train_rows(rows: Rows, seed: int = 0, prompt: int = 2) -> list[TrainSequence]:
+def train_rows(rows: Rows, seed: int = 0, prompt: int = 2, staleness: int = 0) -> list[TrainSequence]:
     """Rows to train on, with numbers that differ between rows also where their tokens are the same."""
     rng = random.Random(seed)
     found = []
@@ -87,6 +87,7 @@ def train_rows(rows: Rows, seed: int = 0, prompt: int = 2) -> list[TrainSequence
                 ref_logprobs=[-rng.uniform(1, 5) for _ in mask],
                 values=[rng.gauss(0, 1) for _ in mask],
                 returns=[rng.gauss(0, 1) for _ in mask],
+                staleness=staleness,
             )
         )
     return found
