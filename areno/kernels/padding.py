@@ -22,7 +22,7 @@ def by_padding(
     v_MKD: Tensor,
     starts_q: list[int],
     starts_k: list[int],
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
     """Compute attention of packed sequences (rows) with a function that takes padded batches.
 
@@ -35,7 +35,8 @@ def by_padding(
         starts_q: cumulative numbers of queries, from 0 to N, one more than there are rows.
         starts_k: cumulative numbers of keys, from 0 to M, one more than there are rows.
         attend: function that computes causal attention from padded queries, keys and values of shape (rows, heads,
-            length, head dim). If there are more keys than queries, the queries are the last positions of a row.
+            length, head dim). Its fourth argument has the position of each row's first query, (rows,) int64, or None if
+            this is 0 for all rows.
 
     Returns:
         The output (N, H, D).
@@ -54,7 +55,10 @@ def by_padding(
         else:
             q_THD = q_NHD.index_select(0, place_q.tokens_T)
             k_THD, v_THD = k_MKD.index_select(0, place_k.tokens_T), v_MKD.index_select(0, place_k.tokens_T)
-        outs.append(place_q.unpad(attend(place_q.pad(q_THD), place_k.pad(k_THD), place_k.pad(v_THD))))
+        firsts_B = None
+        if lengths_q != lengths_k:
+            firsts_B = torch.tensor(lengths_k, device=q_NHD.device) - torch.tensor(lengths_q, device=q_NHD.device)
+        outs.append(place_q.unpad(attend(place_q.pad(q_THD), place_k.pad(k_THD), place_k.pad(v_THD), firsts_B)))
         order.append(place_q.tokens_T)
     if len(outs) == 1:
         return outs[0]
@@ -66,27 +70,30 @@ def by_padding(
 def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
     """Return the row indices of each padded batch, ascending within a batch.
 
-    Rows with as many queries as keys may differ in length, as the causal mask hides the padding at their end. In rows
-    with more keys than queries, the mask depends on both lengths. So these rows share a batch only if both lengths
-    are equal.
+    The rows of a batch have similar numbers of queries and of keys. Rows with as many queries as keys are apart from
+    the others, because a simpler mask is enough for them.
     """
-    whole: list[tuple[int, int]] = []  # (length, row)
-    tails: dict[tuple[int, int], list[int]] = {}
-    for row in range(len(starts_q) - 1):
-        n_q, n_k = starts_q[row + 1] - starts_q[row], starts_k[row + 1] - starts_k[row]
-        if n_q == n_k > 0:
-            whole.append((n_q, row))
-        elif n_q > 0:
-            tails.setdefault((n_q, n_k), []).append(row)
-    batches = list(tails.values())
-    whole.sort(reverse=True)
-    first = 0
-    for i in range(len(whole) + 1):
-        if i == len(whole) or whole[i][0] < min(whole[first][0] * 3 // 4, whole[first][0] - SHORT_ROW):
-            if i > first:
-                batches.append(sorted(row for _, row in whole[first:i]))
-            first = i
+    lengths = [
+        (starts_q[row + 1] - starts_q[row], starts_k[row + 1] - starts_k[row]) for row in range(len(starts_q) - 1)
+    ]
+    batches: list[list[int]] = []
+    for is_whole in (False, True):
+        left = [row for row, (n_q, n_k) in enumerate(lengths) if n_q and (n_q == n_k) == is_whole]
+        left.sort(key=lambda row: lengths[row], reverse=True)
+        while left:
+            most_q, most_k = lengths[left[0]]
+            batch = [
+                row for row in left if _is_similar(lengths[row][0], most_q) and _is_similar(lengths[row][1], most_k)
+            ]
+            batches.append(sorted(batch))
+            taken = set(batch)
+            left = [row for row in left if row not in taken]
     return batches
+
+
+def _is_similar(length: int, longest: int) -> bool:
+    """Return whether padding to the longest row of a batch is cheaper than another call."""
+    return min(longest * 3 // 4, longest - SHORT_ROW) <= length <= longest
 
 
 class _Padding:

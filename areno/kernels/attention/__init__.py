@@ -53,15 +53,20 @@ def sdpa_attention(
     return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, partial(_sdpa, window=window))
 
 
-def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
+def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | None, window: int | None) -> Tensor:
     n_q, n_k = q_BHLD.shape[2], k_BKLD.shape[2]
     mask = None
     if window is not None and window >= n_k:
         window = None
-    if window is not None or 1 < n_q < n_k:
-        mask = torch.ones(n_q, n_k, dtype=torch.bool, device=q_BHLD.device).tril(n_k - n_q)
+    if window is not None or firsts_B is not None:
+        device = q_BHLD.device
+        firsts_B = torch.zeros(1, dtype=torch.int64, device=device) if firsts_B is None else firsts_B
+        # Padding behind the last query of a row attends to the last keys, since a query without keys would give NaN.
+        places_BL1 = (firsts_B.view(-1, 1, 1) + torch.arange(n_q, device=device).view(-1, 1)).clamp(max=n_k - 1)
+        mask = (keys_L := torch.arange(n_k, device=device)) <= places_BL1
         if window is not None:
-            mask = mask.triu(n_k - n_q + 1 - window)
+            mask &= keys_L > places_BL1 - window
+        mask = mask.unsqueeze(1)
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
     if enable_gqa and q_BHLD.is_cuda:
         # torch's memory-efficient kernel does not support grouped heads, so torch would materialise all scores.

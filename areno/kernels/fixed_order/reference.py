@@ -83,21 +83,26 @@ def packed_attention(
     return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), attend), None
 
 
-def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, window: int | None = None) -> Tensor:
-    """Compute causal attention in a fixed order, for rows whose L queries are the last of their M tokens.
+def causal(
+    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Compute causal attention in a fixed order, for padded rows.
 
     Args:
         q_BHLC: queries, shape (rows, heads, L, head dim).
         k_BKMC: keys, shape (rows, key heads, M, head dim).
         v_BKMC: values, in the shape of the keys.
+        firsts_B: int64, the position of each row's first query. None means 0.
         window: size of the sliding window: a query attends to its own and the `window` - 1 previous positions. None
             means full causal attention.
 
     Returns:
         The output (B, H, L, C).
     """
-    n_q, n_k = q_BHLC.shape[2], k_BKMC.shape[2]
-    return padded_attention(q_BHLC, k_BKMC, v_BKMC, torch.arange(n_k - n_q, n_k).expand(len(q_BHLC), -1), window)
+    positions_BL = torch.arange(q_BHLC.shape[2]).expand(len(q_BHLC), -1)
+    if firsts_B is not None:
+        positions_BL = positions_BL + firsts_B.unsqueeze(1)
+    return padded_attention(q_BHLC, k_BKMC, v_BKMC, positions_BL, window)
 
 
 def padded_attention(
