@@ -267,19 +267,21 @@ def _covered(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float
 
 
 def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
-    """Return the times of all samples of training steps."""
+    """Return the times of all samples of training steps. Of a sample of a repeated step, the last time counts."""
     found: dict[str, SampleTimes] = {}
-    pairs = [(begin, end) for begin, end in _pairs(events) if begin["cat"] == SAMPLES]
-    for begin, _ in pairs:
-        given = begin.get("args", {})
-        if begin["name"] == SAMPLE and given["of"].isdigit():  # those of an evaluation are named after it
-            names = {name: given[name] for name in ("prompt", "sample", "tokens")}
-            found[begin["id"]] = SampleTimes(step=int(given["of"]), **names)
-    for begin, end in pairs:
-        if begin["name"] in _SAMPLED and begin["id"] in found:
-            sample, seconds = found[begin["id"]], _seconds(_ns(end["ts"]) - _ns(begin["ts"]))
-            sample.phases[begin["name"]] = sample.phases.get(begin["name"], 0.0) + seconds
-            sample.seconds += seconds
+    running: dict[str, dict[str, float]] = defaultdict(dict)  # phases of samples whose end has not been reached
+    for begin, end in _pairs(events):
+        if begin["cat"] != SAMPLES:
+            continue
+        phases, name, given = running[begin["id"]], begin["name"], begin.get("args", {})
+        if name in _SAMPLED:
+            phases[name] = phases.get(name, 0.0) + _seconds(_ns(end["ts"]) - _ns(begin["ts"]))
+        elif name == SAMPLE:
+            del running[begin["id"]]
+            if given["of"].isdigit():  # samples of an evaluation are named after it
+                facts = {name: given[name] for name in ("prompt", "sample", "tokens")}
+                seconds = sum(phases.values())
+                found[begin["id"]] = SampleTimes(step=int(given["of"]), **facts, seconds=seconds, phases=phases)
     return list(found.values())
 
 

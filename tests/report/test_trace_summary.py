@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from areno import trace
+from areno.cli import trace as trace_command
 from areno.cli.__main__ import main
-from areno.errors import ArenoError
+from areno.errors import ArenoError, ConfigError
 from areno.report.trace_summary import SampleTimes, StepTimes, summarise, tables
 from areno.tracking.trace_file import TraceFile
 
@@ -92,6 +94,14 @@ def test_a_step_that_was_repeated_counts_once(tmp_path: Path) -> None:
     assert [step.step for step in summarise(tmp_path).steps] == [1, 2, 3, 4]
 
 
+def test_a_sample_that_was_repeated_in_one_file_counts_once(tmp_path: Path) -> None:
+    """As after a restart of the workers, which continues the file."""
+    a_trace(tmp_path, 1, 1)
+    [sample] = summarise(tmp_path).samples
+    assert sample.seconds == pytest.approx(4, abs=ROUNDED)
+    assert sum(sample.phases.values()) == pytest.approx(4, abs=ROUNDED)
+
+
 def test_many_steps_are_quick(tmp_path: Path) -> None:
     a_trace(tmp_path, *range(1, 200))
     assert len(summarise(tmp_path).steps) == 199
@@ -109,6 +119,8 @@ def test_the_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.Captur
     assert "rank 1: forward" in shown
     assert "slowest samples" not in shown
     assert "45.0 %" in shown  # the rollout
+    with pytest.raises(ConfigError, match="--samples: is -1; it must be at least 0"):
+        trace_command.run(argparse.Namespace(run=str(tmp_path), samples=-1, json=False))
 
 
 def test_without_a_trace_the_setting_is_named(tmp_path: Path) -> None:
