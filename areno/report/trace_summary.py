@@ -16,7 +16,7 @@ from rich.table import Table
 
 from areno.errors import ArenoError
 from areno.report.tables import right
-from areno.tracking.trace_file import read_trace, trace_files
+from areno.tracking.trace_file import FOLDER, read_trace, trace_files
 
 DRIVER, STEP, DEVICE, COMMANDS, SAMPLES, SAMPLE = "driver", "step", "device", "commands", "samples", "sample"
 _SAMPLED = ("queued", "prefill", "decode", "preempted", "agent")  # phases of a sample that the summary adds up
@@ -109,7 +109,7 @@ def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
     Raises:
         ArenoError: The run has no trace, its trace has no whole step, or a file is damaged.
     """
-    files = trace_files(Path(run).expanduser() / "traces")
+    files = trace_files(Path(run).expanduser() / FOLDER)
     if not files:
         raise ArenoError("{} has no trace; set perf_tracer.enabled=true to write one", run)
     steps: dict[int, StepTimes] = {}

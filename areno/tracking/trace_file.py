@@ -21,6 +21,9 @@ from areno.errors import ArenoError, Problem
 
 logger = logging.getLogger("areno")
 
+FOLDER = "traces"
+"""Folder of the traces in the folder of a run."""
+
 _MOST_BYTES = 256 * 2**20  # of one file, so that a browser can show it
 _END = b"\n]\n"
 _PROCESSES = {
