@@ -48,6 +48,7 @@ class BatchLoader(Generic[Item]):
         max_tokens_key: Name of the setting that `max_tokens` comes from, which messages quote.
         seed: Seed of the order of rows.
         key: Name of the dataset's configuration section, which messages quote.
+        n_processes: Number of processes that may encode rows beside the run, see EncodedAhead.
         name: Path or loader that the rows come from, which messages quote.
         epoch: Number of the current epoch, from 0.
         total_skipped_long: Number of rows skipped so far.
@@ -64,6 +65,7 @@ class BatchLoader(Generic[Item]):
     max_tokens_key: str
     seed: int = 0
     key: str = "train_dataset"
+    n_processes: int = 0
 
     def __post_init__(self) -> None:
         # For messages: the name of the rows, and the setting that they come from.
@@ -76,7 +78,8 @@ class BatchLoader(Generic[Item]):
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # index of a row -> number of its tokens
-        self._ahead = EncodedAhead(self._encode_rows, _n_tokens)
+        read = partial(rows_at, self.rows)
+        self._ahead = EncodedAhead(read, self.encode, _n_tokens, self.n_processes)
         self._n_epochs = 0  # epochs of the run that `epochs` iterates over
         if self.config.drop_last and len(self.rows) < self.config.batch_size:
             raise self._too_few(len(self.rows))
@@ -134,9 +137,9 @@ class BatchLoader(Generic[Item]):
         """Return whether the row is cached, or known to be too long."""
         return index in self._cache or index in self._too_long
 
-    def _encode_rows(self, indices: Sequence[int]) -> Sequence[Item | Exception]:
-        """Encode rows, given their indices."""
-        return self.encode(rows_at(self.rows, indices), indices)
+    def close(self) -> None:
+        """End the processes that encode rows, if there are any."""
+        self._ahead.close()
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
         """Iterate over the batches from the current position to the end of epoch `n`.
@@ -291,6 +294,7 @@ def row_loader(
     enable_thinking: bool | None = None,
     seed: int = 0,
     key: str = "train_dataset",
+    n_processes: int = 0,
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
@@ -307,6 +311,7 @@ def row_loader(
             template's default.
         seed: Seed of the order of rows.
         key: Name of the dataset's configuration section, which messages quote.
+        n_processes: Number of processes that may encode rows beside the run. Only for the kinds "sft" and "dpo".
 
     Returns:
         The loader, at the start of the first epoch.
@@ -314,17 +319,27 @@ def row_loader(
     Raises:
         DataError: There are too few rows for a batch, or the first row cannot be encoded.
     """
-
-    def draft(row: Mapping[str, Any], index: int) -> Draft[Any]:
-        if kind == "prompt":
-            return prompt_draft(tokenizer, row, index, enable_thinking)
-        return sft_draft(tokenizer, row) if kind == "sft" else pair_draft(tokenizer, row, index)
-
-    encode = partial(encode_rows, tokenizer, draft=draft)
+    encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, enable_thinking))
     limit, limit_key = config.max_length, f"{key}.max_length"
     if context_len is not None and context_len - (kind == "prompt") < limit:
         limit, limit_key = context_len - (kind == "prompt"), context_key
-    return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, seed=seed, key=key)
+    return BatchLoader(
+        rows,
+        encode,
+        config,
+        max_tokens=limit,
+        max_tokens_key=limit_key,
+        seed=seed,
+        key=key,
+        n_processes=0 if kind == "prompt" else n_processes,
+    )
+
+
+def _draft(kind: RowKind, tokenizer: Any, thinking: bool | None, row: Mapping[str, Any], index: int) -> Draft[Any]:
+    """Render a row of a training loop. A function of the module, so that it can be pickled."""
+    if kind == "prompt":
+        return prompt_draft(tokenizer, row, index, thinking)
+    return sft_draft(tokenizer, row) if kind == "sft" else pair_draft(tokenizer, row, index)
 
 
 def given_prompt_loader(
