@@ -26,9 +26,9 @@ CHUNK = 256
 _LEAST_CHUNK = 16  # rows, so that a message to a process is worth its cost
 _TOKENS_AHEAD = 1_000_000  # encoded rows that wait for their use, at most 40 bytes for each token
 
-# Processes start once encoding has taken this many seconds, and this share of the time since the first rows. A process
-# takes some seconds to start, and 400 MB of host memory.
-_SLOW_S = 2.0
+# Processes start once encoding has taken this many seconds, and this share of the time since the first `want`. A
+# process takes some seconds to start, and 400 MB of host memory.
+_SLOW_S = 1.0
 _SLOW_SHARE = 0.1
 
 
@@ -66,8 +66,8 @@ class EncodedAhead(Generic[Item]):
         self._wanted: list[int] = []  # further rows, in the order of their use
         self._at_least = 0
         self._runs = False  # whether the thread runs
-        self._began: float | None = None  # time at which the first rows were encoded
-        self._seconds = 0.0  # of encoding in the driver
+        self._began: float | None = None  # time of the first `want`
+        self._seconds = 0.0  # of encoding in the driver since then
         self._closed = False
         self._starter: threading.Thread | None = None
         self.processes: list[EncoderProcess] = []
@@ -81,6 +81,8 @@ class EncodedAhead(Generic[Item]):
                 encoded rows have fewer than a million tokens together.
         """
         with self._changed:
+            if self._began is None:
+                self._began, self._seconds = time.monotonic(), 0.0
             self._drop(self._ready.keys() - set(indices))
             self._wanted = [index for index in indices if index not in self._ready and index not in self._busy]
             self._at_least = at_least
@@ -162,7 +164,6 @@ class EncodedAhead(Generic[Item]):
         """Encode rows in the driver, and count the seconds."""
         with self._in_driver:
             started = time.monotonic()
-            self._began = started if self._began is None else self._began
             found = self._encoded_one_by_one_if_needed(indices)
             self._seconds += time.monotonic() - started
             return found

@@ -56,8 +56,9 @@ class EncoderProcess:
         self._pipe.send_bytes(message)
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         """Id of the process."""
+        assert self._process.pid is not None, "the process was started"
         return self._process.pid
 
     @staticmethod

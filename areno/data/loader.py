@@ -8,7 +8,7 @@ its position. `row_loader` makes the loaders of the training loops. `given_promp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Generic
@@ -130,12 +130,17 @@ class BatchLoader(Generic[Item]):
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
             indices = np.concatenate([indices, self._order(self.epoch + 1)[: n_rows - len(indices)]])
-        unknown = [index for index in dict.fromkeys(indices.tolist()) if not self._is_known(index)]
-        self._ahead.want(unknown, self.config.batch_size)
+        self._ahead.want(self._unknown(dict.fromkeys(indices.tolist())), self.config.batch_size)
 
-    def _is_known(self, index: int) -> bool:
-        """Return whether the row is cached, or known to be too long."""
-        return index in self._cache or index in self._too_long
+    def _unknown(self, indices: Iterable[int]) -> list[int]:
+        """Return the indices of the rows that are neither cached nor known to be too long."""
+        cache, too_long = self._cache, self._too_long
+        return [index for index in indices if index not in cache and index not in too_long]
+
+    @property
+    def encoder_pids(self) -> list[int]:
+        """Ids of the processes that encode rows. Empty while a thread of the run encodes them."""
+        return [process.pid for process in self._ahead.processes]
 
     def close(self) -> None:
         """End the processes that encode rows, if there are any."""
@@ -182,7 +187,7 @@ class BatchLoader(Generic[Item]):
         place = start
         while place < len(order) and len(items) < self.config.batch_size:
             due = order[place : place + self.config.batch_size - len(items)].tolist()
-            found = self._ahead.take([index for index in due if not self._is_known(index)])
+            found = self._ahead.take(self._unknown(due))
             for index in due:
                 item = self._item(index, found)
                 heartbeat.beat()
@@ -205,7 +210,7 @@ class BatchLoader(Generic[Item]):
         """
         for start in range(0, len(self.rows), CHUNK):
             due = range(start, min(start + CHUNK, len(self.rows)))
-            found = self._ahead.take([index for index in due if not self._is_known(index)])
+            found = self._ahead.take(self._unknown(due))
             yield from (item for index in due if (item := self._item(index, found)) is not None)
 
     def state_dict(self) -> dict[str, int]:
@@ -234,8 +239,8 @@ class BatchLoader(Generic[Item]):
 
     def _item(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
         """Return the encoded row, or None if the row is too long. `found` has the row unless it is known already."""
-        if self._is_known(index):
-            return self._cache.get(index)
+        if (item := self._cache.get(index)) is not None or index in self._too_long:
+            return item
         item = found[index]
         if isinstance(item, DataError):
             raise self._row_error(index, item) from item

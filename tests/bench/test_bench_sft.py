@@ -25,11 +25,14 @@ def test_a_step_and_the_share_that_the_device_waits(capsys: pytest.CaptureFixtur
     parts = found["train_outside_s"], found["other_s"], found["between_s"]
     assert min(parts) > 0
     assert found["row_tokens"] > 9
+    assert found["n_encoders"] == 0  # so few rows take no time
 
 
 def test_the_page_names_the_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(TINY.split()) == 0
-    assert "% of a step" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "% of a step" in page
+    assert "a thread of the driver" in page
 
 
 @pytest.mark.gpu
