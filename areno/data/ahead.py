@@ -47,7 +47,7 @@ class EncodedAhead(Generic[Item]):
             PairItem. 0 always uses the thread.
 
     Attributes:
-        processes: The running processes.
+        processes: The processes that encode rows.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class EncodedAhead(Generic[Item]):
         self._seconds = 0.0  # of encoding in the driver since then
         self._closed = False
         self._starter: threading.Thread | None = None
+        self._starting: list[EncoderProcess] = []
         self.processes: list[EncoderProcess] = []
 
     def want(self, indices: Sequence[int], at_least: int) -> None:
@@ -125,7 +126,8 @@ class EncodedAhead(Generic[Item]):
         if self._starter is not None:
             self._starter.join()
         with self._changed:
-            processes, self.processes = self.processes, []
+            processes = self._starting + self.processes
+            self._starting, self.processes = [], []
             self._changed.notify_all()
         for process in processes:
             process.close()
@@ -228,36 +230,54 @@ class EncodedAhead(Generic[Item]):
             with self._in_driver:
                 message = encoder_message(self._encode)
             for _ in range(n_processes):
-                if self._closed:
-                    return
                 process = EncoderProcess(message)
                 with self._changed:
-                    self.processes.append(process)
-                threading.Thread(target=self._serve, args=(process,), daemon=True, name="areno-rows").start()
+                    self._starting.append(process)
+                if self._closed:
+                    process.close()
+                    return
         except Exception as error:  # the tokenizer cannot be pickled, or the machine allows no further process
             logger.info("rows are encoded in the driver, since no process could be started for it: %s", error)
-            return
-        logger.info("encoding rows takes much of the time, so %d processes do it from now on", n_processes)
+        for process in list(self._starting):
+            threading.Thread(target=self._serve, args=(process,), daemon=True, name="areno-rows").start()
 
     def _serve(self, process: EncoderProcess) -> None:
         """Give wanted rows to a process, until it ends or is closed."""
         chunk: list[int] = []
         try:
+            process.wait_ready()
+            self._is_ready(process)
             while True:
                 with self._changed:
                     while process in self.processes and not (chunk := self._next_chunk()):
                         self._changed.wait()
                     if process not in self.processes:
-                        break
+                        return
                 self._finish(chunk, self._encoded_by(process, chunk))
-        except (OSError, EOFError):
-            with self._changed:
-                if process in self.processes:
-                    self.processes.remove(process)
-                    logger.warning("a process that encodes rows has ended; %d are left", len(self.processes))
+        except Exception as error:  # OSError or EOFError; with any other, rows would be waited for without end
+            self._has_ended(process, error)
             self._finish(chunk, {})
         finally:
             process.close()
+
+    def _is_ready(self, process: EncoderProcess) -> None:
+        """Let a process that has started encode rows, in place of the thread."""
+        with self._changed:
+            if not self._closed:
+                self._starting.remove(process)
+                self.processes.append(process)
+                if len(self.processes) == 1:
+                    logger.info("encoding rows takes much of the time, so processes do it from now on")
+
+    def _has_ended(self, process: EncoderProcess, error: Exception) -> None:
+        """Log that a process has ended, unless it was closed."""
+        with self._changed:
+            for processes in (self._starting, self.processes):
+                if process in processes:
+                    processes.remove(process)
+                    n_left = len(self._starting) + len(self.processes)
+                    text = "a process that encodes rows has ended (%s); %d are left"
+                    logger.warning(text, type(error).__name__, n_left)
 
     def _encoded_by(self, process: EncoderProcess, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Encode rows in a process. The driver encodes those that the process cannot, and so gets their errors.

@@ -42,6 +42,8 @@ def encoder_message(encode: Encode) -> bytes:
 class EncoderProcess:
     """A process that encodes rows. It ends when `close` is called, or when the driver ends.
 
+    Call `wait_ready` before the first `encode`.
+
     Args:
         message: The encoder, pickled by `encoder_message`.
     """
@@ -60,6 +62,14 @@ class EncoderProcess:
         """Id of the process."""
         assert self._process.pid is not None, "the process was started"
         return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Wait until the process has loaded the encoder, which takes some seconds.
+
+        Raises:
+            OSError, EOFError: The process has ended, for example because it cannot import the code of the tokenizer.
+        """
+        self._pipe.recv_bytes()
 
     @staticmethod
     def message(rows: Sequence[Any], indices: Sequence[int]) -> bytes:
@@ -157,8 +167,10 @@ class _FlatItems:
 def _main(pipe: Connection) -> None:
     """Run the process: read the encoder, then encode rows until the driver closes the pipe or ends."""
     follow_parent()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are several processes, and the training loop needs a core
     try:
         encode: Encode = pickle.loads(pipe.recv_bytes())
+        pipe.send_bytes(b"ready")
     except Exception:  # such as a tokenizer whose code cannot be imported here; the driver logs the end of the process
         os._exit(1)
     with suppress(EOFError, OSError):
