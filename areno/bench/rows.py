@@ -24,7 +24,9 @@ from areno.recipes.sft import SFTConfig
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.trainers.sft import SFTTrainer
 
-_WARM_UP = 60  # steps, as the first ones compile kernels, and the processes that encode rows start after some seconds
+# Steps of warm-up: the first ones compile kernels, and the processes that encode rows start after some seconds. Steps on
+# a CPU take much longer.
+_WARM_UP, _WARM_UP_ON_CPU = 60, 3
 
 
 class _StepTimes(Tracker):
@@ -78,7 +80,8 @@ def run_sft(settings: Settings, folder: str, random_init: bool) -> dict[str, flo
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
-    n_steps = _WARM_UP + settings.repeats
+    n_warm_up = _WARM_UP_ON_CPU if settings.device == "cpu" else _WARM_UP
+    n_steps = n_warm_up + settings.repeats
     rows = _random_rows(tokenizer, settings, n_steps)
     with tempfile.TemporaryDirectory() as run_dir:
         if random_init and not Path(settings.shape).is_dir():
@@ -91,7 +94,7 @@ def run_sft(settings: Settings, folder: str, random_init: bool) -> dict[str, flo
             times.trainer = trainer
             trainer.fit()
             n_encoders = len(trainer.setup.loader.encoder_pids)
-    return _figures(times, settings.rows) | {"n_encoders": n_encoders}
+    return _figures(times, settings.rows, n_warm_up) | {"n_encoders": n_encoders}
 
 
 def _random_rows(tokenizer: Any, settings: Settings, n_steps: int) -> list[dict[str, Any]]:
@@ -127,9 +130,9 @@ def _config(settings: Settings, folder: str, random_init: bool, n_steps: int) ->
     )
 
 
-def _figures(times: _StepTimes, n_rows: int) -> dict[str, float]:
-    """Return the figures that `run_sft` describes."""
-    places = range(_WARM_UP, len(times.ends))
+def _figures(times: _StepTimes, n_rows: int, n_warm_up: int) -> dict[str, float]:
+    """Return the figures that `run_sft` describes, without the steps of the warm-up."""
+    places = range(n_warm_up, len(times.ends))
     steps = [times.ends[place] - times.ends[place - 1] for place in places]
     devices = [times.device[place] for place in places]
     outside = [step - device for step, device in zip(steps, devices, strict=True)]
