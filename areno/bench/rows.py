@@ -24,8 +24,8 @@ from areno.recipes.sft import SFTConfig
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.trainers.sft import SFTTrainer
 
-# Steps of warm-up: the first ones compile kernels, and the processes that encode rows start after some seconds. Steps on
-# a CPU take much longer.
+# Steps of warm-up: the first ones compile kernels, and the processes that encode rows start after some seconds. On a
+# CPU, steps take longer.
 _WARM_UP, _WARM_UP_ON_CPU = 60, 3
 
 
