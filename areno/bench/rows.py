@@ -24,7 +24,9 @@ from areno.recipes.sft import SFTConfig
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.trainers.sft import SFTTrainer
 
-_WARM_UP = 3  # steps, as the first ones compile kernels and wait for the first rows
+# Steps of warm-up: the first ones compile kernels, and the processes that encode rows start after some seconds. On a
+# CPU, steps take longer.
+_WARM_UP, _WARM_UP_ON_CPU = 60, 3
 
 
 class _StepTimes(Tracker):
@@ -73,12 +75,13 @@ def run_sft(settings: Settings, folder: str, random_init: bool) -> dict[str, flo
         rest: `train_outside_s` (inside the training call: checking, dividing and sending rows), `other_s` (outside the
         call, but in the run's step: waiting for rows) and `between_s` (logs and states between two steps).
         `worst_outside_share` is the largest share of a step, and `row_tokens` the mean number of tokens in
-        a row.
+        a row. `n_encoders` is the number of processes that encoded the rows at the end, 0 for a thread of the driver.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
-    n_steps = _WARM_UP + settings.repeats
+    n_warm_up = _WARM_UP_ON_CPU if settings.device == "cpu" else _WARM_UP
+    n_steps = n_warm_up + settings.repeats
     rows = _random_rows(tokenizer, settings, n_steps)
     with tempfile.TemporaryDirectory() as run_dir:
         if random_init and not Path(settings.shape).is_dir():
@@ -90,7 +93,8 @@ def run_sft(settings: Settings, folder: str, random_init: bool) -> dict[str, flo
         with SFTTrainer(config, run_dir=Path(run_dir) / "run", train_dataset=rows, trackers=[times]) as trainer:
             times.trainer = trainer
             trainer.fit()
-    return _figures(times, settings.rows)
+            n_encoders = len(trainer.setup.loader.encoder_pids)
+    return _figures(times, settings.rows, n_warm_up) | {"n_encoders": n_encoders}
 
 
 def _random_rows(tokenizer: Any, settings: Settings, n_steps: int) -> list[dict[str, Any]]:
@@ -126,9 +130,9 @@ def _config(settings: Settings, folder: str, random_init: bool, n_steps: int) ->
     )
 
 
-def _figures(times: _StepTimes, n_rows: int) -> dict[str, float]:
-    """Return the figures that `run_sft` describes."""
-    places = range(_WARM_UP, len(times.ends))
+def _figures(times: _StepTimes, n_rows: int, n_warm_up: int) -> dict[str, float]:
+    """Return the figures that `run_sft` describes, without the steps of the warm-up."""
+    places = range(n_warm_up, len(times.ends))
     steps = [times.ends[place] - times.ends[place - 1] for place in places]
     devices = [times.device[place] for place in places]
     outside = [step - device for step, device in zip(steps, devices, strict=True)]
@@ -166,5 +170,6 @@ def sft_page(found: dict[str, float]) -> str:
         "  checking and sending rows": f"{found['train_outside_s']:.4f} s",
         "  waiting for rows": f"{found['other_s']:.4f} s",
         "  logs and states": f"{found['between_s']:.4f} s",
+        "rows encoded by": f"{found['n_encoders']:.0f} processes" if found["n_encoders"] else "a thread of the driver",
     }
     return "\n".join(f"{name:<32} {text}" for name, text in lines.items())

@@ -31,10 +31,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         The exit code, 0.
+
+    Raises:
+        ArenoError: The run has no trace that can be read, or `--samples` is negative.
     """
+    from areno.errors import ConfigError, Problem
     from areno.report.tables import show
     from areno.report.trace_summary import summarise, tables
 
+    if arguments.samples < 0:
+        raise ConfigError(Problem("--samples", f"is {arguments.samples}; it must be at least 0"))
     summary = summarise(arguments.run, arguments.samples)
     if arguments.json:
         print(json.dumps(summary.as_json(), indent=2))

@@ -1,46 +1,77 @@
-"""Encode rows in a thread before they are used.
+"""Encode rows beside the run, before they are used.
 
 The data loader names the rows of the next batches with `EncodedAhead.want`, and gets their items with
-`EncodedAhead.take`, which encodes the rows that the thread has not reached yet.
+`EncodedAhead.take`. A thread encodes the rows. If that takes a large share of the time, several processes replace the
+thread, because Python code in a thread delays the training loop.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Generic
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic
 
 from areno import heartbeat
+from areno.data.encoder_process import EncoderProcess, encoder_message
 from areno.types import Item
+
+logger = logging.getLogger("areno.data")
 
 CHUNK = 256
 """Rows that are encoded together: enough for all CPU cores, and few enough for a heartbeat in between."""
 
+_LEAST_CHUNK = 16  # rows, so that a message to a process is worth its cost
 _TOKENS_AHEAD = 1_000_000  # encoded rows that wait for their use, at most 40 bytes for each token
+
+# Processes start once encoding has taken this many seconds, and this share of the time since the first `want`. A
+# process takes some seconds to start, and 400 MB of host memory.
+_SLOW_S = 1.0
+_SLOW_SHARE = 0.1
 
 
 class EncodedAhead(Generic[Item]):
-    """The encoded rows of the next batches, which a thread encodes in the order of their use.
+    """The encoded rows of the next batches, which are encoded in the order of their use.
 
     A row with an error is no special case: its error is stored in the place of the item, and the caller raises it
     when the row is used.
 
     Args:
-        encode: Function of the indices of rows that returns the item of each row, or the exception of a row that cannot
-            be encoded. An exception that it raises itself concerns the first row.
+        read: Function of the indices of rows that returns the rows. Only one thread calls it at a time.
+        encode: Function of (rows, index of each row) that returns the item of each row, or the exception of a row that
+            cannot be encoded. An exception that it raises itself concerns the first row.
         size: Function that returns the number of tokens of an item.
+        n_processes: Number of processes that may replace the thread. Their items must be instances of TrainSequence or
+            PairItem. 0 always uses the thread.
+
+    Attributes:
+        processes: The processes that encode rows.
     """
 
     def __init__(
-        self, encode: Callable[[Sequence[int]], Sequence[Item | Exception]], size: Callable[[Item], int]
+        self,
+        read: Callable[[Sequence[int]], Sequence[Any]],
+        encode: Callable[[Sequence[Any], Sequence[int]], Sequence[Item | Exception]],
+        size: Callable[[Item], int],
+        n_processes: int = 0,
     ) -> None:
-        self._encode, self._size = encode, size
+        self._read, self._encode, self._size, self._n_processes = read, encode, size, n_processes
         self._changed = threading.Condition()
+        self._in_driver = threading.RLock()  # datasets and tokenizers need not work in two threads at the same time
         self._ready: dict[int, Item | Exception] = {}
-        self._busy: set[int] = set()  # rows that the thread is encoding
+        self._n_tokens = 0  # of the items in `_ready`
+        self._busy: set[int] = set()  # rows that are being encoded
         self._wanted: list[int] = []  # further rows, in the order of their use
         self._at_least = 0
         self._runs = False  # whether the thread runs
+        self._began: float | None = None  # time of the first `want`
+        self._seconds = 0.0  # of encoding in the driver since then
+        self._closed = False
+        self._starter: threading.Thread | None = None
+        self._starting: list[EncoderProcess] = []
+        self.processes: list[EncoderProcess] = []
 
     def want(self, indices: Sequence[int], at_least: int) -> None:
         """Set the rows to encode next, in the order of their use. Encoded rows that are not among them are dropped.
@@ -51,12 +82,19 @@ class EncodedAhead(Generic[Item]):
                 encoded rows have fewer than a million tokens together.
         """
         with self._changed:
-            self._ready = {index: self._ready[index] for index in indices if index in self._ready}
+            if self._began is None:
+                self._began, self._seconds = time.monotonic(), 0.0
+            self._drop(self._ready.keys() - set(indices))
             self._wanted = [index for index in indices if index not in self._ready and index not in self._busy]
             self._at_least = at_least
-            if self._wanted and not self._runs:
+            if self._n_processes and self._wanted and self._is_slow():
+                n, self._n_processes = self._n_processes, 0
+                self._starter = threading.Thread(target=self._start_processes, args=(n,), daemon=True)
+                self._starter.start()
+            if self._wanted and not self.processes and not self._runs:
                 self._runs = True
                 threading.Thread(target=self._run, daemon=True, name="areno-rows").start()
+            self._changed.notify_all()
 
     def take(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Return rows, and encode those that are not encoded yet. Then the thread stops until the next `want`.
@@ -69,13 +107,8 @@ class EncodedAhead(Generic[Item]):
             be read from some row on, that row has the exception, and later rows are missing.
         """
         with self._changed:
-            if any(index not in self._ready for index in indices):
-                # The thread stops, since datasets and tokenizers need not work in two threads at the same time.
-                self._wanted = []
-                while self._busy:
-                    self._changed.wait()
-                    heartbeat.beat()
-            found = {index: self._ready.pop(index) for index in indices if index in self._ready}
+            self._wait_for(indices)
+            found = self._drop([index for index in indices if index in self._ready])
         missing = [index for index in indices if index not in found]
         for start in range(0, len(missing), CHUNK):
             chunk = missing[start : start + CHUNK]
@@ -86,41 +119,181 @@ class EncodedAhead(Generic[Item]):
                 break
         return found
 
+    def close(self) -> None:
+        """End the processes. Rows that are taken later are encoded in the driver."""
+        with self._changed:
+            self._closed, self._wanted, self._n_processes = True, [], 0
+        if self._starter is not None:
+            self._starter.join()
+        with self._changed:
+            processes = self._starting + self.processes
+            self._starting, self.processes = [], []
+            self._changed.notify_all()
+        for process in processes:
+            process.close()
+        atexit.unregister(self.close)
+
+    def _wait_for(self, indices: Sequence[int]) -> None:
+        """Wait until the processes have encoded rows or, without processes, until the thread has stopped."""
+        if missing := dict.fromkeys(index for index in indices if index not in self._ready):
+            if self.processes:
+                later = [index for index in self._wanted if index not in missing]
+                self._wanted = [index for index in missing if index not in self._busy] + later
+                self._at_least = max(self._at_least, len(self._ready) + len(self._busy) + len(missing))
+                self._changed.notify_all()
+            else:
+                self._wanted = []
+            while self._busy if not self.processes else any(index not in self._ready for index in missing):
+                self._changed.wait()
+                heartbeat.beat()
+
+    def _drop(self, indices: Iterable[int]) -> dict[int, Item | Exception]:
+        """Remove rows from those that are ready, and return them."""
+        dropped = {index: self._ready.pop(index) for index in indices}
+        self._n_tokens -= self._tokens_of(dropped)
+        return dropped
+
+    def _keep(self, encoded: dict[int, Item | Exception]) -> None:
+        """Add encoded rows to those that are ready."""
+        self._ready |= encoded
+        self._n_tokens += self._tokens_of(encoded)
+
+    def _tokens_of(self, encoded: dict[int, Item | Exception]) -> int:
+        """Return the number of tokens of encoded rows."""
+        return sum(self._size(item) for item in encoded.values() if not isinstance(item, Exception))
+
     def _encoded(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
+        """Encode rows in the driver, and count the seconds."""
+        with self._in_driver:
+            started = time.monotonic()
+            found = self._encoded_one_by_one_if_needed(indices)
+            self._seconds += time.monotonic() - started
+            return found
+
+    def _encoded_one_by_one_if_needed(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Encode rows. If that fails as a whole, encode them one by one up to the first row that fails."""
         try:
-            return dict(zip(indices, self._encode(indices), strict=True))
+            return dict(zip(indices, self._encode(self._read(indices), indices), strict=True))
         except Exception as error:
             if len(indices) == 1:
                 return {indices[0]: error}
         found: dict[int, Item | Exception] = {}
         for index in indices:
-            found |= self._encoded([index])
+            found |= self._encoded_one_by_one_if_needed([index])
             if isinstance(found[index], Exception):
                 break
         return found
 
     def _run(self) -> None:
-        """Encode wanted rows until there are none, or enough tokens are encoded."""
+        """Encode wanted rows in a thread, until there are none, enough tokens are encoded, or processes take over."""
         while True:
             with self._changed:
-                self._busy = set()
-                chunk = self._next_chunk()
+                chunk = [] if self.processes else self._next_chunk()
                 self._runs = bool(chunk)
-                self._busy = set(chunk)
                 self._changed.notify_all()
             if not chunk:
                 return
-            encoded = self._encoded(chunk)
-            with self._changed:
-                self._ready |= encoded
+            self._finish(chunk, self._encoded(chunk))
 
     def _next_chunk(self) -> list[int]:
-        """Remove the next rows to encode from the wanted rows, and return them. Empty if enough rows are encoded."""
-        n_due = self._at_least - len(self._ready)
-        if n_due <= 0:
-            items = [item for item in self._ready.values() if not isinstance(item, Exception)]
-            if sum(map(self._size, items)) >= _TOKENS_AHEAD:
-                return []
-        chunk, self._wanted = self._wanted[:CHUNK], self._wanted[CHUNK:]
+        """Move the next rows to encode from the wanted rows to the busy ones. Empty if enough rows are encoded."""
+        if len(self._ready) + len(self._busy) >= self._at_least and self._n_tokens >= _TOKENS_AHEAD:
+            return []
+        size = CHUNK
+        if self.processes:  # all of them should have rows
+            size = min(CHUNK, max(_LEAST_CHUNK, -(-len(self._wanted) // len(self.processes))))
+        chunk, self._wanted = self._wanted[:size], self._wanted[size:]
+        self._busy |= set(chunk)
         return chunk
+
+    def _finish(self, chunk: Sequence[int], encoded: dict[int, Item | Exception]) -> None:
+        """Make the encoded rows of a chunk ready, and put the others back."""
+        with self._changed:
+            self._keep(encoded)
+            self._busy -= set(chunk)
+            if self.processes:
+                self._wanted = [index for index in chunk if index not in encoded] + self._wanted
+            self._changed.notify_all()
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    def _is_slow(self) -> bool:
+        """Return whether encoding in the driver takes so long that processes are worth their start."""
+        if self._began is None or self._seconds < _SLOW_S:
+            return False
+        return self._seconds > _SLOW_SHARE * (time.monotonic() - self._began)
+
+    def _start_processes(self, n_processes: int) -> None:
+        """Start processes, each with a thread that gives it rows. Runs in a thread of its own."""
+        atexit.register(self.close)  # before multiprocessing waits for the processes, which ignore its signal
+        try:
+            with self._in_driver:
+                message = encoder_message(self._encode)
+            for _ in range(n_processes):
+                process = EncoderProcess(message)
+                with self._changed:
+                    self._starting.append(process)
+                if self._closed:
+                    process.close()
+                    return
+        except Exception as error:  # the tokenizer cannot be pickled, or the machine allows no further process
+            logger.info("rows are encoded in the driver, since no process could be started for it: %s", error)
+        for process in list(self._starting):
+            threading.Thread(target=self._serve, args=(process,), daemon=True, name="areno-rows").start()
+
+    def _serve(self, process: EncoderProcess) -> None:
+        """Give wanted rows to a process, until it ends or is closed."""
+        chunk: list[int] = []
+        try:
+            process.wait_ready()
+            self._is_ready(process)
+            while True:
+                with self._changed:
+                    while process in self.processes and not (chunk := self._next_chunk()):
+                        self._changed.wait()
+                    if process not in self.processes:
+                        return
+                self._finish(chunk, self._encoded_by(process, chunk))
+        except Exception as error:  # OSError or EOFError; with any other, rows would be waited for without end
+            self._has_ended(process, error)
+            self._finish(chunk, {})
+        finally:
+            process.close()
+
+    def _is_ready(self, process: EncoderProcess) -> None:
+        """Let a process that has started encode rows, in place of the thread."""
+        with self._changed:
+            if not self._closed:
+                self._starting.remove(process)
+                self.processes.append(process)
+                if len(self.processes) == 1:
+                    logger.info("encoding rows takes much of the time, so processes do it from now on")
+
+    def _has_ended(self, process: EncoderProcess, error: Exception) -> None:
+        """Log that a process has ended, unless it was closed."""
+        with self._changed:
+            for processes in (self._starting, self.processes):
+                if process in processes:
+                    processes.remove(process)
+                    n_left = len(self._starting) + len(self.processes)
+                    text = "a process that encodes rows has ended (%s); %d are left"
+                    logger.warning(text, type(error).__name__, n_left)
+
+    def _encoded_by(self, process: EncoderProcess, indices: Sequence[int]) -> dict[int, Item | Exception]:
+        """Encode rows in a process. The driver encodes those that the process cannot, and so gets their errors.
+
+        Raises:
+            OSError, EOFError: The process has ended.
+        """
+        try:
+            with self._in_driver:
+                message = process.message(self._read(indices), indices)
+        except Exception:  # rows that cannot be read or pickled
+            return self._encoded(indices)
+        found: dict[int, Item | Exception] = {}
+        for index, item in zip(indices, process.encode(message, indices), strict=True):
+            if item is None:
+                found |= self._encoded([index])
+            else:
+                found[index] = item
+        return found

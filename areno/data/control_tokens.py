@@ -148,6 +148,10 @@ class ControlTokens:
         self.names = () if getattr(tokenizer, "allows_control_tokens", False) else control_names(tokenizer)
         self._found = first_characters(self.names) if self.names else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle, without what contains a break, since each process has breaks of its own."""
+        return {name: value for name, value in vars(self).items() if name not in ("_borders", "_plain")}
+
     def escape(self, value: Any) -> Any:
         """Put a break into each control token in the texts of a value, at any depth.
 

@@ -8,7 +8,7 @@ its position. `row_loader` makes the loaders of the training loops. `given_promp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Generic
@@ -48,6 +48,7 @@ class BatchLoader(Generic[Item]):
         max_tokens_key: Name of the setting that `max_tokens` comes from, which messages quote.
         seed: Seed of the order of rows.
         key: Name of the dataset's configuration section, which messages quote.
+        n_processes: Number of processes that may encode rows beside the run, see EncodedAhead.
         name: Path or loader that the rows come from, which messages quote.
         epoch: Number of the current epoch, from 0.
         total_skipped_long: Number of rows skipped so far.
@@ -64,6 +65,7 @@ class BatchLoader(Generic[Item]):
     max_tokens_key: str
     seed: int = 0
     key: str = "train_dataset"
+    n_processes: int = 0
 
     def __post_init__(self) -> None:
         # For messages: the name of the rows, and the setting that they come from.
@@ -76,7 +78,8 @@ class BatchLoader(Generic[Item]):
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # index of a row -> number of its tokens
-        self._ahead = EncodedAhead(self._encode_rows, _n_tokens)
+        read = partial(rows_at, self.rows)
+        self._ahead = EncodedAhead(read, self.encode, _n_tokens, self.n_processes)
         self._n_epochs = 0  # epochs of the run that `epochs` iterates over
         if self.config.drop_last and len(self.rows) < self.config.batch_size:
             raise self._too_few(len(self.rows))
@@ -127,16 +130,21 @@ class BatchLoader(Generic[Item]):
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
             indices = np.concatenate([indices, self._order(self.epoch + 1)[: n_rows - len(indices)]])
-        unknown = [index for index in dict.fromkeys(indices.tolist()) if not self._is_known(index)]
-        self._ahead.want(unknown, self.config.batch_size)
+        self._ahead.want(self._unknown(dict.fromkeys(indices.tolist())), self.config.batch_size)
 
-    def _is_known(self, index: int) -> bool:
-        """Return whether the row is cached, or known to be too long."""
-        return index in self._cache or index in self._too_long
+    def _unknown(self, indices: Iterable[int]) -> list[int]:
+        """Return the indices of the rows that are neither cached nor known to be too long."""
+        cache, too_long = self._cache, self._too_long
+        return [index for index in indices if index not in cache and index not in too_long]
 
-    def _encode_rows(self, indices: Sequence[int]) -> Sequence[Item | Exception]:
-        """Encode rows, given their indices."""
-        return self.encode(rows_at(self.rows, indices), indices)
+    @property
+    def encoder_pids(self) -> list[int]:
+        """Ids of the processes that encode rows. Empty while a thread of the run encodes them."""
+        return [process.pid for process in self._ahead.processes]
+
+    def close(self) -> None:
+        """End the processes that encode rows, if there are any."""
+        self._ahead.close()
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
         """Iterate over the batches from the current position to the end of epoch `n`.
@@ -179,7 +187,7 @@ class BatchLoader(Generic[Item]):
         place = start
         while place < len(order) and len(items) < self.config.batch_size:
             due = order[place : place + self.config.batch_size - len(items)].tolist()
-            found = self._ahead.take([index for index in due if not self._is_known(index)])
+            found = self._ahead.take(self._unknown(due))
             for index in due:
                 item = self._item(index, found)
                 heartbeat.beat()
@@ -202,7 +210,7 @@ class BatchLoader(Generic[Item]):
         """
         for start in range(0, len(self.rows), CHUNK):
             due = range(start, min(start + CHUNK, len(self.rows)))
-            found = self._ahead.take([index for index in due if not self._is_known(index)])
+            found = self._ahead.take(self._unknown(due))
             yield from (item for index in due if (item := self._item(index, found)) is not None)
 
     def state_dict(self) -> dict[str, int]:
@@ -231,8 +239,8 @@ class BatchLoader(Generic[Item]):
 
     def _item(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
         """Return the encoded row, or None if the row is too long. `found` has the row unless it is known already."""
-        if self._is_known(index):
-            return self._cache.get(index)
+        if (item := self._cache.get(index)) is not None or index in self._too_long:
+            return item
         item = found[index]
         if isinstance(item, DataError):
             raise self._row_error(index, item) from item
@@ -291,6 +299,7 @@ def row_loader(
     enable_thinking: bool | None = None,
     seed: int = 0,
     key: str = "train_dataset",
+    n_processes: int = 0,
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
@@ -307,6 +316,7 @@ def row_loader(
             template's default.
         seed: Seed of the order of rows.
         key: Name of the dataset's configuration section, which messages quote.
+        n_processes: Number of processes that may encode rows beside the run. Only for the kinds "sft" and "dpo".
 
     Returns:
         The loader, at the start of the first epoch.
@@ -314,17 +324,27 @@ def row_loader(
     Raises:
         DataError: There are too few rows for a batch, or the first row cannot be encoded.
     """
-
-    def draft(row: Mapping[str, Any], index: int) -> Draft[Any]:
-        if kind == "prompt":
-            return prompt_draft(tokenizer, row, index, enable_thinking)
-        return sft_draft(tokenizer, row) if kind == "sft" else pair_draft(tokenizer, row, index)
-
-    encode = partial(encode_rows, tokenizer, draft=draft)
+    encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, enable_thinking))
     limit, limit_key = config.max_length, f"{key}.max_length"
     if context_len is not None and context_len - (kind == "prompt") < limit:
         limit, limit_key = context_len - (kind == "prompt"), context_key
-    return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, seed=seed, key=key)
+    return BatchLoader(
+        rows,
+        encode,
+        config,
+        max_tokens=limit,
+        max_tokens_key=limit_key,
+        seed=seed,
+        key=key,
+        n_processes=0 if kind == "prompt" else n_processes,
+    )
+
+
+def _draft(kind: RowKind, tokenizer: Any, thinking: bool | None, row: Mapping[str, Any], index: int) -> Draft[Any]:
+    """Render a row of a training loop. A function of the module, so that it can be pickled."""
+    if kind == "prompt":
+        return prompt_draft(tokenizer, row, index, thinking)
+    return sft_draft(tokenizer, row) if kind == "sft" else pair_draft(tokenizer, row, index)
 
 
 def given_prompt_loader(

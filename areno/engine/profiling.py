@@ -196,3 +196,9 @@ class Profiler:
             found.export_chrome_trace(str(path))
         except OSError as error:
             logger.warning("worker %d: the profile %s was not written: %s", self._rank, path, error)
+
+    def close(self) -> None:
+        """End a profile of kernels that is not written. A process that exits while it is profiled may crash."""
+        found, self._profile = self._profile, None
+        if found is not None:
+            found.stop()

@@ -28,6 +28,7 @@ from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, choose_token_budget
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.host_memory import PINNED_BYTES
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_setting
 from areno.kernels.backend import is_before_ampere, runs_triton
@@ -35,9 +36,6 @@ from areno.models.adapters import add_adapters, init_adapters, load_adapters, st
 from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
-
-# Bytes of pinned memory taken at once. torch rounds up to a power of two, which would waste half of a large buffer.
-CHUNK_BYTES = 2**28
 
 
 class Offload:
@@ -93,7 +91,7 @@ class _Buffer:
     def __init__(self, buffer: Tensor, scratch: bool = False):
         self._storage = buffer.untyped_storage()
         self._n_bytes = self._storage.nbytes()
-        n = CHUNK_BYTES // buffer.element_size()
+        n = PINNED_BYTES // buffer.element_size()
         parts = [buffer[start : start + n] for start in range(0, 0 if scratch else buffer.numel(), n)]
         self._copies = [(part, torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)) for part in parts]
 

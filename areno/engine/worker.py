@@ -447,11 +447,12 @@ class Worker:
         self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:
-        """End the threads that write files in the background.
+        """End the threads that write files in the background, and a profile that is not written.
 
         If `save` has queued several models, the model that is being written is completed, and the others are not
         written.
         """
+        self._profiler.close()
         self.states.close()
         self._writer.shutdown(cancel_futures=True)
 

@@ -19,7 +19,7 @@ _NO_LORA = "adapters are for the actor; the critic is trained whole"
 _ONE_ADAPTER = "rollout uses the adapter of actor.use_lora; there are no others"
 _SECRET = "it would be kept in the files of the run; set the environment variable"
 _NO_LOSS_SCALE = "only float16 needs a loss scale, and actor.dtype has no float16"
-_NO_LOADERS = "a thread of the run encodes the rows of later steps, so there are no loader processes"
+_NO_LOADERS = "the rows of later steps are encoded beside the run, by processes if a thread is too slow"
 _AGENTS = "numbers of agents are always logged, as rollout/agent_* and rollout/tool_calls_mean"
 _TIMEOUT = "see engine.stall_timeout_s"
 

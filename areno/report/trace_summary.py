@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import heappush
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from areno.errors import ArenoError
 from areno.report.tables import right
-from areno.tracking.trace_file import read_trace, trace_files
+from areno.tracking.trace_file import FOLDER, read_trace, trace_files
 
 DRIVER, STEP, DEVICE, COMMANDS, SAMPLES, SAMPLE = "driver", "step", "device", "commands", "samples", "sample"
 _SAMPLED = ("queued", "prefill", "decode", "preempted", "agent")  # phases of a sample that the summary adds up
@@ -109,7 +111,7 @@ def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
     Raises:
         ArenoError: The run has no trace, its trace has no whole step, or a file is damaged.
     """
-    files = trace_files(Path(run).expanduser() / "traces")
+    files = trace_files(Path(run).expanduser() / FOLDER)
     if not files:
         raise ArenoError("{} has no trace; set perf_tracer.enabled=true to write one", run)
     steps: dict[int, StepTimes] = {}
@@ -168,11 +170,14 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
     by_lane: dict[tuple[str, str], list[Bar]] = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: bar.start):
         by_lane[bar.process, bar.track].append(bar)
-    driver = [bar for (process, _), of_lane in by_lane.items() if process == DRIVER for bar in of_lane]
+    lanes = {lane: _Lane(of_lane) for lane, of_lane in by_lane.items()}
     found = []
-    for step in (bar for bar in driver if bar.name == STEP):
-        inside = {lane: _within(of_lane, step) for lane, of_lane in by_lane.items()}
-        phases = _phases(step, [bar for bar in _within(driver, step) if bar.name != STEP])
+    for step in (bar for (process, _), of_lane in by_lane.items() if process == DRIVER for bar in of_lane):
+        if step.name != STEP:
+            continue
+        inside = {lane: of_lane.within(step) for lane, of_lane in lanes.items()}
+        of_driver = [bar for (process, _), of_lane in inside.items() if process == DRIVER for bar in of_lane]
+        phases = _phases(step, [bar for bar in of_driver if bar.name != STEP])
         devices = {process: of_lane for (process, track), of_lane in inside.items() if track == DEVICE}
         found.append(
             StepTimes(
@@ -186,13 +191,26 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
     return found
 
 
-def _within(bars: Sequence[Bar], step: Bar) -> list[Bar]:
-    """Return the bars that overlap with a step, cut to its time."""
-    return [
-        bar._replace(start=max(bar.start, step.start), end=min(bar.end, step.end))
-        for bar in bars
-        if bar.start < step.end and bar.end > step.start
-    ]
+class _Lane:
+    """The bars of one lane. It finds the bars of a step without a look at all other bars, which may be millions.
+
+    Args:
+        bars: The bars, sorted by start.
+    """
+
+    def __init__(self, bars: Sequence[Bar]):
+        self._bars = bars
+        self._starts = [bar.start for bar in bars]
+        self._reached = list(accumulate((bar.end for bar in bars), max))  # latest end of a bar and all before it
+
+    def within(self, step: Bar) -> list[Bar]:
+        """Return the bars that overlap with a step, cut to its time."""
+        first, stop = bisect_right(self._reached, step.start), bisect_left(self._starts, step.end)
+        return [
+            bar._replace(start=max(bar.start, step.start), end=min(bar.end, step.end))
+            for bar in self._bars[first:stop]
+            if bar.end > step.start
+        ]
 
 
 def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
@@ -267,19 +285,21 @@ def _covered(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float
 
 
 def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
-    """Return the times of all samples of training steps."""
+    """Return the times of all samples of training steps. Of a sample of a repeated step, the last time counts."""
     found: dict[str, SampleTimes] = {}
-    pairs = [(begin, end) for begin, end in _pairs(events) if begin["cat"] == SAMPLES]
-    for begin, _ in pairs:
-        given = begin.get("args", {})
-        if begin["name"] == SAMPLE and given["of"].isdigit():  # those of an evaluation are named after it
-            names = {name: given[name] for name in ("prompt", "sample", "tokens")}
-            found[begin["id"]] = SampleTimes(step=int(given["of"]), **names)
-    for begin, end in pairs:
-        if begin["name"] in _SAMPLED and begin["id"] in found:
-            sample, seconds = found[begin["id"]], _seconds(_ns(end["ts"]) - _ns(begin["ts"]))
-            sample.phases[begin["name"]] = sample.phases.get(begin["name"], 0.0) + seconds
-            sample.seconds += seconds
+    running: dict[str, dict[str, float]] = defaultdict(dict)  # phases of samples whose end has not been reached
+    for begin, end in _pairs(events):
+        if begin["cat"] != SAMPLES:
+            continue
+        phases, name, given = running[begin["id"]], begin["name"], begin.get("args", {})
+        if name in _SAMPLED:
+            phases[name] = phases.get(name, 0.0) + _seconds(_ns(end["ts"]) - _ns(begin["ts"]))
+        elif name == SAMPLE:
+            del running[begin["id"]]
+            if given["of"].isdigit():  # samples of an evaluation are named after it
+                facts = {name: given[name] for name in ("prompt", "sample", "tokens")}
+                seconds = sum(phases.values())
+                found[begin["id"]] = SampleTimes(step=int(given["of"]), **facts, seconds=seconds, phases=phases)
     return list(found.values())
 
 

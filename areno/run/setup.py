@@ -19,7 +19,7 @@ from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec
+from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import ConfigError, WorkerLost, all_of, keys_renamed
 from areno.plan.devices import n_workers_here
 from areno.plan.facts import facts, without_answers
@@ -36,8 +36,11 @@ from areno.tracking.recorder import check_services
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
 from areno.types import RewardRecord
+from areno.user_processes.pool import usable_cores
 
 logger = logging.getLogger("areno")
+
+_MOST_ENCODERS = 4  # processes that encode rows, which are enough for 10,000 conversations of 60 tokens per second
 
 RewardFn = Callable[[RewardRecord], Any]
 RewardFns = RewardFn | Sequence[RewardFn]
@@ -202,6 +205,7 @@ class Setup(Generic[Config]):
             }
             if loop.trains:
                 self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
+                stack.callback(self.loader.close)
             else:
                 self.loader = next(iter(self.valid_loaders.values()))
             for pool in (self.rewards, self.agents):
@@ -267,6 +271,7 @@ class Setup(Generic[Config]):
             enable_thinking=thinking,
             seed=config.seed,
             key=key,
+            n_processes=_n_encoders(plan.spec) if key == "train_dataset" else 0,
         )
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
@@ -386,6 +391,11 @@ def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None
     if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None:
         return None
     return stack.enter_context(AgentPool(config.agent))
+
+
+def _n_encoders(spec: EngineSpec) -> int:
+    """Return how many processes may encode rows: the CPU cores that driver and workers leave free, at most 4."""
+    return max(0, min(_MOST_ENCODERS, usable_cores() - 1 - spec.n_ranks_on_machine(0)))
 
 
 PolicySetup = Setup[PolicyExperimentConfig]

@@ -18,12 +18,10 @@ from areno import trace
 from areno.config.experiments import ExperimentConfig
 from areno.engine.requests import version_range
 from areno.engine.spec import ProfilingSpec
-from areno.tracking.trace_file import SessionFile, TraceFile, writing
+from areno.tracking.trace_file import FOLDER, SessionFile, TraceFile, writing
 from areno.types import ScoredSample
 
 logger = logging.getLogger("areno")
-
-FOLDER = "traces"
 
 
 class ProfiledEngine(Protocol):

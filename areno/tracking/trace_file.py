@@ -1,7 +1,7 @@
 """The files of a trace: the timeline as JSON of the Chrome trace event format, and one line for each agent session.
 
-Both are written in a thread, outside of the time of the steps. If a file cannot be written any more, as on a full disk,
-a warning is logged once, and the run continues without it.
+The timeline is written in a thread, outside of the time of the steps. If a file cannot be written any more, as on a
+full disk, a warning is logged, and the run continues.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from areno import trace
 from areno.errors import ArenoError, Problem
 
 logger = logging.getLogger("areno")
+
+FOLDER = "traces"
+"""Folder of the traces in the folder of a run."""
 
 _MOST_BYTES = 256 * 2**20  # of one file, so that a browser can show it
 _END = b"\n]\n"
@@ -80,6 +83,7 @@ class TraceFile:
         """Open the file with the next free number."""
         number = 1 + max((int(path.stem[6:]) for path in trace_files(self._folder)), default=0)
         self._file = open(self._folder / f"trace-{number:04}.json", "xb", buffering=0)  # noqa: SIM115
+        self._size = 0
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._origin / 1e9))
         self._known = set()
         lines = [*self._names("driver", "main"), _metadata("process_labels", 1, 0, {"labels": f"began {began}"})]
@@ -106,8 +110,8 @@ class TraceFile:
             self._file.seek(self._size - len(_END))
             self._size = self._size - len(_END) + _write(self._file, b",\n" + lines.encode() + _END)
         except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(self._size - len(_END))
+            with suppress(OSError, ValueError):  # ValueError: the file is closed, and the next one was not opened
+                self._file.truncate(max(0, self._size - len(_END)))
                 self._file.close()
             self._file = None
             logger.warning("the trace cannot be written any more: %s: %s", self._folder, error.strerror)
@@ -226,10 +230,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         ArenoError: The file is not a trace of areno.
     """
     events = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines):
-        text = line.rstrip(",")
-        if text in ("[", "]", ""):
+        text = line.rstrip(b",")
+        if text in (b"[", b"]", b""):
             continue
         try:
             event = json.loads(text)

@@ -315,6 +315,8 @@ class WorkerPool(Generic[Config]):
             hangs = f"importing it took more than {IMPORT_LIMIT_S:g} s"
             why = hangs if status == "timeout" else self.import_text.format(text)
             raise ConfigError(Problem(self._key, f"{self.name}: {why}"))
+        for position in worker.running():
+            self._trace_call(worker, position, worker.elapsed())
         self._replace(worker)
         if work is not None:
             work.lost(worker, status, text)

@@ -170,12 +170,20 @@ class Worker:
             (start, end) of the call, as times of areno.trace. The calls of an async function start together.
         """
         self.chunk.remove(position)
-        span = self._began_at, trace.now()
+        span = self.elapsed()
         if not self.chunk:
             self.deadline = math.inf
         elif not self.is_async:  # the process runs the next call from now on
             self.deadline, self._began_at = time.monotonic() + timeout_s, span[1]
         return span
+
+    def running(self) -> list[int]:
+        """Return the indices of the calls that the process runs. A function that is not async runs one at a time."""
+        return list(self.chunk) if self.is_async else list(self.chunk)[:1]
+
+    def elapsed(self) -> tuple[int, int]:
+        """Return (start, now) of the calls that the process runs, as times of areno.trace."""
+        return self._began_at, trace.now()
 
     def exit_text(self) -> str:
         """Return how the process ended as text, such as "exit code 3".

@@ -11,6 +11,7 @@ from areno.bench.__main__ import main
 from areno.bench.shapes import model_folder
 from areno.models.cost import Cost
 from areno.models.registry import load_config
+from areno.user_processes.pool import usable_cores
 
 TOKENIZER = Path(__file__).parents[1] / "tokenizers/tiny"
 TINY = f"sft --shape tiny --device cpu --rows 6 --repeats 2 --tokenizer {TOKENIZER} --prompt-len 5 --new-tokens 4"
@@ -25,11 +26,14 @@ def test_a_step_and_the_share_that_the_device_waits(capsys: pytest.CaptureFixtur
     parts = found["train_outside_s"], found["other_s"], found["between_s"]
     assert min(parts) > 0
     assert found["row_tokens"] > 9
+    assert found["n_encoders"] == 0  # so few rows take no time
 
 
 def test_the_page_names_the_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(TINY.split()) == 0
-    assert "% of a step" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "% of a step" in page
+    assert "a thread of the driver" in page
 
 
 @pytest.mark.gpu
@@ -38,6 +42,14 @@ def test_a_small_model_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["device_s"] < found["step_s"]
+
+
+@pytest.mark.gpu
+def test_processes_render_conversations_for_a_small_model_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"sft --shape 25m --device cuda:0 --messages --repeats 5 --tokenizer {TOKENIZER} --json"
+    assert main(command.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["n_encoders"] > 0) == (usable_cores() > 2)
 
 
 def test_the_shape_with_the_vocabulary_of_a_tokenizer(tmp_path: Path) -> None:

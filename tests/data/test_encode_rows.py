@@ -154,23 +154,23 @@ def test_rows_are_read_by_one_call_if_they_can_be() -> None:
 
 
 @pytest.mark.parametrize("n_epochs", [1, 3])
-def test_rows_of_later_batches_are_encoded_in_a_thread(tiny, n_epochs: int) -> None:
+def test_rows_of_later_batches_are_encoded_in_a_thread(tiny, monkeypatch, n_epochs: int) -> None:
     rows = [{"prompt": f"row {n}"} for n in range(24)]
-    loader = row_loader("prompt", rows, tiny, config_of(shuffle=True), seed=1)
-    encode, encoded = loader.encode, dict[str, list[int]]()
+    encoded = dict[str, list[int]]()
 
-    def recorded(rows: Any, indices: Any) -> Any:
+    def recorded(tokenizer: Any, rows: Any, indices: Any, draft: Any) -> Any:
         encoded.setdefault(threading.current_thread().name, []).extend(indices)
-        return encode(rows, indices)
+        return encode_rows(tokenizer, rows, indices, draft)
 
-    loader.encode = recorded
+    monkeypatch.setattr("areno.data.loader.encode_rows", recorded)
+    loader = row_loader("prompt", rows, tiny, config_of(shuffle=True), seed=1)
     order: list[int] = []
     for batch in loader.epochs(n_epochs):
         order += [item.index for item in batch.items]
         wait_for_threads()
     assert sorted(order) == sorted([*range(24)] * n_epochs)
     first = [index for index in order[:8] if index]  # row 0 was encoded at the start
-    assert encoded.pop("MainThread") == first
+    assert encoded.pop("MainThread") == [0, *first]
     # Batches of later epochs are encoded ahead, too, but no row twice.
     assert encoded == {"areno-rows": [index for index in order[8:24] if index]}
 
@@ -183,7 +183,7 @@ def test_the_tokens_ahead_have_a_bound(monkeypatch) -> None:
         encoded.extend(indices)
         return ["x" * 10 for _ in indices]
 
-    ahead: EncodedAhead[str] = EncodedAhead(encode, len)
+    ahead: EncodedAhead[str] = EncodedAhead(list, lambda rows, indices: encode(indices), len)
     ahead.want(range(5 * CHUNK), at_least=2 * CHUNK)
     wait_for_threads()
     assert encoded == list(range(2 * CHUNK))  # two chunks have to be there, and have too many tokens for a third one

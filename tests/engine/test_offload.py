@@ -39,7 +39,7 @@ def test_buffers_that_come_and_go_change_nothing(
     folder: Path, dtype: torch.dtype, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CPU in the part of the device: what is away has no memory, what returns is what left."""
-    monkeypatch.setattr("areno.engine.roles.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("areno.engine.roles.PINNED_BYTES", chunk_bytes)
     backends = []
     for away in (False, True):
         model = build_model(load_config(folder, "value"), dtype=dtype, device="cpu")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areno import trace
+from areno.cli import trace as trace_command
 from areno.cli.__main__ import main
-from areno.errors import ArenoError
-from areno.report.trace_summary import SampleTimes, StepTimes, summarise, tables
+from areno.errors import ArenoError, ConfigError
+from areno.report.trace_summary import Bar, SampleTimes, StepTimes, _Lane, summarise, tables
 from areno.tracking.trace_file import TraceFile
 
 S = 10**9
@@ -92,10 +95,30 @@ def test_a_step_that_was_repeated_counts_once(tmp_path: Path) -> None:
     assert [step.step for step in summarise(tmp_path).steps] == [1, 2, 3, 4]
 
 
+def test_a_sample_that_was_repeated_in_one_file_counts_once(tmp_path: Path) -> None:
+    """As after a restart of the workers, which continues the file."""
+    a_trace(tmp_path, 1, 1)
+    [sample] = summarise(tmp_path).samples
+    assert sample.seconds == pytest.approx(4, abs=ROUNDED)
+    assert sum(sample.phases.values()) == pytest.approx(4, abs=ROUNDED)
+
+
 def test_many_steps_are_quick(tmp_path: Path) -> None:
     a_trace(tmp_path, *range(1, 200))
     assert len(summarise(tmp_path).steps) == 199
     assert tables(summarise(tmp_path))[0].row_count == 21  # the last twenty, and their share
+
+
+def test_a_lane_finds_the_bars_of_a_step() -> None:
+    """Also long ones that began before others which have ended, and none that only touch the step."""
+    drawn = random.Random(0)
+    for _ in range(200):
+        starts = sorted(drawn.randrange(50) for _ in range(20))
+        bars = [Bar("rank 0", "device", "x", start, start + drawn.choice([0, 1, 3, 40])) for start in starts]
+        step = Bar("driver", "main", "step", start := drawn.randrange(50), start + drawn.randrange(1, 20))
+        overlapping = [bar for bar in bars if bar.start < step.end and bar.end > step.start]
+        cut = [bar._replace(start=max(bar.start, step.start), end=min(bar.end, step.end)) for bar in overlapping]
+        assert _Lane(bars).within(step) == cut
 
 
 def test_the_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +132,8 @@ def test_the_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.Captur
     assert "rank 1: forward" in shown
     assert "slowest samples" not in shown
     assert "45.0 %" in shown  # the rollout
+    with pytest.raises(ConfigError, match="--samples: is -1; it must be at least 0"):
+        trace_command.run(argparse.Namespace(run=str(tmp_path), samples=-1, json=False))
 
 
 def test_without_a_trace_the_setting_is_named(tmp_path: Path) -> None:

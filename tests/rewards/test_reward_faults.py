@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from areno import trace
 from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, ConfigError, EngineError, printable
 from areno.rewards.pool import RewardPool
@@ -246,6 +247,24 @@ def test_each_step_may_print_again(caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert "reward: last" not in lines
     assert lines[-1] == "reward: again"
+
+
+@pytest.mark.parametrize("function", ["reward_fn", "judge"])
+@pytest.mark.parametrize("action", ["time.sleep(60)", "os._exit(3)"])
+def test_a_call_that_ends_its_process_is_in_the_trace(reward_file, function, action):
+    """Until the process was given up: otherwise the time would count as that of the driver."""
+    source = f"import os, time\ndef reward_fn(record):\n    if record.completion == 'bad': {action}\n    return 1.0\n"
+    source += "async def judge(record): return reward_fn(record)\n"
+    trace.begin()
+    try:
+        with pool_of(f"{reward_file(source)}:{function}", timeout_s=1.5) as pool:
+            pool.score(records("a", "bad", "bb"))
+        calls = {event[4]["sample"]: event[3] - event[2] for event in trace.take() if event[1] == "reward"}
+    finally:
+        trace.end()
+    assert calls.keys() == {0, 1, 2}
+    if "sleep" in action:
+        assert calls[1] > 1e9
 
 
 @reads_proc

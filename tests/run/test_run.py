@@ -75,7 +75,7 @@ def test_the_number_of_steps_follows_what_is_known_of_the_data(tmp_path, data, t
     run = start(tmp_path, 5, data=data, total_train_epochs=2, total_train_steps=100)
     encode = run.progress.loader.encode
     if data["batch_size"] == 1:
-        run.progress.loader.encode = lambda rows, indices: [
+        run.progress.loader._ahead._encode = lambda rows, indices: [
             TrainSequence(tokens=[0] * 9) if index == 3 else row
             for index, row in zip(indices, encode(rows, indices), strict=True)
         ]

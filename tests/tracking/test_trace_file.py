@@ -113,6 +113,9 @@ def test_a_file_that_was_cut_can_be_read(tmp_path: Path) -> None:
     file.write_text('[\n{"ph":"M"},\nnonsense,\n{"ph":"M"}\n]\n')
     with pytest.raises(ArenoError, match="line 3 is no event"):
         read_trace(file)
+    file.write_bytes(b'[\n{"ph":"\xff"},\n{"ph":"M"}\n]\n')
+    with pytest.raises(ArenoError, match="line 2 is no event"):
+        read_trace(file)
 
 
 def test_another_process_and_a_large_file_continue_in_a_new_one(
@@ -156,6 +159,29 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
         f"the trace cannot be written any more: {tmp_path}: No space left on device"
     ]
     assert sum(event["ph"] == "X" for event in read_trace(tmp_path / "trace-0001.json")) == 1
+
+
+@pytest.mark.parametrize("function", ["open", "_write"])
+def test_a_disk_that_is_full_when_a_new_file_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
+) -> None:
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace_file, "_MOST_BYTES", 500)
+    file = TraceFile(tmp_path)
+    events = [("driver/main", "step", trace.now(), trace.now() + 5, {})]
+    file.write(events * 10)
+    file._writer.submit(monkeypatch.setattr, trace_file, function, full, raising=False).result()
+    for _ in range(3):
+        file.write(events)
+    file.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the trace cannot be written any more: {tmp_path}: No space left on device"
+    ]
+    whole, *rest = map(read_trace, trace_files(tmp_path))
+    assert sum(event["ph"] == "X" for event in whole) == 10
+    assert [path.stat().st_size for path in trace_files(tmp_path)[1:]] == [0 for _ in rest]
 
 
 def test_sessions_are_written_many_at_a_time(tmp_path: Path) -> None:

@@ -120,6 +120,13 @@ def test_a_session_file_needs_no_trace(tmp_path: Path) -> None:
     assert len((played.folder / "traces/sessions.jsonl").read_text().splitlines()) == 16
 
 
+def test_a_profile_of_a_step_that_does_not_come_ends_with_the_run(tmp_path: Path) -> None:
+    """A process that exits while it is profiled crashes."""
+    played = play("gspo", tmp_path / "run", *TRACED, "perf_tracer.profile_steps=[3]", reward(tmp_path))
+    assert not torch.autograd._profiler_enabled()
+    assert [file.name for file in (played.folder / "traces").iterdir()] == ["trace-0001.json"]
+
+
 def test_every_interval_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[int]] = []
     write = TraceFile.write

@@ -20,23 +20,27 @@ from typing import Any
 
 from areno.files.user_code import USER_MODULE, load_module
 
+_hiding = threading.RLock()
+
 
 @contextmanager
 def without_main_module() -> Iterator[None]:
     """Hide the driver's `__main__` module from child processes that are spawned inside this `with` block.
 
     A spawned child would otherwise import the parent's main script. areno's children need nothing from the script, and
-    a script without an `if __name__ == "__main__"` guard would start its run a second time.
+    a script without an `if __name__ == "__main__"` guard would start its run a second time. Only one thread at a time
+    is inside the block.
     """
-    main = sys.modules["__main__"]
-    saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    for name in saved:
-        setattr(main, name, None)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(main, name, value)
+    with _hiding:
+        main = sys.modules["__main__"]
+        saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+        for name in saved:
+            setattr(main, name, None)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(main, name, value)
 
 
 def follow_parent() -> None:

@@ -18,7 +18,7 @@ from areno.engine.memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
 from areno.engine.state.tensor_shards import TensorShard, buffers_of, metadata, shards_of, trained, written_by
-from areno.engine.train.host_memory import HostBuffer
+from areno.engine.train.host_memory import PINNED_BYTES, HostBuffer
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.storage import HostFile
     from areno.engine.state.transfer import ShardSavePlanner
 
-PART_BYTES = 2**28  # of host memory allocated at once: torch rounds pinned memory up to a power of two
 _WAIT_S = 1.0  # between two looks at the progress of writing
 COPY_BYTES = 2**26  # copied at once: copies from the decoder to the host may have to wait this long
 
@@ -331,11 +330,11 @@ def _wait_on_stream(event: torch.cuda.Event) -> None:
 
 
 def _parts(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
-    """Return views of elements `start` to `stop` of a buffer, each of at most PART_BYTES bytes.
+    """Return views of elements `start` to `stop` of a buffer, each of at most PINNED_BYTES bytes.
 
     The views are of device memory, or of the copies in host memory if the role is offloaded.
     """
-    size, parts, begin = PART_BYTES // buffer.element_size(), [], 0
+    size, parts, begin = PINNED_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:
         low, high = max(start - begin, 0), min(stop - begin, whole.numel())
         parts += [whole[at : min(at + size, high)] for at in range(low, high, size)]

@@ -17,15 +17,17 @@ from torch import Tensor
 from areno.kernels.adam import BLOCK
 from areno.models.cost import WINDOW, WINDOWS
 
-PART = 2**26
-"""Elements in a part of a HostBuffer: 256 MiB in float32. A multiple of WINDOW, so that no window crosses a border."""
+PINNED_BYTES = 2**28
+"""Bytes of pinned memory to allocate at once. torch rounds up to a power of two, which could double a large tensor."""
+
+PART = PINNED_BYTES // 4
+"""Elements in a part of a HostBuffer. A multiple of WINDOW, so that no window crosses a border."""
 
 
 class HostBuffer:
     """A one-dimensional tensor in host memory, which is allocated in parts.
 
-    torch rounds pinned memory up to a power of two. So the size of a part is a power of two, and only the last part
-    may waste memory.
+    The size of a part is a power of two, see PINNED_BYTES. So only the last part may waste memory.
 
     Args:
         n: Number of elements.

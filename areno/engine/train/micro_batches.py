@@ -279,6 +279,8 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
         assert spec.mini_bs is not None, "the engine has chosen no size of micro-batches"
         units = list(range(len(lengths)))
         return [units[start : start + spec.mini_bs] for start in range(0, len(units), spec.mini_bs)]
+    if lengths and sum(lengths) <= budget * cp_size:  # a batch may have thousands of short rows
+        return [list(range(len(lengths)))]
     batches: list[list[int]] = []
     room: list[int] = []
     for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

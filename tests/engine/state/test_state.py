@@ -81,7 +81,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
 ) -> None:
     """The schedule, too. All is small, so that there are several pieces, parts and blocks, and cut in another way."""
     monkeypatch.setattr(tensor_shards, "MAX_SHARD_ELEMENTS", 300)
-    monkeypatch.setattr(checkpointer, "PART_BYTES", 2**15)
+    monkeypatch.setattr(checkpointer, "PINNED_BYTES", 2**15)
     monkeypatch.setattr(storage, "BLOCK_BYTES", 2**13)
     optimizer = OptimizerConfig(type=kind, lr=1e-2, lr_scheduler_type="cosine", lr_decay_steps=6)
     with built(folder, optimizer, dtype=dtype) as engine:

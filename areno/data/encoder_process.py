@@ -1,0 +1,185 @@
+"""A process that encodes the rows of a dataset beside the run.
+
+`EncoderProcess` starts the process and asks it for rows. Items come back as a few large arrays, since the driver would
+take longer to unpickle an array for each row. `encoder_message` pickles the encoder once for all processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from areno.engine.processes.child import dumps, follow_parent, without_main_module
+from areno.types import PairItem, TrainSequence
+
+Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
+"""(rows, index of each row) -> for each row its item, or the exception of a row that cannot be encoded."""
+
+
+def encoder_message(encode: Encode) -> bytes:
+    """Pickle an encoder for `EncoderProcess`.
+
+    Args:
+        encode: Function that encodes rows. Its items are instances of TrainSequence or PairItem.
+
+    Returns:
+        The pickled function.
+
+    Raises:
+        Exception: The function cannot be pickled. The type of the exception depends on the tokenizer.
+    """
+    return dumps(encode)
+
+
+class EncoderProcess:
+    """A process that encodes rows. It ends when `close` is called, or when the driver ends.
+
+    Call `wait_ready` before the first `encode`.
+
+    Args:
+        message: The encoder, pickled by `encoder_message`.
+    """
+
+    def __init__(self, message: bytes):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(theirs,), name="areno-encoder", daemon=True)
+        with without_main_module():
+            self._process.start()
+        theirs.close()
+        self._pipe.send_bytes(message)
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        assert self._process.pid is not None, "the process was started"
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Wait until the process has loaded the encoder, which takes some seconds.
+
+        Raises:
+            OSError, EOFError: The process has ended, for example because it cannot import the code of the tokenizer.
+        """
+        self._pipe.recv_bytes()
+
+    @staticmethod
+    def message(rows: Sequence[Any], indices: Sequence[int]) -> bytes:
+        """Pickle rows for `encode`.
+
+        Args:
+            rows: The rows.
+            indices: Index of each row in its dataset.
+
+        Returns:
+            The pickled rows.
+
+        Raises:
+            Exception: The rows cannot be pickled.
+        """
+        return pickle.dumps((rows, indices), pickle.HIGHEST_PROTOCOL)
+
+    def encode(self, message: bytes, indices: Sequence[int]) -> list[Any]:
+        """Encode rows in the process, and wait for the items. Other threads run meanwhile.
+
+        Args:
+            message: The rows, pickled by `message`.
+            indices: Index of each row in its dataset.
+
+        Returns:
+            For each row its item, or None if the row cannot be encoded.
+
+        Raises:
+            OSError, EOFError: The process has ended.
+        """
+        self._pipe.send_bytes(message)
+        flat: _FlatItems | None = pickle.loads(self._pipe.recv_bytes())
+        return [None] * len(indices) if flat is None else flat.items(indices)
+
+    def close(self) -> None:
+        """Kill the process. A thread that waits in `encode` then gets an EOFError."""
+        self._process.kill()
+        self._process.join()
+
+
+@dataclass(slots=True)
+class _FlatItems:
+    """The items of several rows, whose arrays are concatenated.
+
+    Attributes:
+        has_item: For each row, whether it could be encoded.
+        are_pairs: Whether the items are pairs, which have two sequences each.
+        lengths: Number of tokens of each sequence.
+        tokens: int64 token ids of all sequences.
+        prompt_mask: bool, the prompt masks of all sequences.
+        ends: The eos_token_id of each sequence.
+    """
+
+    has_item: list[bool]
+    are_pairs: bool
+    lengths: list[int]
+    tokens: np.ndarray
+    prompt_mask: np.ndarray
+    ends: list[int]
+
+    @classmethod
+    def of(cls, found: Sequence[Any]) -> _FlatItems:
+        """Concatenate the arrays of items. Exceptions among them are left out."""
+        has_item = [not isinstance(each, Exception) for each in found]
+        items = [each for each, kept in zip(found, has_item, strict=True) if kept]
+        are_pairs = bool(items) and isinstance(items[0], PairItem)
+        rows = [row for item in items for row in (item.chosen, item.rejected)] if are_pairs else items
+        return cls(
+            has_item,
+            are_pairs,
+            [len(row.tokens) for row in rows],
+            np.concatenate([np.zeros(0, np.int64), *(row.tokens for row in rows)]),
+            np.concatenate([np.zeros(0, bool), *(row.prompt_mask for row in rows)]),
+            [row.eos_token_id for row in rows],
+        )
+
+    def items(self, indices: Sequence[int]) -> list[Any]:
+        """Return the items of the rows with these indices. A row that could not be encoded has None."""
+        rows = self._rows()
+        return [self._item(rows, index) if kept else None for index, kept in zip(indices, self.has_item, strict=True)]
+
+    def _item(self, rows: Iterator[TrainSequence], index: int) -> Any:
+        """Make the next item from its sequences."""
+        return PairItem(chosen=next(rows), rejected=next(rows), index=index) if self.are_pairs else next(rows)
+
+    def _rows(self) -> Iterator[TrainSequence]:
+        """Yield the sequences, whose arrays are views of the concatenated arrays."""
+        start = 0
+        for length, end in zip(self.lengths, self.ends, strict=True):
+            place = slice(start, start + length)
+            start += length
+            yield TrainSequence(tokens=self.tokens[place], prompt_mask=self.prompt_mask[place], eos_token_id=end)
+
+
+def _main(pipe: Connection) -> None:
+    """Run the process: read the encoder, then encode rows until the driver closes the pipe or ends."""
+    follow_parent()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are several processes, and the training loop needs a core
+    try:
+        encode: Encode = pickle.loads(pipe.recv_bytes())
+        pipe.send_bytes(b"ready")
+    except Exception:  # such as a tokenizer whose code cannot be imported here; the driver logs the end of the process
+        os._exit(1)
+    with suppress(EOFError, OSError):
+        while True:
+            message = pipe.recv_bytes()
+            try:
+                rows, indices = pickle.loads(message)
+                found = _FlatItems.of(encode(rows, indices))
+            except Exception:  # the driver encodes these rows itself, and so meets the error where it is reported
+                found = None
+            pipe.send_bytes(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))
+    os._exit(0)
