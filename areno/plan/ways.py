@@ -64,7 +64,8 @@ def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Fore
             changes = {key: value for option in chosen for key, value in option.changes.items()}
             if len(changes) < sum(len(option.changes) for option in chosen):
                 continue
-            config, n_devices = _changed(found, changes)
+            config, n_devices = copy.deepcopy(found.config), changes.get("devices", found.n_devices)
+            set_values(config, {key: value for key, value in changes.items() if key != "devices"})
             try:
                 other = predict(config, n_devices)
             except ArenoError:  # such as a layout that does not divide the model
@@ -134,19 +135,19 @@ def _layouts(found: Forecast) -> Iterator[_Option]:
                 yield _Option({"devices": more * n, "engine.tp_size": engine.tp_size * more}, f"{more * n} devices")
 
 
-def _changed(found: Forecast, changes: Mapping[str, Any]) -> tuple[ExperimentConfig, int]:
-    """Return (a copy of the configuration with the changes, number of devices)."""
-    config, n_devices = copy.deepcopy(found.config), found.n_devices
+def set_values(config: ExperimentConfig, changes: Mapping[str, Any]) -> None:
+    """Set values of settings in a configuration, without a check of the values.
+
+    Args:
+        config: The configuration, which is changed.
+        changes: Dotted name of a setting -> new value.
+    """
     for key, value in changes.items():
-        if key == "devices":
-            n_devices = value
-            continue
         *sections, name = key.split(".")
         target: Any = config
         for section in sections:
             target = vars(target)[section]
         vars(target)[name] = value
-    return config, n_devices
 
 
 def shown(changes: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from areno.plan.facts import facts, without_answers
 from areno.plan.plan import TrainerPlan, check_copies, experiment_roles, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, with_schedules
 from areno.rewards.pool import RewardPool
+from areno.run import tuning
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
@@ -159,6 +160,7 @@ class Setup(Generic[Config]):
         trackers: Sequence[Tracker] = (),
     ):
         _check_config(config, loop)
+        tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
         self.config: Config = config
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
         self._loop, self._trackers = loop, trackers
@@ -197,6 +199,7 @@ class Setup(Generic[Config]):
             models = SavedModels(config, loop.also_saved)
             self.run = self._open_run(plan, run_dir, models)
             stack.callback(self.run.close)
+            tuning.write(self.run.folder, tuned)
 
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
