@@ -195,8 +195,8 @@ def candidates(
 def shortlist(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates that are worth a trial, in the order of the trials.
 
-    These are the ones that are nearly as fast as the best one, and the best one with automatic micro-batches. Candidates
-    with equal recomputation follow each other, because they can share an engine.
+    These are the ones that are nearly as fast as the best one, and the best one with automatic micro-batches.
+    Candidates with equal recomputation follow each other, because they can share an engine.
 
     Args:
         found: Candidates, the best first.

@@ -25,7 +25,7 @@ from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, gib
 from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
-from areno.errors import CheckpointError, ConfigError, EngineError, Problem
+from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
 from areno.loss_fns import gspo_loss_fn, value_loss_fn
 from areno.plan.forecast import Forecast, Phase, forecast
@@ -33,6 +33,7 @@ from areno.plan.hardware import Hardware, devices_here, this_cpu
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment, sampling_params
 from areno.plan.schedule import with_schedules
 from areno.plan.tune import (
+    AT_ONCE,
     BATCH,
     CHOSEN,
     Candidate,
@@ -200,18 +201,17 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
     if not found[0].settings:
         return {}
     most = int(config.tune.mem_frac * hardware.memory)
-    results: list[tuple[Candidate, Measured]] = []
+    fitting: list[tuple[Candidate, Measured]] = []
     least: int | None = None  # peak of a candidate that is too large
     error: EngineError | None = None
-    with Trials(plan, probes_rollout="rollout.max_concurrent_rollouts" not in given) as trials:
+    with Trials(plan, probes_rollout=AT_ONCE not in given) as trials:
         smallest = min(found, key=lambda candidate: candidate.peak)
-        for candidate in [*shortlist(found), smallest]:
-            if trials.n_tried and (not trials.may_begin(candidate) or (candidate is smallest and results)):
+        for number, candidate in enumerate([*(tried := shortlist(found)), smallest]):
+            is_last_resort = number == len(tried)
+            if number and (not trials.may_begin(candidate) or (is_last_resort and fitting)):
                 break
             try:
                 measured = trials.run(candidate)
-            except (ConfigError, CheckpointError):
-                raise
             except EngineError as failure:
                 error = failure
                 logger.info("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
@@ -221,9 +221,9 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
             if is_too_large:
                 least = min(measured.peak, least or measured.peak)
             else:
-                results.append((candidate, measured))
-    if results:
-        best, _ = min(results, key=lambda result: (-result[0].n_rows, result[0].price(result[1].step_s)))
+                fitting.append((candidate, measured))
+    if fitting:
+        best, _ = min(fitting, key=lambda result: (-result[0].n_rows, result[0].price(result[1].step_s)))
         return dict(best.settings)
     if least is None and error is not None:
         raise error
@@ -256,9 +256,6 @@ class Trials(AbstractContextManager["Trials"]):
     Args:
         plan: The plan of the run.
         probes_rollout: Whether samples are decoded. If not, only the KV cache is made.
-
-    Attributes:
-        n_tried: Number of trials that have begun.
     """
 
     def __init__(self, plan: TrainerPlan, probes_rollout: bool = True):
@@ -269,7 +266,6 @@ class Trials(AbstractContextManager["Trials"]):
         self._start_s = _START_S[plan.spec.devices[0].startswith("cuda")]
         self._longest_s = 0.0  # of the trials, without starts
         self._rollouts: dict[tuple[Any, ...], float] = {}  # measured / predicted time, by the settings of the rollout
-        self.n_tried = 0
 
     def __exit__(self, *exc: object) -> None:
         self._close()
@@ -298,7 +294,6 @@ class Trials(AbstractContextManager["Trials"]):
         Raises:
             EngineError: Memory ran out, or the work failed otherwise. The engine is then closed.
         """
-        self.n_tried += 1
         try:
             engine = self._engine_for(candidate.config)
             began = time.monotonic()
