@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -131,7 +132,7 @@ def test_the_fastest_are_tried_with_one_that_can_adapt() -> None:
     assert len(tried) <= 7
     assert any(BUDGET not in candidate.settings for candidate in tried)
     recomputes = [candidate.config.actor.gradient_checkpointing for candidate in tried]
-    assert sum(one != other for one, other in zip(recomputes, recomputes[1:], strict=False)) <= 1
+    assert sum(one != other for one, other in itertools.pairwise(recomputes)) <= 1
 
 
 def test_what_does_not_fit_gets_ways_that_fit() -> None:

@@ -1,4 +1,4 @@
-"""Settings that are chosen by trials before a run: the trials themselves, and what a run and its folder have of them."""
+"""Settings that are chosen by trials before a run: the trials, and what a run and its folder have of them."""
 
 from __future__ import annotations
 
