@@ -77,6 +77,12 @@ class Candidate:
         """The values of the settings apart from the size of micro-batches."""
         return tuple(self.settings.get(key) for key in CHOSEN if key != BUDGET)
 
+    @property
+    def sizes(self) -> list[tuple[str, int]]:
+        """The largest number of tokens in a micro-batch of each phase, at most the tokens of a step."""
+        phases = zip(self.usual.phases, self.full.phases, strict=True)
+        return [(one.name, min(one.budget, int(other.n_tokens))) for one, other in phases if one.budget is not None]
+
     def price(self, step_seconds: float) -> float:
         """Return the number by which candidates are compared: seconds per sample.
 
@@ -171,16 +177,16 @@ def candidates(
     keeps_bits = config.engine.deterministic and BATCH in given
     before = _budgets(forecast(config, hardware, n_devices, limits.prompt, limits.answer))
     most, found, too_large = int(config.tune.mem_frac * hardware.memory), [], []
-    sizes: dict[tuple[Any, ...], dict[str, int | None]] = {}  # of automatic micro-batches
+    known: set[tuple[Any, ...]] = set()
     for settings in _combinations(config, hardware, given, limits, keeps_bits):
         changed = copy.deepcopy(config)
         set_values(changed, settings)
         candidate = _candidate(changed, settings, hardware, n_devices, limits)
         if keeps_bits and _budgets(candidate.full) != before:
             continue
-        automatic = sizes.setdefault(candidate.kind, _budgets(candidate.usual))
-        if BUDGET in settings and automatic == _budgets(candidate.usual):
-            continue  # the same as with automatic micro-batches, which are first
+        if (work := (candidate.kind, *candidate.sizes)) in known:
+            continue  # the same work as with automatic micro-batches, which are first, or with smaller ones
+        known.add(work)
         if candidate.full.fits and candidate.usual.fits:
             (found if candidate.peak <= most else too_large).append(candidate)
     if not found:
