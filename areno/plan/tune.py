@@ -191,7 +191,7 @@ def candidates(
             (found if candidate.peak <= most else too_large).append(candidate)
     if not found:
         least = min((candidate.peak for candidate in too_large), default=None)
-        raise ConfigError(nothing_fits(config, hardware, n_devices, least))
+        raise nothing_fits(config, hardware, n_devices, least)
     found.sort(key=lambda candidate: candidate.price(candidate.usual.seconds))
     nearly_best = _LARGER * found[0].price(found[0].usual.seconds)
     n_rows = max(each.n_rows for each in found if each.price(each.usual.seconds) <= nearly_best)
@@ -288,8 +288,8 @@ def _budgets(found: Forecast) -> dict[str, int | None]:
     return {phase.name: phase.budget for phase in found.phases}
 
 
-def nothing_fits(config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, least: int | None) -> Problem:
-    """Return the problem that no candidate fits the share tune.mem_frac of a device, with changes that help.
+def nothing_fits(config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, least: int | None) -> ConfigError:
+    """Return the error that no candidate fits the share tune.mem_frac of a device, with changes that help.
 
     Args:
         config: Settings of the run.
@@ -313,4 +313,4 @@ def nothing_fits(config: PolicyExperimentConfig, hardware: Hardware, n_devices: 
     options = options or ["choose a smaller model or a larger device"]
     text = "is {}, and no candidate fits into {} of the {} GiB of a device; {}"
     numbers = (config.tune.mem_frac, gib(smaller.memory), gib(hardware.memory))
-    return Problem("tune.mem_frac", text, *numbers, ", or ".join(options))
+    return ConfigError(Problem("tune.mem_frac", text, *numbers, ", or ".join(options)))

@@ -214,7 +214,7 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
                 measured = trials.run(candidate)
             except EngineError as failure:
                 error = failure
-                logger.info("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
+                logger.warning("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
                 continue
             is_too_large = f"; discarded, more than {gib(most)} GiB" if measured.peak > most else ""
             logger.info("tune: %s: %s%s", candidate, _compared(candidate, measured), is_too_large)
@@ -227,7 +227,7 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
         return dict(best.settings)
     if least is None and error is not None:
         raise error
-    raise ConfigError(nothing_fits(config, hardware, n_devices, least))
+    raise nothing_fits(config, hardware, n_devices, least)
 
 
 def _compared(candidate: Candidate, measured: Measured) -> str:
