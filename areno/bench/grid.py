@@ -1,8 +1,8 @@
-"""Compare the settings that `tune.enabled` chooses with a grid of settings: is the choice nearly the fastest?
+"""Compare the settings that `tune.enabled` chooses with a grid of settings.
 
 `run_grid` lets `areno/run/tuning.py` choose the number of samples at once, the size of micro-batches and the
-recomputation of a GRPO step. Then it measures whole steps with these settings and with each point of a grid. Lengths
-are drawn anew for each step. A point that runs out of memory is reported as such.
+recomputation of a GRPO step. Then it measures whole steps with these settings and with each point of a grid, all with
+the same drawn lengths. A point that runs out of memory is reported as such.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Bench:
         self._settings, self._model = settings, (folder, random_init)
         self._engine_of: bool | None = None  # whether the engine recomputes activations
         self._ours: ArenoContender | None = None
-        self._draw = random.Random(0)
+        self._tokens = random.Random(0)
 
     def __enter__(self) -> _Bench:
         return self
@@ -179,7 +179,8 @@ class _Bench:
         try:
             ours = self._contender(point)
             ours.engine.peak_memory_gib()  # begins to record a new peak
-            steps = [self._step(ours, point) for _ in range(1 + self._settings.repeats)][1:]
+            # The same lengths in each step of each point, so that the warm-up records the CUDA graphs of the others.
+            steps = [self._step(ours, point, random.Random(0)) for _ in range(1 + self._settings.repeats)][1:]
         except EngineError as error:
             self._close()
             return {"failed": str(error).partition("\n")[0]}
@@ -198,9 +199,10 @@ class _Bench:
             point: The settings.
             n_steps: Number of steps.
         """
+        draw = random.Random(1)
         for number in range(n_steps):
             try:
-                self._step(self._contender(point), point)
+                self._step(self._contender(point), point, draw)
             except EngineError as error:
                 self._close()
                 return f"step {number + 1}: {str(error).partition(chr(10))[0]}"
@@ -214,12 +216,15 @@ class _Bench:
         self._ours.engine.spec.mb_spec = MicroBatchSpec(max_tokens_per_mb=point.budget)
         return self._ours
 
-    def _step(self, ours: ArenoContender, point: Point) -> tuple[float, float, float]:
-        """Run a step, and return (seconds of the rollout, seconds of training, peak of memory in GiB)."""
-        limits, draw, engine = self._settings.work, self._draw, ours.engine
+    def _step(self, ours: ArenoContender, point: Point, draw: random.Random) -> tuple[float, float, float]:
+        """Run a step, and return (seconds of the rollout, seconds of training, peak of memory in GiB).
+
+        `draw` draws the lengths. The tokens are others in each step.
+        """
+        limits, engine = self._settings.work, ours.engine
         lens = [tuple(draw.randint(1, most) for _ in limits.prompt_lens) for most in _most(limits)]
         work = Work(prompt_lens=lens[0], new_lens=lens[1], n_samples=limits.n_samples, name="")
-        prompts = work.prompts(ours.vocab_size, draw.randrange(2**31))
+        prompts = work.prompts(ours.vocab_size, self._tokens.randrange(2**31))
         spec = RolloutSpec(
             max_running=point.at_once,
             max_len=min(sum(_most(limits)), engine.info.context_len),

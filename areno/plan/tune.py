@@ -47,7 +47,8 @@ class Candidate:
     """Settings of memory and speed for a run.
 
     Attributes:
-        settings: Setting -> value, for the settings that are chosen.
+        settings: Setting -> value, for the settings that are chosen. The value None of BUDGET leaves the choice of a
+            size to the engine.
         full: The forecast for samples of the largest lengths, which predicts memory.
         usual: The forecast for samples of mean lengths, which predicts time.
     """
@@ -89,7 +90,7 @@ class Candidate:
         Args:
             step_seconds: Time of a step.
         """
-        fixed = (BUDGET in self.settings, self.settings.get(RECOMPUTE) is False)
+        fixed = (self.settings.get(BUDGET) is not None, self.settings.get(RECOMPUTE) is False)
         factors = (factor for factor, is_fixed in zip(_FIXED.values(), fixed, strict=True) if is_fixed)
         return step_seconds / self.n_rows * math.prod(factors)
 
@@ -214,7 +215,7 @@ def shortlist(found: Sequence[Candidate]) -> list[Candidate]:
         is_near = candidate.n_rows == found[0].n_rows and candidate.price(candidate.usual.seconds) <= _NEAR * best
         if is_near and alike < _OF_A_KIND and len(chosen) < _MOST:
             chosen.append(candidate)
-    adaptable = next((candidate for candidate in found if BUDGET not in candidate.settings), found[0])
+    adaptable = next((candidate for candidate in found if candidate.settings.get(BUDGET) is None), found[0])
     if adaptable not in chosen:
         chosen.append(adaptable)
     recomputes = found[0].config.actor.gradient_checkpointing
@@ -246,17 +247,19 @@ def _combinations(
         at_once = [*_numbers_at_once(config, is_free[BATCH])]
     drops = (False, True) if is_free[DROP] and hardware.is_cuda else (None,)
     recomputes = (True, False) if is_free[RECOMPUTE] else (None,)
-    budgets: list[int | None] = [None]
     counted = config.actor.gradient_accumulation_steps is not None  # micro-batches decide what is learned
-    if is_free[BUDGET] and _MINI_BS not in given and not counted and not keeps_bits:
-        longest = -(-(limits.prompt + limits.answer) // config.engine.cp_size)
-        budgets += [size for size in _BUDGETS if size >= longest]
+    is_free[BUDGET] = is_free[BUDGET] and _MINI_BS not in given and not counted and not keeps_bits
+    longest = -(-(limits.prompt + limits.answer) // config.engine.cp_size)
+    budgets = (None, *(size for size in _BUDGETS if size >= longest)) if is_free[BUDGET] else (None,)
     for n, drop, recompute, budget in itertools.product(at_once, drops, recomputes, budgets):
-        settings: dict[str, Any] = {AT_ONCE: n, DROP: drop, RECOMPUTE: recompute, BUDGET: budget}
+        settings: dict[str, Any] = {AT_ONCE: n, DROP: drop, RECOMPUTE: recompute}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        if is_free[BUDGET]:
+            settings[BUDGET] = budget
         if is_free[BATCH]:
             together = n or config.rollout.max_concurrent_rollouts or config.rows_per_step
             settings[BATCH] = _batch_size(config, together)
-        yield {key: value for key, value in settings.items() if value is not None}
+        yield settings
 
 
 def _numbers_at_once(config: PolicyExperimentConfig, chooses_batch: bool) -> Iterator[int]:

@@ -158,6 +158,6 @@ def shown(changes: Mapping[str, Any]) -> str:
     """
     words = []
     for key, value in changes.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         words.append(f"--devices {text}" if key == "devices" else f"{key}={text}")
     return " ".join(words)

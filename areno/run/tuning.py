@@ -55,8 +55,8 @@ logger = logging.getLogger("areno")
 LIMIT_S = 90.0
 """Seconds of all trials together. No trial begins whose expected end is later."""
 _START_S = {True: 25.0, False: 8.0}  # expected time to start an engine on a GPU, and on a CPU, before one was measured
-_PREFILL_S, _ROLLOUT_S, _TRAIN_S = 1.5, 4.0, 5.0  # expected times of a trial's parts, to which its work is limited
-_MODEL_TOKENS = 8  # tokens of a prompt and of an answer in a warm-up
+_PREFILL_S, _ROLLOUT_S, _TRAIN_S = 1.0, 3.0, 4.0  # expected times of a trial's parts, to which its work is limited
+_WARM_UP_TOKENS = 8  # of a prompt, and of an answer
 _RANDOM_LOGPROB = -10.0
 
 
@@ -266,6 +266,8 @@ class Trials(AbstractContextManager["Trials"]):
         self._start_s = _START_S[plan.spec.devices[0].startswith("cuda")]
         self._longest_s = 0.0  # of the trials, without starts
         self._rollouts: dict[tuple[Any, ...], float] = {}  # measured / predicted time, by the settings of the rollout
+        self._cache_of: RolloutSpec | None = None  # rollout whose KV cache the engine may hold
+        self._is_new = True  # whether the engine has run no trial
 
     def __exit__(self, *exc: object) -> None:
         self._close()
@@ -282,7 +284,7 @@ class Trials(AbstractContextManager["Trials"]):
             candidate: The candidate.
         """
         starts = self._engine is None or self._recomputes != candidate.config.actor.gradient_checkpointing
-        expected = (self._longest_s or _ROLLOUT_S + _TRAIN_S) + (self._start_s if starts else 0.0)
+        expected = (self._longest_s or 2 * (_ROLLOUT_S + _TRAIN_S)) + (self._start_s if starts else 0.0)
         return time.monotonic() - self._began + expected <= LIMIT_S
 
     def run(self, candidate: Candidate) -> Measured:
@@ -298,7 +300,11 @@ class Trials(AbstractContextManager["Trials"]):
             engine = self._engine_for(candidate.config)
             began = time.monotonic()
             trial = _Trial(engine, self._plan, candidate, self._rollouts if self._probes_rollout else None)
-            step_s, peak = trial.run()
+            if trial.spec != self._cache_of:
+                engine.end_rollout(drop=True)  # the cache of another candidate, which would count as memory of this one
+            self._cache_of = trial.spec
+            step_s, peak = trial.run(warm_up=self._is_new)
+            self._is_new = False
         except BaseException:
             self._close()
             raise
@@ -320,6 +326,7 @@ class Trials(AbstractContextManager["Trials"]):
         roles = {name: replace(role, path=role.path or actor.path) for name, role in roles.items()}
         spec = replace(spec, actor=actor, planned=roles, engine=replace(spec.engine, dummy_load=True))
         self._engine, self._recomputes = Engine(spec, "spawn"), recomputes
+        self._is_new, self._cache_of = True, None
         self._engine.ensure_roles(roles)
         _warm_up(self._engine, config)
         self._start_s = time.monotonic() - began
@@ -335,6 +342,10 @@ class _Trial:
         candidate: The candidate.
         rollouts: Measured / predicted time of earlier rollouts by their settings, which is extended. None decodes no
             samples.
+
+    Attributes:
+        n_prompts: Number of prompts of the rollout.
+        spec: Settings of the rollout.
     """
 
     def __init__(
@@ -346,28 +357,42 @@ class _Trial:
         self._draw = random.Random(self.config.seed)
         self.n_prompts = max(1, min(self.config.rows_per_step, self.config.tune.max_samples) // self._n_samples)
         self._peak = 0.0  # GiB
+        self._is_cuda = candidate.usual.hardware.is_cuda
+        assert plan.max_len is not None
+        self.spec = RolloutSpec(
+            max_running=self._at_once,
+            max_len=plan.max_len,
+            decoder=DecoderConfig.of(self.config.rollout),
+            keeps_cache=not self.config.rollout.drop_rollout_state,
+        )
 
     @property
     def _n_samples(self) -> int:
         return self.config.gconfig.n_samples
 
-    def run(self) -> tuple[float, int]:
-        """Run the phases of a step, and return (seconds of a whole step, peak of memory in bytes)."""
-        factors: dict[str, float] = {}
+    def run(self, warm_up: bool) -> tuple[float, int]:
+        """Run the phases of a step, and return (seconds of a whole step, peak of memory in bytes).
+
+        Args:
+            warm_up: Whether each phase on a GPU runs twice, because the first time compiles kernels.
+        """
         self.engine.peak_memory_gib()  # begins to record a new peak
-        factors["rollout"] = self._rollout()
+        factors = {"rollout": self._rollout()}
         rows, n_prompts = self._rows()
         predicted = {phase.name: phase for phase in self._predict(n_prompts).phases}
         for name, phase in predicted.items():
-            if name != "rollout":
-                began = time.perf_counter()
+            if name == "rollout":
+                continue
+            if warm_up and self._is_cuda:
                 self._pass(phase, rows)
-                self.engine.wait()
-                factors[name] = (time.perf_counter() - began) / phase.seconds
-                self._peak = max(self._peak, self.engine.peak_memory_gib())
+            self.engine.wait()
+            began = time.perf_counter()
+            self._pass(phase, rows)
+            self.engine.wait()
+            factors[name] = (time.perf_counter() - began) / phase.seconds
+            self._peak = max(self._peak, self.engine.peak_memory_gib())
         step_s = sum(phase.seconds * factors[phase.name] for phase in self.candidate.usual.phases)
-        hardware = self.candidate.usual.hardware
-        return step_s, int(self._peak * GIB) + context_bytes(hardware)
+        return step_s, int(self._peak * GIB) + context_bytes(self.candidate.usual.hardware)
 
     def _predict(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
         """Return the forecast for a part of a step's work. Lengths that are None are the usual ones."""
@@ -393,60 +418,49 @@ class _Trial:
 
         Long prompts and answers are shortened, so that the rollout takes seconds.
         """
-        config, engine = self.config, self.engine
-        drops = config.rollout.drop_rollout_state
-        assert self.plan.max_len is not None
-        spec = RolloutSpec(
-            max_running=self._at_once,
-            max_len=self.plan.max_len,
-            decoder=DecoderConfig.of(config.rollout),
-            keeps_cache=not drops,
-        )
+        engine, drops = self.engine, not self.spec.keeps_cache
         key = (self._at_once, drops, self.n_prompts)
         known = 1.0 if self._rollouts is None else self._rollouts.get(key)
-        engine.begin_rollout(spec)
+        engine.begin_rollout(self.spec)
         if known is None:
             assert self._rollouts is not None
             usual = self._limits.usual
-            prompt = _fitting(usual.prompt, lambda n: self._predict(self.n_prompts, n, 1).phases[0].seconds, _PREFILL_S)
-            answer = _fitting(
-                usual.answer, lambda n: self._predict(self.n_prompts, prompt, n).phases[0].seconds, _ROLLOUT_S
-            )
-            self._generate(min(prompt, _MODEL_TOKENS), 2)  # records CUDA graphs
-            began = time.perf_counter()
-            self._generate(prompt, answer)
-            seconds = time.perf_counter() - began
-            if drops:  # the next step makes the cache and the graphs again
+
+            def predicted(prompt: int, answer: int) -> float:
+                return self._predict(self.n_prompts, prompt, answer).phases[0].seconds
+
+            prompt = _fitting(usual.prompt, lambda n: predicted(n, 1), _PREFILL_S)
+            answer = _fitting(usual.answer, lambda n: predicted(prompt, n), _ROLLOUT_S)
+            if self._is_cuda:
+                self._generate(prompt, answer)  # compiles kernels and records CUDA graphs
+            if drops:
                 engine.end_rollout(drop=True)
-                began = time.perf_counter()
-                engine.begin_rollout(spec)
-                self._generate(min(prompt, _MODEL_TOKENS), 2)
-                seconds += time.perf_counter() - began
-            predicted = self._predict(self.n_prompts, prompt, answer).phases[0].seconds
-            known = self._rollouts[key] = seconds / predicted
+            began = time.perf_counter()
+            if drops:  # each step makes the cache and the graphs again
+                engine.begin_rollout(self.spec)
+            self._generate(prompt, answer)
+            known = self._rollouts[key] = (time.perf_counter() - began) / predicted(prompt, answer)
         self._peak = max(self._peak, engine.peak_memory_gib())
         engine.end_rollout(drops)
         return known
 
     def _generate(self, prompt: int, answer: int) -> None:
-        """Decode a sample of each row. Lengths are drawn, with the given means."""
+        """Decode samples. Their lengths are drawn, with the given means, and are the same in each call."""
+        lengths = random.Random(self.config.seed)
         params = replace(
             sampling_params(self.config.gconfig), ignore_eos=True, stop=None, stop_token_ids=None, min_new_tokens=0
         )
         requests = [
             GenerationRequest(
                 request_id=index,
-                prompt=self._tokens(min(self._drawn(prompt), self._limits.prompt)),
+                prompt=self._tokens(min(_drawn(lengths, prompt), self._limits.prompt)),
                 n_samples=self._n_samples,
-                params=replace(params, max_new_tokens=min(self._drawn(answer), self._limits.answer)),
+                params=replace(params, max_new_tokens=min(_drawn(lengths, answer), self._limits.answer)),
                 seed=index,
             )
             for index in range(self.n_prompts)
         ]
         self.engine.generate(requests)
-
-    def _drawn(self, mean: int) -> int:
-        return self._draw.randint(1, 2 * mean - 1)
 
     def _tokens(self, n: int) -> list[int]:
         return self._draw.choices(range(self.engine.info.vocab_size), k=n)
@@ -467,7 +481,10 @@ class _Trial:
         fill = max(budgets, default=1) * layout.cp_size * layout.data_size
         least = -(-fill // (self._n_samples * (usual.prompt + usual.answer)))
         n_prompts = min(self.n_prompts, max(least, _fitting(self.n_prompts, passes, _TRAIN_S)))
-        lengths = [(self._drawn(usual.prompt), self._drawn(usual.answer)) for _ in range(n_prompts * self._n_samples)]
+        lengths = [
+            (_drawn(self._draw, usual.prompt), _drawn(self._draw, usual.answer))
+            for _ in range(n_prompts * self._n_samples)
+        ]
         lengths[0] = (self._limits.prompt, self._limits.answer)
         return [self._row(*pair, index) for index, pair in enumerate(lengths)], n_prompts
 
@@ -519,6 +536,11 @@ class _Trial:
         self.engine.train(rows, loss_fn, update, role)
 
 
+def _drawn(draw: random.Random, mean: int) -> int:
+    """Draw a length uniformly, from 1 on."""
+    return draw.randint(1, 2 * mean - 1)
+
+
 def _fitting(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
     """Return the largest of `most`, `most` / 2, `most` / 4, ... whose expected time is within a limit, at least 1."""
     while most > 1 and seconds(most) > limit_s:
@@ -528,9 +550,9 @@ def _fitting(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
     """Train and score a short row with each model, which compiles kernels."""
-    n = 2 * _MODEL_TOKENS
+    n = 2 * _WARM_UP_TOKENS
     row = TrainSequence(
-        prompt_mask=[True] * _MODEL_TOKENS + [False] * _MODEL_TOKENS,
+        prompt_mask=[True] * _WARM_UP_TOKENS + [False] * _WARM_UP_TOKENS,
         tokens=[1] * n,
         logprobs=[_RANDOM_LOGPROB] * n,
         advantages=[1.0] * n,

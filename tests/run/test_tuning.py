@@ -63,9 +63,9 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The worker of each trial, of which there are two."""
     run_trial, found = tuning._Trial.run, []
 
-    def recorded(trial: Any) -> Any:
+    def recorded(trial: Any, **how: Any) -> Any:
         found.extend(worker_pids(trial.engine))
-        return run_trial(trial)
+        return run_trial(trial, **how)
 
     monkeypatch.setattr(tuning._Trial, "run", recorded)
     monkeypatch.setattr(tuning, "shortlist", lambda found: found[:2])
@@ -170,8 +170,17 @@ def test_the_fastest_candidate_is_chosen(made_up: type[MadeUp]) -> None:
 
 def test_equal_times_keep_micro_batches_that_adapt(made_up: type[MadeUp]) -> None:
     chosen = choose(config(), ())
-    assert BUDGET not in chosen
+    assert chosen[BUDGET] is None
     assert chosen[BATCH] == chosen[AT_ONCE] // 4 == 8
+
+
+def test_only_the_size_of_micro_batches_is_left(made_up: type[MadeUp]) -> None:
+    given = {AT_ONCE, DROP, RECOMPUTE, BATCH}
+    assert choose(config("train_dataset.batch_size=64"), given) == {BUDGET: None}
+    n_tried = len(made_up.tried)
+    assert n_tried > 1
+    assert choose(config(), given | {BUDGET}) == {}
+    assert len(made_up.tried) == n_tried
 
 
 def test_no_trial_begins_that_would_end_too_late(made_up: type[MadeUp]) -> None:
