@@ -160,12 +160,12 @@ class Setup(Generic[Config]):
         trackers: Sequence[Tracker] = (),
     ):
         _check_config(config, loop)
-        tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
         self.config: Config = config
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
         self._loop, self._trackers = loop, trackers
         with ExitStack() as stack:
             stack.enter_context(RunLog())
+            tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
             # Processes start first, so that they import the user's code while plan and data are read.
             self.rewards, self.agents, plan, roles, *_ = all_of(
                 partial(_open_rewards, config, reward_fn, stack),
