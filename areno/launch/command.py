@@ -376,7 +376,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
         config = job.composition.build(algorithm.config)
         if job.number is not None:
             _separate(config, job.number)
-        with RunLog(own_process=True):
+        with contextlib.ExitStack() as logs:
             earlier = resume.run_to_resume(config, job.run_dir)
             if earlier is not None:
                 _restore_tuned(config, job)
@@ -386,11 +386,13 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
                 folder = resume.existing(job.run_dir)
             else:
                 folder = folder.of_run(job.run_dir)
-                _tune(config, job, folder)
+                _tune(config, job, folder, logs)
                 folder.describe(config, job.overrides, algorithm.name, algorithm.file)
             try:
+                logs.enter_context(RunLog(own_process=True))
                 result = float(algorithm.run(config, job.run_dir))
             except BaseException as error:
+                logs.close()
                 folder.discard()
                 if job.number is None and not isinstance(error, ConfigError):  # which would come again
                     resume.print_resume_command(command, job.run_dir)
@@ -410,19 +412,22 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
         raise SystemExit(1) from error
 
 
-def _tune(config: ExperimentConfig, job: Job, folder: NewFolder) -> None:
+def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
     """Choose settings of a new run by a trial if `tune.enabled` is set, and write them into its folder.
 
     Args:
         config: Settings of the run, which are changed.
         job: The job.
         folder: The folder of the run, which is removed if an error is raised.
+        logs: Receives the log of the trials, which stays open until the log of the run has its lines.
     """
     if not (isinstance(config, PolicyExperimentConfig) and config.tune.enabled):
         return
     from areno.run import tuning
+    from areno.tracking.run_log import RunLog
 
     try:
+        logs.enter_context(RunLog(own_process=True))
         tuning.write(job.run_dir, tuning.tune(config, job.composition.given, job.task))
     except BaseException:
         folder.discard()
