@@ -140,10 +140,10 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
     )
 
 
-Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver", "sft"]
+Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver", "sft", "grid"]
 
-_TRAINS = ("train", "step", "state")
-_WITH_TEXT = ("sampling", "agents", "serve", "driver", "sft")
+_TRAINS = ("train", "step", "state", "grid")
+_WITH_TEXT = ("sampling", "agents", "serve", "driver", "sft", "grid")
 PLAIN = "plain"
 """Name of areno without --exact and --deterministic, for --against."""
 _STANDALONE = (
@@ -153,12 +153,14 @@ _STANDALONE = (
     "serve",
     "driver",
     "sft",
+    "grid",
 )  # kinds of work that are not compared with other libraries
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
     "saving the run state during a step. agents: the cost of a rollout by agents. serve: the speed that clients get "
     "over HTTP. driver: the time that simulated devices wait for the driver. sft: the share of a step of supervised "
-    "fine-tuning that is not the device's work"
+    "fine-tuning that is not the device's work. grid: the settings that tune.enabled chooses against a grid of "
+    "settings, with lengths that are drawn up to --prompt-len and --new-tokens"
 )
 
 
@@ -195,6 +197,8 @@ class Settings:
     copies: tuple[int, ...]
     rows: int
     messages: bool
+    steps: int
+    limit_s: int
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -288,6 +292,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--rows", type=_positive, default=1024, help="sft: number of rows per step")
     add("--messages", action="store_true", help="sft: rows are conversations, not a prompt and a response")
+    add("--steps", type=_positive, default=0, help="grid: number of further steps with the chosen settings (default 0)")
+    add("--limit-s", type=_positive, help="grid: seconds after which no other point is measured (default 480)")
     add("--updates", type=_positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
@@ -365,7 +371,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         work = Work.fixed(args.prompts or prompts, args.samples or samples, *lengths)
     dtype = args.dtype or str(default_dtype([device])).removeprefix("torch.")
     values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
-    values["copies"] = tuple(args.copies)
+    values |= {"copies": tuple(args.copies), "limit_s": args.limit_s or 480}
     return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
 
 
@@ -406,6 +412,8 @@ def _check(args: argparse.Namespace, device: str, against: tuple[str, ...]) -> N
         (kind == "serve" and not args.tokenizer, "--tokenizer", "is missing; serve needs one, for texts"),
         (kind == "serve" and args.samples not in (None, 1), "--samples", "is for other works; serve has 1 for each"),
         (kind in ("driver", "sft") and not args.tokenizer, "--tokenizer", f"is missing; {kind} needs one, for texts"),
+        (args.steps and kind != "grid", "--steps", f"is for grid, not for {kind}"),
+        (args.limit_s and kind != "grid", "--limit-s", f"is for grid, not for {kind}"),
         (args.messages and kind != "sft", "--messages", f"is for sft, not for {kind}"),
         (
             kind == "sft" and bool(args.uniform or args.prompts or args.samples),

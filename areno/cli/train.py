@@ -11,7 +11,7 @@ from typing import Any
 
 from areno.api.algorithms import Algorithm, algorithm_names, algorithm_of, get_algorithm, own_algorithms
 from areno.cli import train_flags
-from areno.cli.train_flags import HEADINGS, REFUSED, TASK, Flag
+from areno.cli.train_flags import HEADINGS, TASK, Flag
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean, keys_renamed
 from areno.schema.fields import rows
 from areno.tracking.run_folder import is_described, recipe_of
@@ -42,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     groups["Basic"].add_argument("--algo", metavar="TEXT", help=about)
     for flag in train_flags.flags().values():
         _add(groups[flag.heading], flag)
-    for name in REFUSED:
-        nargs: Any = {"action": "store_true"} if name == "--tune-params" else {}
-        parser.add_argument(name, dest=name, default=None, help=argparse.SUPPRESS, **nargs)
     more = parser.add_argument_group("Settings", "the settings of the recipes, and the task that they belong to")
     config_name = more.add_argument(
         "--config-name", default=TASK, metavar="NAME", help=f"name of the task (default {TASK})"

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.config.models import OptimizerConfig
 from areno.errors import Problem
-from areno.launch.hints import NOT_HERE, listed
+from areno.launch.hints import listed
 from areno.schema.fields import Row, Section, rows
 
 TASK = "train"
@@ -20,6 +20,7 @@ TASK = "train"
 HEADINGS = {
     "Basic": "the algorithm, the model, the data and the devices",
     "Rollout": "completions: how many, how long, how they are sampled and scored",
+    "Tuning": "settings of memory and speed, chosen by a trial before the run",
     "Train": "training: micro-batches, optimizer, loss, reference model and critic",
     "Checkpoint": "when and where checkpoints are saved",
     "Observability": "where metrics are written",
@@ -40,6 +41,7 @@ _PLACES = {
     "reward.": "Rollout",
     "saver.": "Checkpoint",
     "stats_logger.": "Observability",
+    "tune.": "Tuning",
 }
 _TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
 _KL_TYPES = {"low_var_kl": "k3"}
@@ -67,9 +69,6 @@ _HELP = {
     "--min-lr. Default: all optimizer steps of the run",
 }
 _UNQUOTED = set("_/+.%*@?|:-")  # Hydra reads these, letters and digits as text without quotes
-
-REFUSED = ("--tune-params", "--mem-frac", "--tune-max-samples")
-"""Flags of a tuner that areno does not have. They are parsed, so that the error names what to use instead."""
 
 
 @dataclass(kw_only=True)
@@ -185,9 +184,7 @@ def overrides(
     problems: list[Problem] = []
     found: list[str] = []
     for name, value in given.items():
-        if name in REFUSED:
-            problems.append(Problem(name, NOT_HERE["tune"]))
-        elif name not in of_algorithm:
+        if name not in of_algorithm:
             problems.append(Problem(name, f"is a flag of {listed(list(known[name].keys))}, not of {algorithm}"))
         elif name == "--use-kl-loss":
             found += _use_kl(value, given, of_algorithm[name][0], cls)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.config import datasets, models, run, tracing
-from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig
+from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig, TuneConfig
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
@@ -301,6 +301,9 @@ class PolicyExperimentConfig(ExperimentConfig):
     reward: RewardConfig = setting(
         factory=RewardConfig, help="Reward function and reward model", required_in_build=True
     )
+    tune: TuneConfig = setting(
+        factory=TuneConfig, help="Settings of memory and speed that are chosen by a trial before the run"
+    )
     dynamic_bs: bool = setting(
         False,
         help="Used with rollout.dynamic_sampling, which drops prompts whose samples all have the same reward. true: "
@@ -419,6 +422,24 @@ class PolicyExperimentConfig(ExperimentConfig):
     def overlong_zone_too_large(self) -> bool:
         """Return whether the overlong penalty begins before the first token of a completion."""
         return (self.actor.overlong_tokens or 0) > self.gconfig.max_new_tokens
+
+    @forbid(
+        "tune.max_samples",
+        "is {self.tune.max_samples}, less than the gconfig.n_samples={self.gconfig.n_samples} samples of one prompt; "
+        "raise it",
+    )
+    def less_than_a_group_to_tune(self) -> bool:
+        """Return whether tune.max_samples leaves no room for the samples of a single prompt."""
+        return self.tune.enabled and self.tune.max_samples < self.gconfig.n_samples
+
+    @forbid(
+        "tune.enabled",
+        "is true, but scheduler.type=ray runs on other machines, and candidates are tried on this machine alone; set "
+        "it to false",
+    )
+    def tuning_on_a_cluster(self) -> bool:
+        """Return whether tuning is set for a run on a Ray cluster."""
+        return self.tune.enabled and self.scheduler.type == "ray"
 
     @property
     def rows_per_step(self) -> int:

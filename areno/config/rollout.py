@@ -268,6 +268,39 @@ class RolloutConfig(DecoderConfig):
     )
 
 
+_TUNED = Needs("enabled", so="nothing is tuned")
+
+
+@dataclass(kw_only=True)
+class TuneConfig(Section):
+    """The choice of performance settings by a trial before the run."""
+
+    enabled: bool = setting(
+        False,
+        help="Before a new run loads its models, choose the settings of memory and speed that you have not set: "
+        "rollout.max_concurrent_rollouts, rollout.drop_rollout_state, actor.gradient_checkpointing and actor.mb_spec. "
+        "If train_dataset.batch_size is not set either, it is chosen too, which changes what is learned. The best "
+        "plans are tried for at most 90 s, with random weights and made-up rows",
+        flag="--tune-params",
+    )
+    mem_frac: float = setting(
+        0.9,
+        help="Share of a device's memory that the chosen settings may take",
+        gt=0,
+        le=1,
+        only_with=_TUNED,
+        flag="--mem-frac",
+    )
+    max_samples: int = setting(
+        256,
+        help="Largest number of samples that are decoded at once, and of samples of a step if train_dataset.batch_size "
+        "is chosen",
+        gt=0,
+        only_with=_TUNED,
+        flag="--tune-max-samples",
+    )
+
+
 VERIFIERS = "verifiers:"
 """Prefix of agent.fn if the agent is an environment of the verifiers package."""
 _AGENT = Needs("fn", so="there is no agent", in_build=True)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm, own_algorithms
+from areno.config.experiments import PolicyExperimentConfig
 from areno.errors import ArenoError, ConfigError, Key, Problem, as_file_error, keys_renamed
 from areno.files import interrupts
 from areno.files.interrupts import Terminated, signal_handlers, terminate
@@ -375,28 +376,32 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
         config = job.composition.build(algorithm.config)
         if job.number is not None:
             _separate(config, job.number)
-        earlier = resume.run_to_resume(config, job.run_dir)
-        if earlier is not None:
-            changed = resume.accept_changes(earlier, config, algorithm.name, job.overrides, explicit)
-            if (result := resume.print_result(earlier, config, changed, command)) is not None:
-                return result
-            folder = resume.existing(job.run_dir)
-        else:
-            folder = folder.of_run(job.run_dir)
-            folder.describe(config, job.overrides, algorithm.name, algorithm.file)
-        try:
-            with RunLog(own_process=True):
+        with contextlib.ExitStack() as logs:
+            earlier = resume.run_to_resume(config, job.run_dir)
+            if earlier is not None:
+                _restore_tuned(config, job)
+                changed = resume.accept_changes(earlier, config, algorithm.name, job.overrides, explicit)
+                if (result := resume.print_result(earlier, config, changed, command)) is not None:
+                    return result
+                folder = resume.existing(job.run_dir)
+            else:
+                folder = folder.of_run(job.run_dir)
+                _tune(config, job, folder, logs)
+                folder.describe(config, job.overrides, algorithm.name, algorithm.file)
+            try:
+                logs.enter_context(RunLog(own_process=True))
                 result = float(algorithm.run(config, job.run_dir))
-            if job.number is None and config.stats_logger.console != "quiet":
-                resume.print_next_commands(command, job.run_dir)
-            return result
-        except BaseException as error:
-            folder.discard()
-            if job.number is None and not isinstance(error, ConfigError):  # which would come again
-                resume.print_resume_command(command, job.run_dir)
-            if isinstance(error, SystemExit):  # of the user's own code, or of a library's: it may say nothing
-                raise ArenoError(f"the run was ended by {describe_error(error)}") from error
-            raise
+            except BaseException as error:
+                logs.close()
+                folder.discard()
+                if job.number is None and not isinstance(error, ConfigError):  # which would come again
+                    resume.print_resume_command(command, job.run_dir)
+                if isinstance(error, SystemExit):  # of the user's own code, or of a library's: it may say nothing
+                    raise ArenoError(f"the run was ended by {describe_error(error)}") from error
+                raise
+        if job.number is None and config.stats_logger.console != "quiet":
+            resume.print_next_commands(command, job.run_dir)
+        return result
     except ArenoError as error:
         raise SystemExit(_report(error, job.names)) from error
     except Exception as error:
@@ -405,6 +410,36 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
             raise SystemExit(_report(told)) from error
         traceback.print_exc()
         raise SystemExit(1) from error
+
+
+def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
+    """Choose settings of a new run by a trial if `tune.enabled` is set, and write them into its folder.
+
+    Args:
+        config: Settings of the run, which are changed.
+        job: The job.
+        folder: The folder of the run, which is removed if an error is raised.
+        logs: Receives the log of the trials, which stays open until the log of the run has its lines.
+    """
+    if not (isinstance(config, PolicyExperimentConfig) and config.tune.enabled):
+        return
+    from areno.run import tuning
+    from areno.tracking.run_log import RunLog
+
+    try:
+        logs.enter_context(RunLog(own_process=True))
+        tuning.write(job.run_dir, tuning.tune(config, job.composition.given, job.task))
+    except BaseException:
+        folder.discard()
+        raise
+
+
+def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
+    """Set the settings that were chosen by a trial before the first start of a run that resumes."""
+    if isinstance(config, PolicyExperimentConfig) and config.tune.enabled:
+        from areno.run import tuning
+
+        tuning.restore(config, job.run_dir, job.composition.given)
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:

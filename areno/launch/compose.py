@@ -78,6 +78,7 @@ class Composition:
         variant: (name, file) of the choice `variant=name`, a YAML file with the settings of a published method. None if
             no variant is chosen.
         output_dir: Folder of the run or the sweep. None if the settings that name the folder are wrong.
+        given: Dotted keys of the settings that the YAML files and the command line set.
     """
 
     data: dict[str, Any]
@@ -85,6 +86,7 @@ class Composition:
     problems: list[Problem]
     variant: tuple[str, Path] | None = None
     output_dir: Path | None = None
+    given: frozenset[str] = frozenset()
 
     def build(self, cls: type[T]) -> T:
         """Check all values and construct the configuration.
@@ -111,6 +113,7 @@ class Job:
         overrides: The overrides `key=value` of the run from the command line.
         number: Number of the run in its sweep, from 0. None outside of a sweep.
         names: Setting -> flag, for settings that the user can set by a flag. Errors quote the flag.
+        task: Name of the task, if it comes with areno. "" for a task of the user, and for a run that resumes.
     """
 
     composition: Composition
@@ -118,6 +121,7 @@ class Job:
     overrides: list[str]
     number: int | None
     names: Mapping[str, str]
+    task: str = ""
 
 
 @dataclass
@@ -248,6 +252,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._counts = itertools.count(2)
         self._composed: DictConfig | None = None
         self._in_files: list[Problem] = []  # settings that a file has under two names
+        self._keys_of_files: set[str] = set()
         self._listed: set[str] | None = None  # groups in the defaults of the files; None: not looked up yet
 
     def __enter__(self) -> HydraSession:
@@ -261,7 +266,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         # HydraConfig is global, so it is restored: a later session must not see the value of this session.
         with ExitStack() as opened:
             opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
-            opened.enter_context(checked_files(self.cls, self._in_files))
+            opened.enter_context(checked_files(self.cls, self._in_files, self._keys_of_files))
             folder = str(root() / "conf")
             opened.enter_context(initialize_config_dir(config_dir=folder, job_name=self._job_name, version_base="1.3"))
             self._opened = opened.pop_all()
@@ -397,7 +402,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
             overrides = [line.lstrip("+") for line in hydra.overrides.task]
             overrides += [f"~{key}" for key in self._command_line.deletions]
-            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number, self.names))
+            folder = Path(hydra.runtime.output_dir)
+            task = self.config_name if self.config_name in {*yaml_files.tasks(), *yaml_files.experiments()} else ""
+            return job(Job(self._plain(config, []), folder, overrides, number, self.names, task))
 
         return task
 
@@ -552,7 +559,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
         file = yaml_files.variants(self.config_dir).get(choices.get("variant", ""))
-        return Composition(data, raw, found, (choices["variant"], file) if file else None)
+        variant = (choices["variant"], file) if file else None
+        given = frozenset({*self._keys_of_files, *self._command_line.values})
+        return Composition(data, raw, found, variant, given=given)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:
         """Yield a problem for each override that has no effect because a section is null.

@@ -31,7 +31,6 @@ def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
 
 _RUN = {
     "teacher": "there is no distillation from a teacher yet",
-    "tune": "memory is not tuned by a trial run; see actor.mb_spec and rollout.mem_fraction",
     **dict.fromkeys(("sglang", "vllm"), _OWN_ENGINE),
     **dict.fromkeys(("launcher", "allocation_mode"), _OWN_PROCESSES),
     **dict.fromkeys(("cluster.name_resolve", "cluster.cluster_name"), "with scheduler.type=ray, Ray finds machines"),

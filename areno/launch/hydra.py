@@ -31,7 +31,7 @@ from areno.files.paths import read_start, root
 from areno.files.small_yaml import MAX_BYTES, YamlFault, checked_text
 from areno.schema.build import Consequence, with_current_names
 from areno.schema.fields import Section
-from areno.schema.values import show
+from areno.schema.values import flat, show
 
 _WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # text between the special characters of Hydra's grammar
 _REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
@@ -118,7 +118,7 @@ class SearchPath(SearchPathPlugin):
 
 
 @contextmanager
-def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]:
+def checked_files(cls: type[Section], problems: list[Problem], keys: set[str]) -> Iterator[None]:
     """Check each YAML file before Hydra reads it, and give renamed settings in it their current names.
 
     Hydra has no hook for this, so the class that reads files is replaced in Hydra's registry during the `with` block.
@@ -126,6 +126,7 @@ def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]
     Args:
         cls: The dataclass of the configuration, which declares the earlier names of renamed settings.
         problems: List to which a problem is added for each setting that a file sets under both names.
+        keys: Set to which the dotted key of each value in the files is added.
 
     Raises:
         ConfigError: Within the block, if a file is too large or its key `hydra` is not a section.
@@ -148,7 +149,10 @@ def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]
                 raise ConfigError("{}: hydra: is {}; a section is expected", path, show(section))
             if isinstance(found.config, DictConfig):
                 package = found.header.get("package") or os.path.dirname(config_path).replace("/", ".")
-                found.config = renamed_keys(cls, found.config, "" if package == "_global_" else package, problems)
+                place = "" if package == "_global_" else package
+                found.config = renamed_keys(cls, found.config, place, problems)
+                values: Any = OmegaConf.to_container(found.config)
+                keys.update(flat(values, f"{place}." if place else ""))
             return found
 
     types["file"] = CheckedFiles

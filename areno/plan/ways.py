@@ -180,6 +180,8 @@ def shown(changes: Mapping[str, Any]) -> str:
     Args:
         changes: Setting -> new value.
     """
-    return " ".join(
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()
-    )
+    words = []
+    for key, value in changes.items():
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        words.append(f"{key}={text}")
+    return " ".join(words)

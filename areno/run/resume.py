@@ -57,6 +57,7 @@ _LISTED: dict[tuple[Kind, str], str] = {
         "actor.mb_spec critic.mb_spec actor.share_prefixes "
         "actor.gradient_checkpointing critic.gradient_checkpointing"
     ),
+    ("harmless", "nothing: only a new run is tuned"): "tune",
     ("harmless", _SAME): ("actor.path actor.init_lora_from tokenizer_path train_dataset.path train_dataset.loader"),
     ("harmless", "nothing: the critic comes from the state"): "critic.path critic.init_from_scratch",
     ("never", ""): (

@@ -28,6 +28,7 @@ from areno.plan.hardware import gpu_called, this_cpu
 from areno.plan.plan import TrainerPlan, check_copies, experiment_roles, plan_of_experiment
 from areno.plan.schedule import schedule_warnings, with_schedules
 from areno.rewards.pool import RewardPool
+from areno.run import tuning
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
@@ -181,6 +182,7 @@ class Setup(Generic[Config]):
         self._loop, self._trackers = loop, trackers
         with ExitStack() as stack:
             stack.enter_context(RunLog())
+            tuned = tuning.tune_for_script(config, run_dir) if loop.trains else None
             # Processes start first, so that they import the user's code while plan and data are read.
             self.rewards, self.agents, plan, roles, *_ = all_of(
                 partial(_open_rewards, config, reward_fn, stack),
@@ -215,6 +217,7 @@ class Setup(Generic[Config]):
             models = SavedModels(config, loop.also_saved)
             self.run = self._open_run(plan, run_dir, models)
             stack.callback(self.run.close)
+            tuning.write(self.run.folder, tuned)
 
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}

@@ -32,21 +32,23 @@ from areno.schema.fields import Section
 
 SETTINGS, OVERRIDES, VERSIONS = "config.yaml", "overrides.yaml", "versions.json"
 FORECAST = "logs/forecast.json"  # predicted and measured time and memory of each phase, written at the end
+TUNED = "tuned.yaml"  # settings that were chosen before the run, see tune.enabled
 SWEEP = "multirun.yaml"  # written by Hydra
 RECIPE = "# Recipes: "  # the first line of config.yaml begins like the files of conf/
 SCRIPT = "# Script: "  # then the file of the user that defines the algorithm
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run as nested dictionaries, or {} if the folder has no config.yaml.
+def settings_of(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
+    """Return the settings in a file of a run as nested dictionaries, or {} if the file does not exist.
 
     Args:
         folder: The folder of the run.
+        name: Name of the file: config.yaml or tuned.yaml.
 
     Raises:
-        ArenoError: config.yaml cannot be read.
+        ArenoError: The file cannot be read.
     """
-    found = _mapping(folder / SETTINGS, _yaml(folder / SETTINGS))
+    found = _mapping(folder / name, _yaml(folder / name))
     return {name: value for name, value in found.items() if name != "defaults"}  # an entry of Hydra, and no setting
 
 
@@ -162,7 +164,7 @@ def _kind(value: Any) -> str:
 
 
 _FILES = (VERSIONS, OVERRIDES, SETTINGS)  # in the order of writing
-_NO_RESULTS = (*_FILES, "run.log", "dropped.log")  # the lines of the log were on stderr too
+_NO_RESULTS = (*_FILES, TUNED, "run.log", "dropped.log")  # the lines of the log were on stderr too
 _PACKAGES = (
     "torch",
     "transformers",

@@ -15,7 +15,6 @@ from areno.api import algorithms, get_algorithm
 from areno.api.algorithms import own_algorithms
 from areno.cli import train_flags as flags
 from areno.cli.__main__ import main
-from areno.cli.train_flags import REFUSED
 from areno.launch import command
 from areno.schema.build import with_defaults
 
@@ -65,9 +64,6 @@ def test_every_flag_of_the_reference_is_there_with_its_type_and_default() -> Non
     differing = set()
     for name, (kind, default) in theirs.items():
         if name == "--algo":
-            continue
-        if name in REFUSED:
-            differing.add(name)
             continue
         flag = ours[name]
         is_choice = kind == "TEXT" and flag.type_text.startswith("[")
@@ -166,6 +162,11 @@ CASES: list[tuple[str, str, dict]] = [
     ("grpo", "--ref-ckpt other --kl-loss-coef 0.1", {"ref.path": "other", "ref.offload": False, "actor.kl_ctl": 0.1}),
     ("ppo", "--critic-ckpt other", {"critic.path": "other"}),
     ("ppo", "--critic-lr 1e-4 --critic-warmup-steps 0", {"critic.optimizer.lr": 1e-4, "critic.warmup_steps": 0}),
+    (
+        "gspo",
+        "--tune-params --mem-frac 0.5 --tune-max-samples 9",
+        {"tune.enabled": True, "tune.mem_frac": 0.5, "tune.max_samples": 9},
+    ),
     ("gspo", "--gspo-clip-eps 4e-4", {"actor.eps_clip": 4e-4}),
     ("grpo", "--grpo-clip-eps 0.3", {"actor.eps_clip": 0.3}),
     ("dpo", "--dpo-beta 0.2", {"actor.beta": 0.2}),
@@ -225,10 +226,26 @@ def test_no_flag_is_left_out_above() -> None:
     assert tried == flags.flags().keys() | {"--algo"}
 
 
-@pytest.mark.parametrize("words", ["--tune-params", "--mem-frac 0.8", "--tune-max-samples 9"])
-def test_a_flag_of_the_tuner_says_what_to_use_instead(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_is_for_algorithms_that_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *DATA, "--algo", "sft", "--tune-params"]) == 2
+    assert "--tune-params: is a flag of grpo, gspo and ppo, not of sft" in capsys.readouterr().err
+    assert command.run(get_algorithm("sft"), "sft", ["--config-name=train", "tune.enabled=true"]) == 2
+    assert "tune: unknown key; it is a setting of grpo, gspo and ppo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--tune-params --mem-frac 0", "--mem-frac: is 0.0; it must be more than 0"),
+        ("--tune-params --mem-frac 1.1", "--mem-frac: is 1.1; it must be at most 1"),
+        ("--tune-params --n-samples 8 --tune-max-samples 4", "--tune-max-samples: is 4, less than the"),
+        ("--mem-frac 0.5", "--mem-frac: is 0.5, but --tune-params is false, so nothing is tuned"),
+        ("--tune-params scheduler.type=ray", "--tune-params: is true, but scheduler.type=ray"),
+    ],
+)
+def test_wrong_settings_of_the_tuner(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *DATA, *REWARD, *words.split()]) == 2
-    assert f"{words.split()[0]}: memory is not tuned" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 def test_all_mistakes_are_told_together_by_the_names_that_the_user_knows(capsys: pytest.CaptureFixture[str]) -> None:
