@@ -27,9 +27,8 @@ class OptimizerConfig(Section):
 
     type: OptimizerType = setting(
         "adam",
-        help="adam: AdamW with fp32 moments, which take 8 bytes per parameter. adam_8bit: AdamW with moments that "
-        "are quantized to 8 bits in blocks and take 2 bytes per parameter. sgd: SGD without momentum, which "
-        "has no moments",
+        help="adam: AdamW with fp32 moments, 8 bytes per parameter. adam_8bit: AdamW with moments quantized to 8 bits "
+        "in blocks, 2 bytes per parameter. sgd: SGD without momentum, which has no moments",
         flag="--adam-8bit=adam_8bit",
     )
     lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
@@ -167,9 +166,8 @@ class UpdatedModelConfig(Section):
     )
     init_from_scratch: bool = setting(
         False,
-        help="true: start this model from random weights, with the architecture in config.json of the folder that "
-        "path names. The folder needs no weight files, and the random numbers depend on seed. The other models of the "
-        "run still load their weights",
+        help="true: start this model from random weights, which depend on seed, with the architecture in config.json "
+        "of path. No weight files are needed. The other models of the run still load their weights",
     )
     max_skipped_steps: int | None = setting(
         10,
@@ -185,15 +183,14 @@ class UpdatedModelConfig(Section):
     )
     share_prefixes: Literal["auto", "on", "off"] = setting(
         "auto",
-        help="Compute tokens with which several rows begin once, such as the prompt of a group, when the models of the "
-        "run are trained and score. The results stay the same up to rounding. auto: if at least a tenth of the tokens "
-        "is saved. Models with recurrent states never share",
+        help="Compute tokens with which several rows begin only once in training and scoring, such as the prompt of a "
+        "group. auto: if this saves at least a tenth of the tokens. Models with recurrent states never share",
         renamed_from="enable_tree_training",
     )
     offload: bool = setting(
         False,
-        help="Keep master weights and moments in pinned host memory, and gradients on the GPU only in training. Each "
-        "update copies masters and moments to the GPU and back. The results stay the same (CUDA)",
+        help="Keep masters and moments in pinned host memory, and gradients on the GPU only in training. Each update "
+        "copies masters and moments to the GPU and back. The results stay the same (CUDA)",
     )
     gradient_accumulation_steps: int | None = setting(
         None,
@@ -204,8 +201,8 @@ class UpdatedModelConfig(Section):
     )
     router_aux_loss_coef: float = setting(
         0.0,
-        help="Coefficient of the load-balancing loss of mixture-of-experts models (Switch Transformer, arXiv "
-        "2101.03961). 0: no such loss. Any other value costs one more forward pass per optimizer step",
+        help="Coefficient of the loss that balances the load of experts (Switch Transformer, arXiv 2101.03961). Values "
+        "above 0 cost one more forward pass per optimizer step",
         ge=0,
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of micro-batches")

@@ -20,7 +20,7 @@ from areno.config.rollout import SamplingConfig
 from areno.engine.memory import resident_bytes
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request, wait_for_all
-from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, SharePrefixes, UpdateSpec
+from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.streams import Consumer, FairLock, RequestBatcher, Streams
 from areno.engine.token_budget import SCORE, TRAIN, TokenBudgets, budgets_in_words
 from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
@@ -403,10 +403,8 @@ class Engine(AbstractContextManager["Engine"]):
         update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
         add_routes(checked, rows, self.info.routes, row_name)
-        layout = self.spec.layout
-        shares = share_steps(
-            checked, update, layout.data_size, spec.section, self.info.cost, layout.cp_size, self._share_prefixes
-        )
+        layout, sharing = self.spec.layout, self.info.sharing(self.spec.share_prefixes)
+        shares = share_steps(checked, update, layout.data_size, spec.section, self.info.cost, layout.cp_size, sharing)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)
@@ -487,7 +485,8 @@ class Engine(AbstractContextManager["Engine"]):
             float for "rewards".
         """
         self._role(role, "lm" if what == "logprobs" else "value")
-        shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info, self._share_prefixes)
+        sharing = self.info.sharing(self.spec.share_prefixes)
+        shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info, sharing)
         n_together = self.spec.layout.cp_size
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:
@@ -552,11 +551,6 @@ class Engine(AbstractContextManager["Engine"]):
             return replace(update, mb_spec=update.mb_spec.counted)
         spec = MicroBatchSpec(max_tokens_per_mb=self._token_budget(role, TRAIN))
         return replace(update, mb_spec=spec, may_halve=self._may_halve)
-
-    @property
-    def _share_prefixes(self) -> SharePrefixes:
-        """When prefixes are shared. "off" if the actor has a recurrent state."""
-        return "off" if self.info.cost.rule_flops else self.spec.share_prefixes
 
     @property
     def _may_halve(self) -> bool:

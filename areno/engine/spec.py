@@ -310,6 +310,14 @@ class EngineInfo:
     tp_sums: str = ""
     device_name: str = ""
 
+    def sharing(self, wanted: SharePrefixes) -> SharePrefixes:
+        """Return when prefixes are shared: as wanted, or "off" if the model has recurrent states.
+
+        Args:
+            wanted: The setting, see EngineSpec.share_prefixes.
+        """
+        return "off" if self.cost.rule_flops else wanted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStats:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
+from areno.kernels.copies import order_of_copies, sum_copies
 from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_rows, delta_rows_backward
 from areno.layers.parallel import ParallelGroup
 
@@ -39,23 +40,24 @@ class SharedKeys:
         places_M: int64, the index among the N tokens of each key, row by row.
         cu_seqlens: (R + 1,) int32, the cumulative numbers of keys, from 0 to M.
         max_len: the largest number of keys of a row.
+        n_tokens: N, the number of tokens that all rows have of their own.
     """
 
     places_M: Tensor
     cu_seqlens: Tensor
     max_len: int
+    n_tokens: int
 
-    def with_row(self, first: int, n_tokens: int) -> SharedKeys:
+    def with_row(self, n_tokens: int) -> SharedKeys:
         """Add a row that shares nothing.
 
         Args:
-            first: index of the row's first token among the N tokens.
             n_tokens: number of the row's tokens.
         """
-        own = torch.arange(first, first + n_tokens, device=self.places_M.device)
-        places_M = torch.cat([self.places_M, own])
+        total = self.n_tokens + n_tokens
+        places_M = torch.cat([self.places_M, torch.arange(self.n_tokens, total, device=self.places_M.device)])
         cu_seqlens = F.pad(self.cu_seqlens, (0, 1), value=len(places_M))
-        return SharedKeys(places_M, cu_seqlens, max(self.max_len, n_tokens))
+        return SharedKeys(places_M, cu_seqlens, max(self.max_len, n_tokens), total)
 
     def gather(self, x_NKD: Tensor) -> Tensor:
         """Return the keys or the values of all rows, (M, K, D), differentiable.
@@ -65,17 +67,17 @@ class SharedKeys:
         """
         return x_NKD.index_select(0, self.places_M)
 
-    def scatter(self, grad_MKD: Tensor, n_tokens: int) -> Tensor:
-        """Return the gradient with respect to the argument of `gather`, (N, K, D), summed in float32.
+    @cached_property
+    def _order(self) -> tuple[Tensor, Tensor]:
+        return order_of_copies(self.places_M, self.n_tokens)
+
+    def sum(self, grad_MKD: Tensor) -> Tensor:
+        """Return the gradient with respect to the argument of `gather`, (N, K, D).
 
         Args:
             grad_MKD: the gradient with respect to the result of `gather`.
-            n_tokens: N.
         """
-        sums_NKD = torch.zeros(n_tokens, *grad_MKD.shape[1:], dtype=torch.float32, device=grad_MKD.device)
-        if grad_MKD.dtype == torch.float64:
-            sums_NKD = sums_NKD.double()
-        return sums_NKD.index_add_(0, self.places_M, grad_MKD.to(sums_NKD.dtype)).to(grad_MKD.dtype)
+        return sum_copies(grad_MKD.contiguous().flatten(1), *self._order).view(-1, *grad_MKD.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class PackedAttend:
             grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, *self._borders, self.backend, window
         )
         if self.keys is not None:
-            grad_k, grad_v = (self.keys.scatter(grad, len(q_NHD)) for grad in (grad_k, grad_v))
+            grad_k, grad_v = self.keys.sum(grad_k), self.keys.sum(grad_v)
         grad_q, grad_k, grad_v = map(self.context.columns_to_rows, (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
 

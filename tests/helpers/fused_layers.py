@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.train.flat import FlatParameters
-from areno.layers.attention import PackedAttend
+from areno.layers.attention import PackedAttend, SharedKeys
 from areno.layers.config import Delta, Rope
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
@@ -61,8 +61,13 @@ def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes:
     return model.to(device, dtype)
 
 
-def run(model: Transformer, backend: str, is_fused: bool, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states with and without gradients, and the gradient of two passes together."""
+def run(
+    model: Transformer, backend: str, is_fused: bool, shares: bool = False, **how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states with and without gradients, and the gradient of two passes together.
+
+    shares: The second and the third row continue the first one.
+    """
     flat = FlatParameters(model)
     device = model.device
     n = sum(LENGTHS)
@@ -71,7 +76,12 @@ def run(model: Transformer, backend: str, is_fused: bool, **how: Any) -> tuple[T
     upstream = torch.randn(n, model.config.hidden_size, generator=generator).to(device)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
-    attend = PackedAttend(starts, max(LENGTHS), backend)
+    keys = None
+    if shares:
+        positions = torch.tensor([0, 1, 2, 3, 3, 4]).to(device)
+        ends = torch.tensor([0, 3, 4, 5]).cumsum(0).int().to(device)
+        keys = SharedKeys(torch.tensor([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5]).to(device), ends, 5, n)
+    attend = PackedAttend(starts, max(LENGTHS), backend, keys=keys)
     assert is_fused == model.runs_fused(attend)
     for _ in range(2):
         hidden = model(tokens, positions, attend, **how)
@@ -93,6 +103,7 @@ def compare(
     tolerance: float,
     backend: str,
     ways: tuple[dict[str, Any], ...] = ALL_WAYS,
+    shares: bool = False,
     **changes: Any,
 ) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
@@ -101,13 +112,13 @@ def compare(
     else:
         patch = mock.patch("areno.kernels.backend.interprets", return_value=False)
     with patch:
-        expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False)
+        expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False, shares=shares)
     if dtype != torch.float32:  # the same weights, rounded
         with patch:
-            expected = run(build(dtype, device, **changes).float(), "sdpa", is_fused=False)
+            expected = run(build(dtype, device, **changes).float(), "sdpa", is_fused=False, shares=shares)
     for how in ways:
         model = build(dtype, device, **changes)
-        got = run(model, backend, is_fused=True, **how)
+        got = run(model, backend, is_fused=True, shares=shares, **how)
         for one, other in zip(got, expected, strict=True):
             error = (one.float() - other.float()).norm() / other.float().norm()
             assert error < tolerance, (dtype, changes, how, error)

@@ -108,9 +108,8 @@ def pack_tokens(
         forest = forest_of(token_rows)
         places, lengths = forest.places_L, np.diff(forest.starts)
         if len(forest.tokens_N) < len(places):
-            keys = SharedKeys(
-                on_device(forest.keys_M), on_device(forest.key_starts), int(np.diff(forest.key_starts).max())
-            )
+            longest = int(np.diff(forest.key_starts).max())
+            keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, len(forest.tokens_N))
             counts = on_device(forest.counts_N.astype(np.float32))
             wanted = None if trained is None else on_device(trained)
             shared = SharedTokens(keys, on_device(forest.previous_N), on_device(places), counts, wanted)
@@ -251,7 +250,7 @@ class LocalTokens:
         if more:
             tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
             cu_seqlens = F.pad(cu_seqlens, (0, 1), value=n_tokens + more)
-            keys = None if keys is None else keys.with_row(n_tokens, more)
+            keys = None if keys is None else keys.with_row(more)
         n = len(tokens_N) // context.size
         mine = slice(context.rank * n, (context.rank + 1) * n)
         attend = PackedAttend(cu_seqlens, max(packed.max_len, more), attn_backend, context, keys)

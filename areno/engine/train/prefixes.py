@@ -18,6 +18,8 @@ from areno.engine.spec import SharePrefixes
 LEAST = 16  # tokens of a shared segment; shorter ones would save less than the copies of keys cost
 WORTH = 0.9  # share of the rows' tokens at or below which "auto" computes shared tokens once
 
+_MOST_AT_ONCE = 2**22  # tokens that are compared at once
+
 Rows = Sequence[np.ndarray]
 
 
@@ -160,29 +162,33 @@ def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
         (index of a row, number of tokens that it has in common with the row before). The number is 0 for less than
         LEAST tokens, unless both rows are equal.
     """
-    heads = [row[:LEAST].tobytes() for row in rows]
     alike: dict[bytes, list[int]] = {}
-    for index, head in enumerate(heads):
-        alike.setdefault(head, []).append(index)
+    for index, row in enumerate(rows):
+        alike.setdefault(row[:LEAST].tobytes(), []).append(index)
     for of_head in alike.values():
-        if len(of_head) == 1:
-            yield of_head[0], 0
-            continue
-        # Bytes of equal tokens are equal, so the order of bytes puts common prefixes next to each other.
-        keys = {index: rows[index].tobytes() for index in of_head}
-        before = None
-        for index in sorted(of_head, key=keys.__getitem__):
-            common = 0 if before is None else _common(rows[before], rows[index])
-            yield index, common
-            before = index
+        if len(of_head) > 1:
+            # Bytes of equal tokens are equal, so the order of bytes puts common prefixes next to each other.
+            of_head.sort(key=lambda index: rows[index].tobytes())
+        yield from zip(of_head, [0, *_common([rows[index] for index in of_head])], strict=True)
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of equal tokens at the beginning of two rows."""
-    n = min(len(one), len(other))
-    differs = one[:n] != other[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+def _common(rows: Rows) -> list[int]:
+    """Return, for each row but the first, the number of tokens at its beginning that the row before has, too."""
+    if len(rows) < 2:
+        return []
+    lengths = np.array([len(row) for row in rows])
+    if (longest := lengths.max()) * len(rows) > _MOST_AT_ONCE:
+        if len(rows) == 2:
+            n = int(lengths.min())
+            differs = rows[0][:n] != rows[1][:n]
+            return [int(differs.argmax()) if differs.any() else n]
+        middle = len(rows) // 2
+        return [*_common(rows[: middle + 1]), *_common(rows[middle:])]
+    tokens = np.full((len(rows), longest + 1), -1)
+    tokens[np.arange(longest + 1) < lengths[:, None]] = np.concatenate(rows)
+    differs = tokens[1:] != tokens[:-1]
+    differs[:, -1] = True  # equal rows
+    return np.minimum(differs.argmax(1), np.minimum(lengths[1:], lengths[:-1])).tolist()
 
 
 def n_computed(rows: Rows) -> int:
@@ -223,7 +229,7 @@ def shares_prefixes(rows: Rows, when: SharePrefixes) -> bool:
         rows: int64 token ids of each row.
         when: "auto" shares if enough tokens are saved, "on" if any are.
     """
-    if when == "off":
+    if when == "off" or len({row[:LEAST].tobytes() for row in rows}) == len(rows):
         return False
-    n_tokens = sum(map(len, rows))
-    return n_computed(rows) <= (WORTH * n_tokens if when == "auto" else n_tokens - 1)
+    saved = sum(common for _, common in sorted_rows(rows))
+    return saved >= ((1 - WORTH) * sum(map(len, rows)) if when == "auto" else 1)

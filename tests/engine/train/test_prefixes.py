@@ -373,3 +373,16 @@ def test_share_rows_keeps_groups_together() -> None:
         shares, _ = share_rows(rows, None, 2, engine.info, "on")
     assert sorted(itertools.chain(*shares)) == list(range(8))
     assert all({i // 2 * 2, i // 2 * 2 + 1} <= set(share) for share in shares for i in share)
+
+
+@pytest.mark.parametrize("at_once", [2**22, 40, 1])
+def test_common_prefixes_are_counted_in_blocks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_MOST_AT_ONCE", at_once)
+    for rows in cases(VOCAB).values():
+        found = list(prefixes.sorted_rows(rows))
+        assert sorted(index for index, _ in found) == list(range(len(rows)))
+        for (one, _), (other, common) in itertools.pairwise(found):
+            alike = list(
+                itertools.takewhile(lambda pair: pair[0] == pair[1], zip(rows[one], rows[other], strict=False))
+            )
+            assert common == len(alike)
