@@ -59,6 +59,7 @@ _OF_MODELS = {
     "grad_reduce_dtype": "gradients are always summed in float32",
     "optimizer_dtype": "master weights are always float32; actor.optimizer.type sets the size of the moments",
     "weight_update_mode": "rollout and training share the weights, so none are sent",
+    "enable_tree_training": "actor.share_prefixes decides for all models of the run",
 }
 
 _OF_MICRO_BATCHES = {

@@ -16,6 +16,7 @@ import yaml
 
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.launch.hints import NOT_HERE, hint
+from areno.schema.build import earlier_names
 from areno.schema.fields import Row, rows
 from areno.schema.values import InvalidValue
 from tests.helpers.pages import ROOT, codes, of_tables, sections
@@ -66,7 +67,8 @@ def expanded(name: str, prefix: str = "") -> Iterator[tuple[str, Key]]:
 
 @cache
 def ours(recipe: str) -> dict[str, Row]:
-    return {row.key: row for row in rows(get_algorithm(recipe).config)}
+    found = {row.key: row for row in rows(get_algorithm(recipe).config)}
+    return found | {old: found[new] for old, new in earlier_names(get_algorithm(recipe).config).items()}
 
 
 @pytest.mark.parametrize("recipe", own_algorithms())

@@ -68,6 +68,9 @@ class Now(GSPOConfig):
     n_remarks: int = setting(1, help="number", renamed_from=("notes.size", "n_notes"))
 
 
+OF_ACTOR = {"actor.enable_tree_training": "actor.share_prefixes"}
+
+
 @pytest.fixture
 def work(tmp_path, monkeypatch, caplog):
     build._warn_of_name.cache_clear()
@@ -85,11 +88,12 @@ def test_earlier_names():
         "valid_dataset.sets.*.limit": "valid_dataset.sets.*.most",
         "actor.warmth": "actor.heat",
         "actor.glow": "actor.heat",
+        **OF_ACTOR,
         "remark": "remarks",
         "notes.size": "n_remarks",
         "n_notes": "n_remarks",
     }
-    assert earlier_names(GSPOConfig) == {}
+    assert earlier_names(GSPOConfig) == OF_ACTOR
 
 
 def test_a_mapping_gets_the_names_of_today(work, caplog):
