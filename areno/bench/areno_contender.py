@@ -84,6 +84,7 @@ class ArenoContender:
                 engine=EngineConfig.of(settings, device="auto"),
                 dtype=settings.dtype,
                 mb_spec=MicroBatchSpec(max_tokens_per_mb=settings.tokens_per_mb),
+                share_prefixes=settings.share_prefixes,
                 routing_replay=settings.routing_replay,
             ),
             "inline" if settings.profile else "auto",  # the profiler traces its own process only
@@ -218,6 +219,8 @@ def run_areno(settings: Settings, folder: str, random_init: bool, cost: Cost) ->
             peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
             kv_gib = ours.cache_tokens * cost.kv_bytes / 2**30
             figures |= {"peak_memory_gib": peak, "kv_cache_gib": kv_gib, "peak_apart_from_kv_gib": peak - kv_gib}
+            if settings.share_prefixes != "off" and timed.stats:
+                figures["computed_share"] = timed.stats[-1]["computed_tokens"] / timed.stats[-1]["row_tokens"]
             if settings.kind == "step":
                 for name in ("logp_abs_diff_mean", "logp_abs_diff_max", "clip_frac", "ratio_std"):
                     figures[name] = statistics.median(stats[name] for stats in timed.stats)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from areno.config.models import OptimizerType
+from areno.engine.spec import SharePrefixes
 from areno.errors import ConfigError, Problem
 from areno.types import TrainSequence
 
@@ -191,6 +192,7 @@ class Settings:
     repeats: int
     optimizer: OptimizerType
     recompute: bool
+    share_prefixes: SharePrefixes
     offload: bool
     tokens_per_mb: int
     clients: int
@@ -329,6 +331,8 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens-per-mb", type=_positive, default=32768, help="maximum number of tokens per micro-batch")
     add("--optimizer", choices=get_args(OptimizerType), default="adam")
+    once = "as actor.share_prefixes (default: %(default)s, because the floors count a prompt for each of its samples)"
+    add("--share-prefixes", choices=get_args(SharePrefixes), default="off", help=once)
     kept = "keep all activations (default: keep as many as fit into memory, and recompute the others)"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
     add("--offload", action="store_true", help="as actor.offload")

@@ -25,6 +25,7 @@ OldLogprobs = Literal["recompute", "loglinear", "rollout"]
 
 SharePrefixes = Literal["auto", "on", "off"]
 """When training and scoring compute the prefixes that rows share once; see EngineSpec.share_prefixes."""
+WORTH_SHARING = 0.1  # share of the rows' tokens from which "auto" computes shared tokens once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,8 @@ class PassWork:
         n_recomputed: Number of layers that recompute their large matrix products.
         budget: Largest number of tokens in a micro-batch.
         tp_size: Number of tensor-parallel devices, which exchange the outputs of layers.
+        shared_lens: Number of tokens of each prefix that a row has in common with an earlier row, and that is not
+            computed again.
     """
 
     row_lens: tuple[int, ...]
@@ -84,11 +86,12 @@ class PassWork:
     n_recomputed: int = 0
     budget: int = 2**17
     tp_size: int = 1
+    shared_lens: tuple[int, ...] = ()
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens of all rows."""
-        return sum(self.row_lens)
+        """Number of computed tokens."""
+        return sum(self.row_lens) - sum(self.shared_lens)
 
 
 def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: Rates) -> float:
@@ -109,7 +112,8 @@ def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates:
     flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
     flops += 2.0 * size * _kept_elements(config) * work.n_recomputed * n
     flops += (3 if work.trains else 1) * 2.0 * cost.adapter_params * n
-    attention = (3.5 if work.trains else 1) * cost.attn_flops * mean_pairs(cost, work.row_lens)
+    pairs = mean_pairs(cost, work.row_lens) - (mean_pairs(cost, work.shared_lens) if work.shared_lens else 0)
+    attention = (3.5 if work.trains else 1) * cost.attn_flops * pairs
     rule = (3 if work.trains else 1) * cost.rule_flops * n
     n_bytes = float(n) * layers * size * (_TRAIN_BYTES if work.trains else _FORWARD_BYTES)
     if frozen and work.trains:

@@ -19,7 +19,7 @@ from areno.config.ratio import RatioConfig
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
 from areno.engine.footprint import Footprint, Model, footprint_of
 from areno.engine.memory import RESERVE
-from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec
+from areno.engine.spec import WORTH_SHARING, EngineSpec, RoleSpec, RolloutSpec
 from areno.engine.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.errors import ConfigError
 from areno.files.paths import existing_path, model_setting
@@ -424,7 +424,8 @@ class _Step:
         """Return the phase in which the model `name` scores or trains `n_rows` rows."""
         model, lengths, role = self._model(name), self.lengths, self.roles[name]
         row, n_each = lengths.prompt + lengths.answer, -(-n_rows // self.layout.data_size)
-        n_tokens = -(-n_each * row // self.layout.cp_size)
+        shared_lens = (lengths.prompt,) * self._n_sharing(model, n_each)
+        n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         budget = self.budget(name, phase)
         share = lengths.answer / row if phase == TRAIN else 1.0
         head = 0.0 if model.config.head == "value" else share
@@ -438,6 +439,7 @@ class _Step:
             n_recomputed=n_recomputed,
             budget=budget * self.layout.cp_size,
             tp_size=self.layout.tp_size,
+            shared_lens=shared_lens,
         )
         rates = self._rates.of(self.layout.cp_size)
         seconds = pass_seconds(model.config, cost, work, rates)
@@ -465,6 +467,15 @@ class _Step:
             budget=budget,
             least=least,
         )
+
+    def _n_sharing(self, model: Model, n_rows: int) -> int:
+        """Return how many of the rows of a device have a prompt that another row has computed."""
+        config, lengths, wanted = self.config, self.lengths, self.config.actor.share_prefixes
+        if not isinstance(config, PolicyExperimentConfig) or model.config.delta is not None or wanted == "off":
+            return 0
+        sharing = n_rows - -(-n_rows // config.gconfig.n_samples)
+        saved = sharing * lengths.prompt / (n_rows * (lengths.prompt + lengths.answer))
+        return sharing if wanted == "on" or saved >= WORTH_SHARING else 0
 
     def _updates(self, name: str) -> int:
         """Return the number of optimizer steps of a model in a training step."""

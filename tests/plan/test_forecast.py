@@ -24,6 +24,7 @@ from tests.helpers.pages import ROOT
 WORK = [
     *("train_dataset.batch_size=32", "gconfig.n_samples=8", "gconfig.max_new_tokens=256", "valid_dataset=null"),
     *("train_dataset.max_length=256", "actor.gradient_checkpointing=true"),
+    "actor.share_prefixes=off",  # as it was measured
 ]
 KL = ["ref=default", "actor.kl_ctl=0.1"]
 CRITIC = ["critic.gradient_checkpointing=true", "critic.ppo_n_minibatches=1"]
@@ -166,6 +167,21 @@ def test_settings_in_effect_are_no_way() -> None:
     assert ways
     keys = {key for way in ways for key in way.changes}
     assert not keys & {"actor.optimizer.type", "rollout.drop_rollout_state"}
+
+
+AUTO_AND_OFF = ("actor.share_prefixes=auto", "actor.share_prefixes=off")
+
+
+def test_shared_prompts_shorten_training_and_scoring() -> None:
+    """Of 8 samples with 256 prompt tokens and 256 new ones, 9 of 16 halves are computed."""
+    settings = ["actor.path=Qwen/Qwen3-4B", "actor.optimizer.type=adam_8bit", *KL]
+    apart = predicted("grpo", *settings)
+    shared = predicted("grpo", *settings, "actor.share_prefixes=auto")
+    assert shared.phases[0].seconds == apart.phases[0].seconds
+    for one, other in zip(shared.phases[1:], apart.phases[1:], strict=True):
+        assert 9 / 16 * 0.9 < one.seconds / other.seconds < 0.75
+    short = [forecast(config("grpo", *settings, f), hardware_of("h200"), 1, 16, 256) for f in AUTO_AND_OFF]
+    assert short[0].seconds == short[1].seconds  # it would save less than a tenth
 
 
 def test_more_memory_and_devices_lower_the_need() -> None:

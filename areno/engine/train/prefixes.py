@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areno.engine.spec import SharePrefixes
+from areno.engine.spec import WORTH_SHARING, SharePrefixes
 
 LEAST = 16  # tokens of a shared segment; shorter ones would save less than the copies of keys cost
-WORTH = 0.9  # share of the rows' tokens at or below which "auto" computes shared tokens once
 
 _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 
@@ -232,4 +231,4 @@ def shares_prefixes(rows: Rows, when: SharePrefixes) -> bool:
     if when == "off" or len({row[:LEAST].tobytes() for row in rows}) == len(rows):
         return False
     saved = sum(common for _, common in sorted_rows(rows))
-    return saved >= ((1 - WORTH) * sum(map(len, rows)) if when == "auto" else 1)
+    return saved >= (WORTH_SHARING * sum(map(len, rows)) if when == "auto" else 1)
