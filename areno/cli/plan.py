@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.config.experiments import PolicyExperimentConfig
-from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
+from areno.errors import ConfigError, Key, Problem, did_you_mean, keys_renamed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,14 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
     here = [hardware.hardware_of(arguments.device)] if arguments.device else hardware.devices_here()
     algorithm, settings = _command(arguments.command)
     config = _config(algorithm, settings)
-    _check_options(arguments, config)
+    names = settings[-1] | {"engine.world_size": "--devices"}
+    _check_options(arguments, config, names)
     n_devices = arguments.devices or config.engine.world_size or (len(here) if not arguments.device else 1)
 
     def predict(config: Any, n_devices: int) -> Forecast:
         return forecast(config, here[0], n_devices, arguments.prompt_tokens, arguments.answer_tokens)
 
-    with keys_renamed({"engine.world_size": "--devices"}.get):
+    with keys_renamed(names.get):
         found = predict(config, n_devices)
+        _check_lengths(found)
     ways = [] if found.fits else ways_to_fit(found, predict)
     if arguments.json:
         print(json.dumps(as_json(algorithm.name, found, ways), indent=2))
@@ -103,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _check_options(arguments: argparse.Namespace, config: Any) -> None:
+def _check_options(arguments: argparse.Namespace, config: Any, names: Mapping[str, str]) -> None:
     """Raise an error if an option of `areno plan` contradicts the settings of the run."""
     problems = []
     if arguments.devices and config.engine.world_size not in (None, arguments.devices):
@@ -112,10 +114,29 @@ def _check_options(arguments: argparse.Namespace, config: Any) -> None:
         )
     most = config.gconfig.max_new_tokens if isinstance(config, PolicyExperimentConfig) else None
     if most is not None and (arguments.answer_tokens or 0) > most:
-        text = f"is {arguments.answer_tokens}, but an answer has at most {most} tokens (gconfig.max_new_tokens)"
-        problems.append(Problem("--answer-tokens", text))
+        text = "is {}, but an answer has at most {} tokens ({})"
+        values = (arguments.answer_tokens, most, Key("gconfig.max_new_tokens"))
+        problems.append(Problem("--answer-tokens", text, *values).renamed(names.get))
     if problems:
         raise ConfigError(problems)
+
+
+def _check_lengths(found: Forecast) -> None:
+    """Raise an error if the assumed lengths are more than the model or the settings of the run allow."""
+    config, lengths = found.config, found.lengths
+    context, most = found.footprint.models[0].config.max_position_embeddings, config.train_dataset.max_length
+    row, limit = lengths.prompt + lengths.answer, Key("train_dataset.max_length")
+    if row > context:
+        text = "is {}, with answers of {} tokens, but the context of the model has {} tokens"
+        raise ConfigError(Problem("--prompt-tokens", text, lengths.prompt, lengths.answer, context))
+    if not isinstance(config, PolicyExperimentConfig):
+        if row > most:
+            text = "is {}, with answers of {} tokens, but a row has at most {} tokens ({})"
+            raise ConfigError(Problem("--prompt-tokens", text, lengths.prompt, lengths.answer, most, limit))
+    elif lengths.prompt > most and config.agent.fn is None:  # the prompts of an agent grow with its conversation
+        raise ConfigError(
+            Problem("--prompt-tokens", "is {}, but a prompt has at most {} tokens ({})", lengths.prompt, most, limit)
+        )
 
 
 def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, list[str], dict[str, str]]]:

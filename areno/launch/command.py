@@ -36,6 +36,7 @@ from areno.launch import help, yaml_files
 from areno.launch.hints import listed
 from areno.schema.build import with_defaults
 from areno.schema.fields import Missing
+from areno.tracking.run_folder import TUNED
 
 if TYPE_CHECKING:
     from areno.config.experiments import ExperimentConfig
@@ -423,10 +424,10 @@ def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextli
     """
     if not (isinstance(config, PolicyExperimentConfig) and config.tune.enabled):
         return
-    from areno.run import tuning
-    from areno.tracking.run_log import RunLog
-
     try:
+        from areno.run import tuning  # takes seconds, in which Ctrl-C may come
+        from areno.tracking.run_log import RunLog
+
         logs.enter_context(RunLog(own_process=True))
         tuning.write(job.run_dir, tuning.tune(config, job.composition.given, job.task))
     except BaseException:
@@ -436,7 +437,7 @@ def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextli
 
 def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
     """Set the settings that were chosen by a trial before the first start of a run that resumes."""
-    if isinstance(config, PolicyExperimentConfig) and config.tune.enabled:
+    if (job.run_dir / TUNED).exists():
         from areno.run import tuning
 
         tuning.restore(config, job.run_dir, job.composition.given)

@@ -67,12 +67,13 @@ def compare(found: Forecast, metrics: Mapping[str, Sequence[float]]) -> list[Com
         metrics: Name of a scalar -> its recorded values.
 
     Returns:
-        One entry for each phase that the run has recorded, and one for the whole step. Empty if no phase was recorded.
+        One entry for each phase that the run has recorded, and one for the whole step. The predicted time of the step
+        is the sum over these phases. Empty if no phase was recorded.
     """
     phases = [each for phase in found.phases for each in _compared(phase, metrics)]
     if not phases or not metrics.get("time/step"):
         return []
-    seconds = found.seconds, statistics.median(metrics["time/step"])
+    seconds = sum(phase.seconds[0] for phase in phases), statistics.median(metrics["time/step"])
     gib = max(phase.gib[0] for phase in phases), max(phase.gib[1] for phase in phases)
     return [*phases, Compared(name=STEP, seconds=seconds, gib=gib)]
 

@@ -35,7 +35,7 @@ CHOSEN = (AT_ONCE, DROP, RECOMPUTE, BUDGET, BATCH)
 _BUDGETS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _HALVINGS = 3  # of the number of samples that are decoded at once
 # Factors by which a candidate must be faster, because it cannot adapt when there is less memory than expected.
-_FIXED = {BUDGET: 1.02, RECOMPUTE: 1.01}
+_FIXED_BUDGET, _NO_RECOMPUTE = 1.02, 1.01
 _NEAR = 1.15  # candidates are tried if they are at most this much slower than the best one
 _LARGER = 1.1  # a larger step is chosen if its time per sample is at most this much longer
 _OF_A_KIND = 2  # candidates that are tried with equal settings apart from micro-batches
@@ -90,9 +90,12 @@ class Candidate:
         Args:
             step_seconds: Time of a step.
         """
-        fixed = (self.settings.get(BUDGET) is not None, self.settings.get(RECOMPUTE) is False)
-        factors = (factor for factor, is_fixed in zip(_FIXED.values(), fixed, strict=True) if is_fixed)
-        return step_seconds / self.n_rows * math.prod(factors)
+        price = step_seconds / self.n_rows
+        if self.settings.get(BUDGET) is not None:
+            price *= _FIXED_BUDGET
+        if self.settings.get(RECOMPUTE) is False:
+            price *= _NO_RECOMPUTE
+        return price
 
     def __str__(self) -> str:
         config = self.config

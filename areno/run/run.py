@@ -329,22 +329,22 @@ class Run:
         self._has_ended = True
 
     def _compare_with_forecast(self) -> None:
-        """Log the predicted and the measured time and memory of each phase, and write them to logs/forecast.json."""
-        metrics = {name: series.values for name, series in RunReader(self.folder).metrics().items()}
-        lengths = measured_lengths(self.config, metrics)
-        if lengths is None:
-            return
+        """Log the predicted and the measured time and memory of each phase, and write them to logs/forecast.json.
+
+        If this is not possible, the reason is logged, because the run is complete without it.
+        """
         try:
-            compared = compare(self._models.forecast(*lengths), metrics)
-        except ArenoError as error:  # a prediction must not fail a run that is complete
+            metrics = {name: series.values for name, series in RunReader(self.folder).metrics().items()}
+            lengths = measured_lengths(self.config, metrics)
+            compared = compare(self._models.forecast(*lengths), metrics) if lengths else []
+            if compared:
+                content = json.dumps([asdict(phase) for phase in compared], indent=1)
+                atomic_write_text(self.folder / FORECAST, content + "\n")
+        except (ArenoError, OSError) as error:  # such as a damaged logs/metrics.jsonl or a full disk
             logger.info("no forecast to compare the run with: %s", error, extra=IN_FULL)
             return
-        if compared:
-            content = json.dumps([asdict(phase) for phase in compared], indent=1)
-            atomic_write_text(self.folder / FORECAST, content + "\n")
-            for phase in compared[:-1]:
-                logger.info("predicted / measured: %s", phase, extra=IN_FULL)
-            logger.info("predicted / measured: %s", compared[-1])
+        for number, phase in enumerate(compared, 1):
+            logger.info("predicted / measured: %s", phase, extra=IN_FULL if number < len(compared) else None)
 
     def has_result(self, result: float) -> None:
         """Record the result of the run on disk. Does nothing unless `finish` has been called.

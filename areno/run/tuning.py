@@ -126,12 +126,14 @@ def _file(chosen: Mapping[str, Any], base: str) -> str:
 def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ()) -> None:
     """Set the settings that were chosen before an earlier process of a run, unless the user gives others now.
 
+    They are set even if tune.enabled is now false, because the run continues with the settings that it began with.
+
     Args:
         config: Settings of the run, which are changed.
-        folder: Folder of the run.
+        folder: Folder of the run, which has a tuned.yaml.
         given: Dotted names of the settings that the user gives now.
     """
-    if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled or not (folder / TUNED).exists():
+    if not isinstance(config, PolicyExperimentConfig):  # another algorithm, with which the run cannot be resumed
         return
     before, kept = settings_of(folder, TUNED), given_settings(given)
     found = {key: value_at(before, key) for key in CHOSEN if key not in kept}
@@ -150,8 +152,6 @@ def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str
     Returns:
         The content of tuned.yaml. None if nothing was chosen.
     """
-    if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
-        return None
     if run_dir is not None and is_described(Path(run_dir)):
         return None
     given = [key for key, _ in changed(config)]

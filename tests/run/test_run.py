@@ -14,6 +14,7 @@ import pytest
 from areno.config.models import ModelConfig, OptimizerConfig
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig, TensorBoardConfig
 from areno.errors import ConfigError, EngineError
+from areno.plan.measured import Compared
 from areno.run.run import Run
 from areno.tracking.run_log import RunLog
 from areno.types import TrainSequence
@@ -176,6 +177,28 @@ def test_a_run_that_ends_says_so_once(tmp_path):
     assert "loss 2.000 -> 1.000; files" in log
     assert "stopped" not in log
     assert (tmp_path / "checkpoints" / "latest" / "x").is_file()
+
+
+@pytest.mark.parametrize("damage", ["metrics", "disk"])
+def test_a_run_is_complete_even_if_it_cannot_be_compared_with_its_forecast(tmp_path, monkeypatch, damage):
+    def disk_is_full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = start(tmp_path, total_train_epochs=1)
+    monkeypatch.setattr(run._models, "forecast", lambda *lengths: None)
+    monkeypatch.setattr("areno.run.run.measured_lengths", lambda *_: (1, 1))
+    monkeypatch.setattr("areno.run.run.compare", lambda *_: [Compared(name="step", seconds=(1, 1), gib=(1, 1))])
+    for _ in run.steps():
+        run.end_step({})
+    if damage == "metrics":
+        (tmp_path / "logs/metrics.jsonl").write_text("{broken\n")
+    else:
+        monkeypatch.setattr("areno.run.run.atomic_write_text", disk_is_full)
+    run.finish({})
+    run.close()
+    log = (tmp_path / "logs/run.log").read_text()
+    assert "no forecast to compare the run with: " in log
+    assert "done: 2 steps" in log
 
 
 def test_what_is_told_at_the_end_is_the_mean_of_the_last_steps(tmp_path):

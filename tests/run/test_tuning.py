@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import logging
 import shutil
@@ -262,7 +263,9 @@ def test_a_run_records_what_was_chosen_and_goes_on_with_it(tmp_path: Path, chose
     assert len(chosen) == 1
     assert settings_of(folder) | {"total_train_steps": 2} == recorded
     assert sorted(without_times(folder)) == [1, 2, 3, 4]
-    start(tmp_path, "total_train_steps=5", f"{AT_ONCE}=6")
+    start(tmp_path, "total_train_steps=5", task=TASK)  # without tune.enabled
+    assert [value_at(settings_of(folder), key) for key in (AT_ONCE, RECOMPUTE, BUDGET, BATCH)] == [8, False, 512, 2]
+    start(tmp_path, "total_train_steps=6", f"{AT_ONCE}=6")
     assert value_at(settings_of(folder), AT_ONCE) == 6
     assert value_at(settings_of(folder), BATCH) == 2
 
@@ -297,6 +300,20 @@ def test_an_error_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuning, "choose", fail)
     with pytest.raises(SystemExit):
         start(tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupt_while_the_trials_are_imported_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "areno.run" and args[2] == ("tuning",):
+            raise KeyboardInterrupt
+        return importer(name, *args, **kwargs)
+
+    importer = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupt)
+    assert run(ALGORITHM, "gspo", [*TUNED, f"cluster.fileroot={tmp_path / 'runs'}", "trial_name=t"]) == 130
     assert not (tmp_path / "runs").exists()
 
 
