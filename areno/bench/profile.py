@@ -25,6 +25,7 @@ from areno import kernels
 OWN_FOLDERS = {
     "paged": "attention",
     "fixed_order": "attention",
+    "copies": "attention",
     "delta": "recurrent state",
     "symmetric_memory": "between GPUs",
     "matmul": "gemm",

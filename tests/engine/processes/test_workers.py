@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -191,7 +192,7 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.generated_tokens == sum(len(output.tokens) for output in finished)
         each.call("end_rollout")
-        given = ("actor", "logprobs", [[3, 4]], WHOLE, False, {"sampling": SamplingConfig()})
+        given = ("actor", "logprobs", [np.array([3, 4])], WHOLE, False, {"sampling": SamplingConfig()})
         assert each.call_each("score", [given])[0][0][0][0] == 0.0
     assert outputs[0] == outputs[1]
     inline.close()
