@@ -146,7 +146,7 @@ def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest
         ("rollout --mem-fraction 1.5", "--mem-fraction: is '1.5'"),
         ("rollout --mem-fraction all", "--mem-fraction: is 'all'"),
         ("rollout --profile file", "--profile: traces a CUDA device"),
-        ("rollout --offload", "--offload: is for train, step, state, not for rollout"),
+        ("rollout --offload", "--offload: is for train, step, state, grid, not for rollout"),
         ("train --offload", "--offload: is for a CUDA device, and --device is cpu"),
         (
             "rollout --shape tiny --new-tokens 5000",

@@ -124,6 +124,7 @@ def test_a_process_that_cannot_start_again_is_told_where_samples_are_added(
 SMALL = ["reward.workers=1", "gconfig.max_new_tokens=12", "total_train_steps=2"]
 TIMES = (
     "time/",
+    "memory/",
     "train/step_",
     "train/tokens_per_second",
     "rollout/tokens_per_second",
