@@ -187,8 +187,8 @@ def _phase(phase: str, figures: dict[str, Any]) -> str:
     if "mfu" in figures and phase == "train":
         text += f"; MFU {100 * figures['mfu']:.1f} % ({figures['train_tflop_s']:,.2f} TFLOP/s)"
         text += f", {100 * figures['needed_mfu']:.1f} % without the head on prompts"
-    if "computed_share" in figures and phase == "train":
-        text += f"; {100 * figures['computed_share']:.1f} % of the tokens computed, as rows share prefixes"
+        if "computed_share" in figures:
+            text += f"; {100 * figures['computed_share']:.1f} % of the tokens computed, as rows share prefixes"
     elif f"{phase}_percent_of_floor" in figures:
         text += f"; {figures[f'{phase}_percent_of_floor']:.1f} % of the floor"
     elif f"{phase}_percent_of_ordinary_floor" in figures:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
-from areno.kernels.copies import order_of_copies, sum_copies
+from areno.kernels.copies import copy_rows, order_of_copies, sum_copies
 from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_rows, delta_rows_backward
 from areno.layers.parallel import ParallelGroup
 
@@ -65,7 +65,7 @@ class SharedKeys:
         Args:
             x_NKD: keys or values of the N tokens.
         """
-        return x_NKD.index_select(0, self.places_M)
+        return copy_rows(x_NKD, self.places_M, self._order)
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor]:

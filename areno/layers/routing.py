@@ -160,12 +160,14 @@ class Routing:
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
         is_own_Nk = (chosen_Nk.unsqueeze(-1) == own_Nk.unsqueeze(-2)).any(-1)
         entropy_N, changed_N = torch.special.entr(probs_NE).sum(-1), (~is_own_Nk).sum(-1)
-        counts_N = torch.ones(n, device=probs_NE.device) if self.counts_N is None else self.counts_N
+        times_Nk = torch.ones_like(chosen_Nk)
+        if (counts_N := self.counts_N) is not None:
+            probs_NE, entropy_N = probs_NE * counts_N.unsqueeze(-1), entropy_N * counts_N
+            times_Nk, changed_N = times_Nk * counts_N.long().unsqueeze(-1), changed_N * counts_N.long()
         chosen_E = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=probs_NE.device)
-        times_Nk = counts_N.long().unsqueeze(-1).expand_as(chosen_Nk)
         return LayerLoad(
             chosen_E=chosen_E.scatter_add_(0, chosen_Nk.flatten(), times_Nk.flatten()),
-            probability_E=(probs_NE * counts_N.unsqueeze(-1)).sum(0),
-            entropy=(entropy_N * counts_N).sum(),
-            changed=(changed_N * counts_N.long()).sum(),
+            probability_E=probs_NE.sum(0),
+            entropy=entropy_N.sum(),
+            changed=changed_N.sum(),
         )

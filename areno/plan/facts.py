@@ -88,6 +88,8 @@ def log_model(engine: Engine) -> None:
             ", ".join(lora.adapters.targets),
             _origin(lora),
         )
+    if engine.spec.share_prefixes != "off" and info.sharing("on") == "off":
+        logger.info("prefixes of rows are not shared in training, because the model has recurrent states")
     _log_memory(engine)
 
 

@@ -63,7 +63,7 @@ def hidden_of_rows(model: torch.nn.Module, rows: Rows, share: bool, backend: str
     local = packed(rows, share, backend=backend)
     hidden_ND = model(local.tokens_n, local.positions_n, local.attend)
     shared = local.packed.shared
-    return hidden_ND if shared is None else hidden_ND.index_select(0, shared.places_L)
+    return hidden_ND if shared is None else hidden_ND.index_select(0, shared.places_U)
 
 
 def n_nodes(rows: Rows) -> int:

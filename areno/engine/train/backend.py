@@ -187,7 +187,7 @@ class TrainBackend:
             sampling: Sampling settings, whose temperature divides the logits.
 
         Returns:
-            (L,) float32 log-probabilities for the tokens of the rows. Tokens that are not predicted have 0.
+            (U,) float32 log-probabilities for the tokens of the rows. Tokens that are not predicted have 0.
         """
         with torch.no_grad(), phase("old logprobs", tokens=len(packed.tokens_N)):
             logprobs_N = self._logprobs(packed, sampling)[0]
@@ -304,7 +304,7 @@ class TrainBackend:
             packed: The micro-batch, with N tokens, of which T are to be predicted.
 
         Returns:
-            (L,) float32 for the tokens of the rows, with gradient. 0 at tokens that are not predicted.
+            (U,) float32 for the tokens of the rows, with gradient. 0 at tokens that are not predicted.
         """
         hidden_nD, share = self._hidden(packed)
         places_T, hidden_TD = share.before(hidden_nD, packed.places_to_predict())
@@ -318,7 +318,7 @@ class TrainBackend:
             sampling: Sampling settings, whose temperature divides the logits.
 
         Returns:
-            (log-probabilities, entropies), each (L,) float32 for the tokens of the rows. 0 at tokens that are not
+            (log-probabilities, entropies), each (U,) float32 for the tokens of the rows. 0 at tokens that are not
             predicted.
         """
         tp, head = self.model.tp, self.model.output

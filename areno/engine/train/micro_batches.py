@@ -20,6 +20,7 @@ from areno.errors import DataError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
 
+_BALANCED = 1.1  # largest cost of a rank, divided by the mean, with which rows are not divided further
 _PIECES = 4  # at least so many pieces of rows with a shared prefix for each data-parallel rank
 
 
@@ -150,6 +151,7 @@ def share_steps(
     lengths = row_lengths.reshape(len(units), -1).sum(1).tolist()
     trained_of_unit = row_trained.reshape(len(units), -1)
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
+    counts_micro_batches = update.gradient_accumulation_steps is not None  # whose number must not depend on sharing
     for step in optimizer_steps(lengths, update_of_units, cp_size):
         if len(step) < dp_size and update.rows_per_unit > 1:
             raise DataError(
@@ -164,7 +166,8 @@ def share_steps(
         shares_step = shares_prefixes([row for unit in tokens for row in unit], share_prefixes)
         batches: list[list[list[Row]]] = []
         for mine in _split_units([units[index] for index in step], dp_size, cost, shares_step):
-            micro = row_micro_batches([tokens[place] for place in mine], update_of_units.mb_spec, cp_size, shares_step)
+            of_mine, spec = [tokens[place] for place in mine], update_of_units.mb_spec
+            micro = row_micro_batches(of_mine, spec, cp_size, shares_step and not counts_micro_batches)
             batches.append([[row for place in batch for row in units[step[mine[place]]]] for batch in micro])
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
                 batches[-1] = [[_untrained(units[index][0] for index in step)]]
@@ -192,12 +195,19 @@ def _split_units(units: Sequence[Sequence[Row]], dp_size: int, cost: Cost | None
 def _split_pieces(units: Sequence[Rows], costs: Sequence[float], n_shares: int) -> list[list[int]]:
     """Divide units into shares of nearly equal cost, so that units with a shared prefix stay together.
 
-    Units are first joined to pieces that are small enough for balanced shares. A piece costs its part of the tokens.
+    All units with a common prefix stay together if the shares are balanced then. Otherwise they are cut into pieces. A
+    piece costs its part of the tokens.
     """
     n_tokens = [sum(map(len, unit)) for unit in units]
-    found = pieces(units, max(1, sum(n_tokens) // (_PIECES * n_shares)))
-    of_pieces = [size * sum(costs[i] for i in unit) / sum(n_tokens[i] for i in unit) for unit, size in found]
-    return [sorted(i for place in share for i in found[place][0]) for share in split_balanced(of_pieces, n_shares)]
+    total = sum(n_tokens)
+    for most in (total, max(1, total // (_PIECES * n_shares))):
+        found = pieces(units, most)
+        of_pieces = [size * sum(costs[i] for i in unit) / sum(n_tokens[i] for i in unit) for unit, size in found]
+        shares = split_balanced(of_pieces, n_shares)
+        loads = [sum(of_pieces[place] for place in share) for share in shares]
+        if max(loads) <= _BALANCED * sum(loads) / n_shares:
+            break
+    return [sorted(i for place in share for i in found[place][0]) for share in shares]
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.engine.train.micro_batches import StepMicroBatches
-from areno.engine.train.prefixes import forest_of
+from areno.engine.train.prefixes import forest_of, shared_routes
 from areno.engine.train.rows import Row
+from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, SharedKeys
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
@@ -26,22 +27,22 @@ from areno.loss_fns.pack import DataPack
 
 @dataclass(slots=True)
 class SharedTokens:
-    """How rows are made of the N tokens of a forward pass, if rows share prefixes. L letters the tokens of all rows.
+    """The relation of rows that share prefixes, with U tokens in all, to the N tokens of a forward pass.
 
     Attributes:
         keys: Keys of each segment: of its own tokens and of the tokens before it in its rows.
         previous_N: int64, index of the token before each token. 0 for the first token of a row.
-        places_L: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
+        places_U: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
         counts_N: float32, number of rows that contain each token.
-        wanted_L: bool, whether the value of a row's token is needed. Another row that contains the token may need its
+        wanted_U: bool, whether the value of a row's token is needed. Another row that contains the token may need its
             value. None if the values of all tokens are needed.
     """
 
     keys: SharedKeys
     previous_N: Tensor
-    places_L: Tensor
+    places_U: Tensor
     counts_N: Tensor
-    wanted_L: Tensor | None
+    wanted_U: Tensor | None
 
 
 @dataclass(slots=True)
@@ -75,12 +76,12 @@ class PackedTokens:
         return self.positions_N.nonzero().squeeze(-1) if self.predicted_T is None else self.predicted_T
 
     def in_rows(self, numbers_N: Tensor) -> Tensor:
-        """Return values of the N tokens as values of the tokens of the caller's rows, (L,), differentiable.
+        """Return values of the N tokens as values of the tokens of the caller's rows, (U,), differentiable.
 
         Args:
             numbers_N: A value for each of the N tokens.
         """
-        return numbers_N if self.shared is None else numbers_N.index_select(0, self.shared.places_L)
+        return numbers_N if self.shared is None else copy_rows(numbers_N, self.shared.places_U)
 
 
 def pack_tokens(
@@ -106,8 +107,9 @@ def pack_tokens(
 
     if share:
         forest = forest_of(token_rows)
-        places, lengths = forest.places_L, np.diff(forest.starts)
-        if len(forest.tokens_N) < len(places):
+        places, lengths = forest.places_U, np.diff(forest.starts)
+        routes_N = None if routes is None else shared_routes(forest, np.concatenate(routes))
+        if len(forest.tokens_N) < len(places) and (routes is None) == (routes_N is None):
             longest = int(np.diff(forest.key_starts).max())
             keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, len(forest.tokens_N))
             counts = on_device(forest.counts_N.astype(np.float32))
@@ -118,7 +120,7 @@ def pack_tokens(
                 on_device(forest.positions_N),
                 on_device(forest.starts),
                 int(lengths.max()),
-                None if routes is None else on_device(np.concatenate(routes)[forest.first_N]),
+                None if routes_N is None else on_device(routes_N),
                 None if trained is None else on_device(np.unique(places[trained])),
                 shared,
             )
@@ -289,7 +291,9 @@ class LocalTokens:
         if self.attend.context.size > 1:
             here = (sources_T >= 0) & (sources_T < len(self.tokens_n))
             places_T, sources_T = places_T[here], sources_T[here]
-        return places_T, hidden_nD.index_select(0, sources_T)
+        if self.packed.shared is None:
+            return places_T, hidden_nD.index_select(0, sources_T)
+        return places_T, copy_rows(hidden_nD, sources_T)  # the last token of a prefix predicts several tokens
 
     def aligned(self, places_T: Tensor, numbers_T: Tensor) -> Tensor:
         """Write per-token values at their indices in the micro-batch, and sum over the context-parallel ranks.
@@ -299,10 +303,10 @@ class LocalTokens:
             numbers_T: (T,) values of these tokens.
 
         Returns:
-            (L,) float32 with the values from all ranks, for the tokens of the caller's rows, of which there are N
+            (U,) float32 with the values from all ranks, for the tokens of the caller's rows, of which there are N
             without shared prefixes. 0 at tokens without a value.
         """
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=places_T.device)
         numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, places_T, numbers_T))
-        numbers_L, shared = self.packed.in_rows(numbers_N), self.packed.shared
-        return numbers_L if shared is None or shared.wanted_L is None else numbers_L * shared.wanted_L
+        numbers_U, shared = self.packed.in_rows(numbers_N), self.packed.shared
+        return numbers_U if shared is None or shared.wanted_U is None else numbers_U.where(shared.wanted_U, 0.0)

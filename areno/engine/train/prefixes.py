@@ -15,7 +15,8 @@ import numpy as np
 
 from areno.engine.spec import WORTH_SHARING, SharePrefixes
 
-LEAST = 16  # tokens of a shared segment; shorter ones would save less than the copies of keys cost
+LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
+KEYS = 8  # copied keys of shared tokens take about as much memory as one computed token
 
 _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 
@@ -24,18 +25,18 @@ Rows = Sequence[np.ndarray]
 
 @dataclass(slots=True)
 class Forest:
-    """Rows laid out as segments, as arrays. Letters: N tokens of all segments, S segments, L tokens of all rows.
+    """Rows laid out as segments, as arrays. Letters: N tokens of all segments, S segments, U tokens of all rows.
 
     Attributes:
         tokens_N: int64 token ids.
         positions_N: int64, position of each token in its rows.
         previous_N: int64, index of the token before each token. 0 for the first token of a row.
-        first_N: int64, index among the L tokens of the first occurrence of each token.
+        first_N: int64, index among the U tokens of the first occurrence of each token.
         starts: (S + 1,) int32, index of the first token of each segment, and N.
         keys_M: int64, for each segment, the indices of the tokens from the beginning of its rows to its end. M is the
             number of all these indices.
         key_starts: (S + 1,) int32, index in `keys_M` of the first key of each segment, and M.
-        places_L: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
+        places_U: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
     """
 
     tokens_N: np.ndarray
@@ -45,12 +46,12 @@ class Forest:
     starts: np.ndarray
     keys_M: np.ndarray
     key_starts: np.ndarray
-    places_L: np.ndarray
+    places_U: np.ndarray
 
     @property
     def counts_N(self) -> np.ndarray:
         """Number of rows that contain each token, (N,) int64."""
-        return np.bincount(self.places_L, minlength=len(self.tokens_N))
+        return np.bincount(self.places_U, minlength=len(self.tokens_N))
 
 
 def forest_of(rows: Rows) -> Forest:
@@ -76,19 +77,19 @@ def forest_of(rows: Rows) -> Forest:
     for index, segment in enumerate(order):
         if tree.parent[segment] >= 0:
             previous_N[starts[index]] = paths[index][begin[index] - 1]
-    places_L = np.concatenate([paths[place[leaf]] for leaf in tree.leaf_of_row])
-    tokens_L = np.concatenate(rows)
+    places_U = np.concatenate([paths[place[leaf]] for leaf in tree.leaf_of_row])
+    tokens_U = np.concatenate(rows)
     first_N = np.empty(starts[-1], dtype=np.int64)
-    first_N[places_L[::-1]] = np.arange(len(places_L))[::-1]  # of several occurrences, the first is written last
+    first_N[places_U[::-1]] = np.arange(len(places_U))[::-1]  # of several occurrences, the first is written last
     return Forest(
-        tokens_N=tokens_L[first_N],
+        tokens_N=tokens_U[first_N],
         positions_N=positions_N,
         previous_N=previous_N,
         first_N=first_N,
         starts=starts.astype(np.int32),
         keys_M=np.concatenate(paths),
         key_starts=np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int32),
-        places_L=places_L,
+        places_U=places_U,
     )
 
 
@@ -205,20 +206,44 @@ def pieces(units: Sequence[Rows], most: int) -> list[tuple[list[int], int]]:
 
     Args:
         units: The rows of each unit, which stay together. The first row of a unit stands for it.
-        most: Largest number of tokens that are computed for a piece, if it has more than one unit.
+        most: Largest size of a piece with more than one unit.
 
     Returns:
-        For each piece, (indices of its units, number of tokens that are computed for it).
+        For each piece, (indices of its units, size). The size is the number of computed tokens and, because each row
+        has copies of the keys of its prefix, a KEYS-th of the other tokens.
     """
     found: list[tuple[list[int], int]] = []
     for index, common in sorted_rows([unit[0] for unit in units]):
-        n_tokens = len(units[index][0]) if len(units[index]) == 1 else n_computed(units[index])
-        if common and found[-1][1] + n_tokens - common <= most:
+        unit = units[index]
+        size = len(unit[0])
+        if len(unit) > 1:
+            size = n_computed(unit)
+            size += (sum(map(len, unit)) - size) // KEYS
+        saved = max(0, common - LEAST + 1)  # at least so many tokens are shared, see _Tree
+        more = size - saved + -(-saved // KEYS)
+        if common and found[-1][1] + more <= most:
             indices, total = found[-1]
-            found[-1] = [*indices, index], total + n_tokens - common
+            found[-1] = [*indices, index], total + more
         else:
-            found.append(([index], n_tokens))
+            found.append(([index], size))
     return found
+
+
+def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
+    """Return the routes of the tokens of a forest: of each token, the known ones.
+
+    Args:
+        forest: The forest.
+        routes_U: Routes of the tokens of all rows, see areno/engine/train/rows.py.
+
+    Returns:
+        (N, layers, k). None if rows disagree about the experts of a shared token, so that they cannot share it.
+    """
+    known = np.flatnonzero(routes_U[:, 0, 0] != np.iinfo(routes_U.dtype).max)
+    source_N = forest.first_N.copy()
+    source_N[forest.places_U[known][::-1]] = known[::-1]
+    routes_N = routes_U[source_N]
+    return routes_N if np.array_equal(routes_N[forest.places_U[known]], routes_U[known]) else None
 
 
 def shares_prefixes(rows: Rows, when: SharePrefixes) -> bool:

@@ -6,12 +6,14 @@ run. Shape letters: N rows, M copies, X elements of a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from areno.kernels.backend import form
 
-__all__ = ["order_of_copies", "sum_copies"]
+__all__ = ["copy_rows", "order_of_copies", "sum_copies"]
 
 
 def order_of_copies(places_M: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
@@ -25,9 +27,8 @@ def order_of_copies(places_M: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
         (order_M, starts): int64 indices of the copies, in the order of their rows, and (N + 1,) int64 index in order_M
         of the first copy of each row, and M.
     """
-    starts = torch.zeros(n_rows + 1, dtype=torch.int64, device=places_M.device)
-    torch.cumsum(torch.bincount(places_M, minlength=n_rows), 0, out=starts[1:])
-    return places_M.argsort(stable=True), starts
+    sorted_M, order_M = places_M.sort(stable=True)
+    return order_M, torch.searchsorted(sorted_M, torch.arange(n_rows + 1, device=places_M.device))
 
 
 def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
@@ -39,3 +40,32 @@ def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
         starts: second result of `order_of_copies`.
     """
     return form(copies_MX, __name__).sum_copies(copies_MX, order_M, starts)
+
+
+def copy_rows(x_NX: Tensor, places_M: Tensor, order: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Return copies of rows, (M, X), as index_select does. The backward pass sums the gradients of a row's copies.
+
+    Args:
+        x_NX: the rows, of any number of dimensions.
+        places_M: int64, the row of each copy.
+        order: `order_of_copies(places_M, N)`. None computes the order in the backward pass.
+    """
+    return _CopyRows.apply(x_NX, places_M, *(order or (None, None)))  # type: ignore[return-value]
+
+
+class _CopyRows(torch.autograd.Function):
+    """Autograd function of `copy_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NX: Tensor, places_M: Tensor, order_M: Tensor | None, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(places_M, order_M, starts)
+        ctx.n_rows = len(x_NX)
+        return x_NX.index_select(0, places_M)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        places_M, *order = ctx.saved_tensors
+        if order[0] is None:
+            order = order_of_copies(places_M, ctx.n_rows)
+        flat_MX = grads[0].reshape(len(places_M), -1).contiguous()
+        return sum_copies(flat_MX, *order).view(-1, *grads[0].shape[1:]), None, None, None
