@@ -29,7 +29,7 @@ COMMANDS = [
     f"step --shape tiny --dtype bfloat16 {SIZES} --lora-rank 8",
     f"rollout --shape tiny --dtype bfloat16 {SIZES} --exact",
     f"train --shape tiny --dtype bfloat16 {SIZES} --exact",
-    f"train --shape tiny --dtype bfloat16 {SIZES} --optimizer adam_8bit",
+    f"train --shape tiny --dtype bfloat16 {SIZES} --optimizer adam_8bit --share-prefixes on",
     f"sampling --shape tiny --dtype bfloat16 {SIZES}",
     f"step --shape tiny-moe --dtype bfloat16 {SIZES}",
     f"step --shape tiny-qwen3.5 --dtype bfloat16 {SIZES} --lora-rank 8",
