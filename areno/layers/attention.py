@@ -77,7 +77,7 @@ class SharedKeys:
         Args:
             grad_MKD: the gradient with respect to the result of `gather`.
         """
-        return sum_copies(grad_MKD.contiguous().flatten(1), *self._order).view(-1, *grad_MKD.shape[1:])
+        return sum_copies(grad_MKD.contiguous().flatten(1), *self._order).view(self.n_tokens, *grad_MKD.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def test_flash_that_cannot_run_is_warned_of(
         cost=SimpleNamespace(experts=None), tp_sums="", n_params=1, dtype="float32", attn_backend=attention
     )
     sections = {"actor": SimpleNamespace(lora=None), "engine": SimpleNamespace(attn_backend=requested)}
-    spec = SimpleNamespace(**sections, addresses=["cuda:0"])
+    spec = SimpleNamespace(**sections, addresses=["cuda:0"], share_prefixes="off")
     engine: Any = SimpleNamespace(info=info, spec=spec, memory_table=lambda: ("", ""))
     with caplog.at_level(logging.WARNING):
         log_model(engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areno.kernels.copies import order_of_copies, sum_copies
+from areno.kernels.copies import copy_rows, order_of_copies, sum_copies
 from tests.helpers.interpreted import run_interpreted
 
 CASES = [(1, 5, 3), (7, 40, 1024), (30, 31, 1030), (4, 0, 8)]
@@ -28,6 +28,22 @@ def compare(device: str, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch
 
 def test_sums_in_plain_torch() -> None:
     compare("cpu", (torch.float32, torch.bfloat16, torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 2, 4)])
+@pytest.mark.parametrize("n_copies", [0, 9])
+def test_the_gradient_of_copies_is_that_of_index_select(shape: tuple[int, ...], n_copies: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(6, (n_copies,), generator=generator)
+    upstream = torch.randn(n_copies, *shape[1:], generator=generator, dtype=torch.float64)
+    found = []
+    for gather in (copy_rows, lambda x, at: x.index_select(0, at)):
+        rows = torch.arange(6.0, dtype=torch.float64).view(6, *[1] * (len(shape) - 1)).expand(shape).requires_grad_()
+        copies = gather(rows, places)
+        copies.backward(upstream)
+        found.append((copies.detach(), rows.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_interpreted_kernel() -> None:

@@ -67,5 +67,6 @@ class _CopyRows(torch.autograd.Function):
         places_M, *order = ctx.saved_tensors
         if order[0] is None:
             order = order_of_copies(places_M, ctx.n_rows)
-        flat_MX = grads[0].reshape(len(places_M), -1).contiguous()
-        return sum_copies(flat_MX, *order).view(-1, *grads[0].shape[1:]), None, None, None
+        grad_M = grads[0]
+        flat_MX = (grad_M.unsqueeze(1) if grad_M.dim() == 1 else grad_M.flatten(1)).contiguous()
+        return sum_copies(flat_MX, *order).view(ctx.n_rows, *grad_M.shape[1:]), None, None, None
