@@ -209,7 +209,7 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, A
         "model": found.config.actor.path,
         "device": found.hardware.name,
         "device_bytes": found.hardware.memory,
-        "usable_bytes": found.usable,
+        "usable_bytes": found.hardware.usable_bytes,
         "devices": found.n_devices,
         "prompt_tokens": found.lengths.prompt,
         "answer_tokens": found.lengths.answer,
@@ -253,8 +253,8 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
     hardware = found.hardware
     copies = f"{found.n_devices} x " if found.n_devices > 1 else ""
     memory = f"{hardware.memory / 2**30:.1f} GiB"
-    if found.usable < hardware.memory:
-        memory += f", of which {found.usable / 2**30:.1f} can be used"
+    if found.hardware.usable_bytes < hardware.memory:
+        memory += f", of which {found.hardware.usable_bytes / 2**30:.1f} can be used"
     console.print(f"[bold]{algorithm}, {found.config.actor.path}, on {copies}{hardware.title} ({memory})[/bold]")
     console.print(f"models: {_models(found)}")
     console.print(f"a step: {_work(found, is_limit)}")
@@ -279,7 +279,7 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
     if found.fits:
         console.print(
             f"[bold green]It fits.[/bold green] A step takes about {found.seconds:.1f} s. The peak is "
-            f"{found.peak / 2**30:.1f} of {found.usable / 2**30:.1f} GiB.{_host(found)}"
+            f"{found.peak / 2**30:.1f} of {found.hardware.usable_bytes / 2**30:.1f} GiB.{_host(found)}"
         )
         console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
         return
@@ -327,7 +327,7 @@ def _picture(console: Console, found: Forecast) -> None:
     from rich.text import Text
 
     scale = max(found.peak, found.hardware.memory) / _WIDTH
-    end = round(found.usable / scale)
+    end = round(found.hardware.usable_bytes / scale)
     width = max(len(phase.name) for phase in found.phases)
     for phase in found.phases:
         bar, cells = Text(), 0

@@ -148,13 +148,13 @@ class EncodedAhead(Generic[Item]):
                 heartbeat.beat()
 
     def _drop(self, indices: Iterable[int]) -> dict[int, Item | Exception]:
-        """Remove rows from those that are ready, and return them."""
+        """Remove encoded rows from `_ready`, and return them by their indices."""
         dropped = {index: self._ready.pop(index) for index in indices}
         self._n_tokens -= self._tokens_of(dropped)
         return dropped
 
     def _keep(self, encoded: dict[int, Item | Exception]) -> None:
-        """Add encoded rows to those that are ready."""
+        """Add encoded rows to `_ready`."""
         self._ready |= encoded
         self._n_tokens += self._tokens_of(encoded)
 

@@ -105,7 +105,7 @@ class EncoderProcess:
         return [None] * len(indices) if flat is None else flat.items(indices)
 
     def close(self) -> None:
-        """Kill the process. A thread that waits in `encode` then gets an EOFError."""
+        """Kill the process. If another thread waits in `encode`, its call raises EOFError."""
         self._process.kill()
         self._process.join()
 
@@ -156,7 +156,7 @@ class _FlatItems:
         return PairItem(chosen=next(rows), rejected=next(rows), index=index) if self.are_pairs else next(rows)
 
     def _rows(self) -> Iterator[TrainSequence]:
-        """Yield the sequences, whose arrays are views of the concatenated arrays."""
+        """Yield the sequences in order. Their arrays are views of `tokens` and `prompt_mask`."""
         start = 0
         for length, end in zip(self.lengths, self.ends, strict=True):
             place = slice(start, start + length)

@@ -284,6 +284,7 @@ class EngineInfo:
         context_len: Context length of the model, in tokens.
         vocab_size: Vocabulary size of the model.
         device: Device of the first worker.
+        shares_prefixes: Whether rows can share prefixes, see TransformerConfig.shares_prefixes.
         device_name: Name of the first worker's GPU, such as "NVIDIA H100 80GB HBM3". "" for a CPU.
         dtype: Type of the weights, as the name of a torch dtype.
         attn_backend: Attention kernel of training and prefill.
@@ -310,14 +311,15 @@ class EngineInfo:
     n_adapter_params: int = 0
     tp_sums: str = ""
     device_name: str = ""
+    shares_prefixes: bool = True
 
     def sharing(self, wanted: SharePrefixes) -> SharePrefixes:
-        """Return when prefixes are shared: as wanted, or "off" if the model has recurrent states.
+        """Return when prefixes are shared: as wanted, or "off" if the model cannot share prefixes.
 
         Args:
             wanted: The setting, see EngineSpec.share_prefixes.
         """
-        return "off" if self.cost.rule_flops else wanted
+        return wanted if self.shares_prefixes else "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,6 +107,7 @@ class Worker:
             cost=Cost.of(config, self.dtype.itemsize),
             routes=self._route_shape,
             tp_sums=self.context.tp.sum_backend,
+            shares_prefixes=config.shares_prefixes,
         )
 
     @property

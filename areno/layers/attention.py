@@ -65,7 +65,7 @@ class SharedKeys:
         Args:
             x_NKD: keys or values of the N tokens.
         """
-        return copy_rows(x_NKD, self.places_M, self._order)
+        return copy_rows(x_NKD, self.places_M, lambda: self._order)
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor]:

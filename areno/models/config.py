@@ -110,6 +110,11 @@ class TransformerConfig:
     has_head: bool = True
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows that begin alike can share a pass. A recurrent state would be needed at each branch."""
+        return self.delta is None
+
+    @property
     def divided(self) -> list[tuple[str, str, int]]:
         """The sizes that tensor-parallel ranks divide, each as (name, field of config.json, number)."""
         sizes = [

@@ -33,7 +33,6 @@ from areno.plan.hardware import Hardware
 from areno.plan.lora import lora_of
 from areno.plan.plan import experiment_roles, longest_sequence
 
-CONTEXT_BYTES = int(0.68 * 2**30)  # of a CUDA context, which torch does not count
 _PROCESS_BYTES = int(0.35 * 2**30)  # of a Python process with torch, which counts as the memory of a CPU run
 _GRAPH_BYTES = int(0.15 * 2**30)  # of CUDA graphs and the buffers of sampling
 _COPY_BYTES_S = 45e9  # bytes per second between device and pinned host memory, in each direction
@@ -133,11 +132,6 @@ class Forecast:
         return max(phase.peak for phase in self.phases)
 
     @property
-    def usable(self) -> int:
-        """Bytes of a device that torch can use: without the CUDA context and the share RESERVE."""
-        return usable_bytes(self.hardware)
-
-    @property
     def n_rows(self) -> int:
         """Number of rows that a step trains on."""
         return rows_of_step(self.config)
@@ -151,15 +145,6 @@ class Forecast:
     def seconds(self) -> float:
         """The time of a step, without evaluation, checkpoints, and rewards that take longer than the rollout."""
         return sum(phase.seconds for phase in self.phases)
-
-
-def usable_bytes(hardware: Hardware) -> int:
-    """Return the bytes of a device that torch can use: without the CUDA context and the share RESERVE.
-
-    Args:
-        hardware: The device. A CPU has neither.
-    """
-    return int((1 - RESERVE) * hardware.memory) - CONTEXT_BYTES if hardware.is_cuda else hardware.memory
 
 
 def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
@@ -276,8 +261,7 @@ class _Step:
         self.lengths, self.roles, self.layout = lengths, roles, spec.layout
         self.models = {model.name: model for model in footprint.models}
         self.total = hardware.memory
-        self.context = CONTEXT_BYTES if hardware.is_cuda else 0  # bytes that torch does not count
-        self.free = self.total - self.context - footprint.resident
+        self.free = self.total - hardware.context_bytes - footprint.resident
         self.cache = self._cache()
         drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
         self.room_of_cache = self.free - (0 if drops else footprint.most_extra_in_use)
@@ -326,7 +310,7 @@ class _Step:
             terms["KV cache"] = self.stays
         need, n_kept = self._need(model, phase), 0
         n_tokens = max(1, min(budget, n_tokens))
-        room = int((1 - RESERVE) * self.total) - self.context - sum(terms.values())
+        room = int((1 - RESERVE) * self.total) - self.hardware.context_bytes - sum(terms.values())
         if phase == TRAIN and model.recompute:
             n_kept = need.fitting_layers(n_tokens, room, model.config.num_layers) if self.hardware.is_cuda else 0
         terms["activations"] = need.expected(n_tokens, n_kept, n_predicted)
@@ -471,7 +455,7 @@ class _Step:
     def _n_sharing(self, model: Model, n_rows: int) -> int:
         """Return how many of the rows of a device have a prompt that another row has computed."""
         config, lengths, wanted = self.config, self.lengths, self.config.actor.share_prefixes
-        if not isinstance(config, PolicyExperimentConfig) or model.config.delta is not None or wanted == "off":
+        if not isinstance(config, PolicyExperimentConfig) or not model.config.shares_prefixes or wanted == "off":
             return 0
         sharing = n_rows - -(-n_rows // config.gconfig.n_samples)
         saved = sharing * lengths.prompt / (n_rows * (lengths.prompt + lengths.answer))
@@ -491,7 +475,7 @@ class _Step:
 
     def problems(self) -> list[str]:
         """Return the reasons why the run does not fit a device. Empty if it fits."""
-        limit = usable_bytes(self.hardware)
+        limit = self.hardware.usable_bytes
         worst = max(self._phases, key=lambda phase: phase.least)
         if worst.least > limit:
             return [f"{worst.name} needs {_gib(worst.least)} GiB, and {_gib(limit)} GiB of a device can be used"]

@@ -8,9 +8,11 @@ import subprocess
 from dataclasses import dataclass
 
 from areno.engine.footprint import GIB
+from areno.engine.memory import RESERVE
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.models.speed import H100, Rates
 
+_CONTEXT_BYTES = int(0.68 * 2**30)
 _COPY, _PRODUCTS, _LINK = 0.88, 0.78, 0.44  # shares of the rates of a data sheet that an H100 and an H200 reach
 
 
@@ -31,6 +33,16 @@ class Hardware:
     memory: int
     rates: Rates
     is_cuda: bool = True
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of a device that the CUDA context takes, which torch does not count. 0 for a CPU."""
+        return _CONTEXT_BYTES if self.is_cuda else 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a GPU that torch can use: without the CUDA context and the share RESERVE. All bytes of a CPU."""
+        return int((1 - RESERVE) * self.memory) - self.context_bytes if self.is_cuda else self.memory
 
 
 def _by_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float) -> Hardware:

@@ -17,7 +17,7 @@ from typing import Any
 from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.engine.footprint import gib
 from areno.errors import ConfigError, Problem
-from areno.plan.forecast import CONTEXT_BYTES, Forecast, Lengths, forecast, shape_of
+from areno.plan.forecast import Forecast, Lengths, forecast, shape_of
 from areno.plan.hardware import Hardware
 from areno.plan.plan import longest_sequence
 from areno.plan.ways import set_values, shown, ways_to_fit
@@ -66,7 +66,7 @@ class Candidate:
     @property
     def peak(self) -> int:
         """Expected peak of the memory of a device, in bytes, with the CUDA context."""
-        return self.full.peak + context_bytes(self.full.hardware)
+        return self.full.peak + self.full.hardware.context_bytes
 
     @property
     def n_rows(self) -> int:
@@ -117,11 +117,6 @@ def given_settings(keys: Collection[str]) -> set[str]:
         keys: Dotted names of the settings and sections that the user gave.
     """
     return {name for name in (*CHOSEN, _MINI_BS) if any(name == key or name.startswith(f"{key}.") for key in keys)}
-
-
-def context_bytes(hardware: Hardware) -> int:
-    """Return the bytes of a device that torch does not count."""
-    return CONTEXT_BYTES if hardware.is_cuda else 0
 
 
 @dataclass(frozen=True)

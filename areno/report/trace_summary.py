@@ -285,7 +285,7 @@ def _covered(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float
 
 
 def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
-    """Return the times of all samples of training steps. Of a sample of a repeated step, the last time counts."""
+    """Return the times of the samples of all training steps. If a step was repeated, its last repetition counts."""
     found: dict[str, SampleTimes] = {}
     running: dict[str, dict[str, float]] = defaultdict(dict)  # phases of samples whose end has not been reached
     for begin, end in _pairs(events):

@@ -39,7 +39,6 @@ from areno.plan.tune import (
     Candidate,
     Limits,
     candidates,
-    context_bytes,
     given_settings,
     nothing_fits,
     shortlist,
@@ -239,7 +238,7 @@ def _compared(candidate: Candidate, measured: Measured) -> str:
 
 
 def _hardware(spec: EngineSpec) -> Hardware:
-    """Return the kind of the devices of an engine. The workers on a CPU share its memory."""
+    """Return the device that each worker of an engine has. The memory of a CPU is divided by the number of workers."""
     if spec.devices[0].startswith("cuda"):
         here = devices_here()[0]
         if not here.is_cuda:
@@ -392,7 +391,7 @@ class _Trial:
             factors[name] = (time.perf_counter() - began) / phase.seconds
             self._peak = max(self._peak, self.engine.peak_memory_gib())
         step_s = sum(phase.seconds * factors[phase.name] for phase in self.candidate.usual.phases)
-        return step_s, int(self._peak * GIB) + context_bytes(self.candidate.usual.hardware)
+        return step_s, int(self._peak * GIB) + self.candidate.usual.hardware.context_bytes
 
     def _predict(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
         """Return the forecast for a part of a step's work. Lengths that are None are the usual ones."""
@@ -503,9 +502,9 @@ class _Trial:
         )
 
     def _pass(self, phase: Phase, rows: list[TrainSequence]) -> None:
-        """Score or train made-up rows, as a phase of the forecast does.
+        """Run a phase of the forecast on made-up rows.
 
-        The names of these phases are "train ROLE", "score ROLE" and "score actor again".
+        The name of the phase is "train ROLE", "score ROLE" or "score actor again".
         """
         verb, role, *_ = phase.name.split()
         if verb == "train":

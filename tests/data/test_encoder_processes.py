@@ -23,6 +23,7 @@ from areno.data.control_tokens import control_tokens
 from areno.data.encoder_process import EncoderProcess
 from areno.data.loader import BatchLoader, row_loader
 from areno.errors import DataError
+from tests.helpers.encoded_rows import UnreadableRow
 from tests.helpers.processes import is_running, reads_proc, until_ended
 from tests.helpers.row_runs import DEMONSTRATIONS, scalars, sft_config
 from tests.helpers.tokenizers import plain_values
@@ -117,21 +118,6 @@ def test_a_tokenizer_whose_breaks_were_used_encodes_the_same_in_a_process(loader
         assert seen(loader, batch) == other
 
 
-class Rows:
-    """Rows of which one cannot be read."""
-
-    def __init__(self, rows: list[Any], bad: int = -1):
-        self.rows, self.bad = rows, bad
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.bad:
-            raise OSError(f"no row {index}")
-        return self.rows[index]
-
-
 def error_of(loader: BatchLoader[Any]) -> str:
     n_batches = 0
     try:
@@ -152,7 +138,7 @@ def test_a_bad_row_has_the_same_error(loader_of, monkeypatch) -> None:
     errors = [error_of(loader_of(rows, "sft", n)) for n in (0, 2)]
     assert errors[0] == errors[1]
     assert f"row {order[30]}: field tools is text" in errors[0]
-    unreadable = [error_of(loader_of(Rows(rows, order[25]), "sft", n)) for n in (0, 2)]
+    unreadable = [error_of(loader_of(UnreadableRow(rows, order[25]), "sft", n)) for n in (0, 2)]
     assert unreadable[0] == unreadable[1]
     assert f"OSError: no row {order[25]}" in unreadable[0]
 

@@ -18,3 +18,18 @@ def sft_sequence(tokenizer: Any, *args: Any, **how: Any) -> TrainSequence:
 
 def pair_item(tokenizer: Any, *args: Any, **how: Any) -> PairItem:
     return pair_draft(tokenizer, *args, **how).encode(tokenizer)
+
+
+class UnreadableRow:
+    """Rows of which one cannot be read."""
+
+    def __init__(self, rows: list[Any], bad: int = -1):
+        self.rows, self.bad = rows, bad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad:
+            raise OSError(f"no row {index}")
+        return self.rows[index]

@@ -105,8 +105,7 @@ class TrainBackend:
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
         self.section, self.device, self.exact, self._beside = section, model.device, exact, beside
-        # A recurrent state depends on all tokens before, so a layer with one would need the state at each branch.
-        self.sharing: SharePrefixes = share_prefixes if model.config.delta is None else "off"
+        self.sharing: SharePrefixes = share_prefixes if model.config.shares_prefixes else "off"
         on_cuda = self.device.type == "cuda"
         self._split = sequence_parallel and model.tp.size > 1
         self.is_alone = model.tp.size == context.size == 1
@@ -163,7 +162,7 @@ class TrainBackend:
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
             batches = [
                 [
-                    pack_rows(rows, step, update.rows_per_unit, self.device, step.shares and self.sharing != "off")
+                    pack_rows(rows, step, update.rows_per_unit, self.device, self._shares(step))
                     for rows in step.micro_batches
                 ]
                 for step in steps
@@ -178,6 +177,10 @@ class TrainBackend:
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
                 old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
             return TrainResult(over_steps(stats), old, self._n_halvings)
+
+    def _shares(self, step: StepMicroBatches) -> bool:
+        """Return whether this model computes the shared prefixes of a step's rows once."""
+        return step.shares and self.sharing != "off"
 
     def scored_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
         """Compute log-probabilities without gradient, by the same forward pass that an update uses.
@@ -417,9 +420,7 @@ class TrainBackend:
                 if not self.kept_layers.keep_less():
                     if not (update.may_halve and self.is_alone and not self._divides_grads):
                         raise
-                    halves = halved(
-                        step, given, update.rows_per_unit, self.device, step.shares and self.sharing != "off"
-                    )
+                    halves = halved(step, given, update.rows_per_unit, self.device, self._shares(step))
                     if len(halves) == len(batches):
                         raise
                     self._n_halvings += 1

@@ -165,7 +165,8 @@ def share_steps(
         tokens = [[row.tokens for row in units[index]] for index in step]
         shares_step = shares_prefixes([row for unit in tokens for row in unit], share_prefixes)
         batches: list[list[list[Row]]] = []
-        for mine in _split_units([units[index] for index in step], dp_size, cost, shares_step):
+        costs = [sum(_row_cost(row, cost) for row in units[index]) if dp_size > 1 else 1.0 for index in step]
+        for mine in _split_units(tokens, costs, dp_size, shares_step):
             of_mine, spec = [tokens[place] for place in mine], update_of_units.mb_spec
             micro = row_micro_batches(of_mine, spec, cp_size, shares_step and not counts_micro_batches)
             batches.append([[row for place in batch for row in units[step[mine[place]]]] for batch in micro])
@@ -178,28 +179,17 @@ def share_steps(
     return shares
 
 
-def _split_units(units: Sequence[Sequence[Row]], dp_size: int, cost: Cost | None, share: bool) -> list[list[int]]:
-    """Divide the units of a step over the data-parallel ranks, and return the indices of each rank's units.
+def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, share: bool) -> list[list[int]]:
+    """Divide units into shares of nearly equal cost, one for each data-parallel rank, and return the unit indices.
 
-    With `share`, units that share a prefix stay together as far as the balance allows.
+    With `share`, units with a common prefix stay together. If the shares are not balanced then, or too few, the units
+    are first cut into pieces, as in `pieces`. A piece costs its part of the tokens.
     """
-    if dp_size == 1:
-        return [list(range(len(units)))]
-    costs = [sum(_row_cost(row, cost) for row in unit) for unit in units]
-    if not share:
-        return split_balanced(costs, dp_size)
-    found = _split_pieces([[row.tokens for row in unit] for unit in units], costs, dp_size)
-    return found if all(found) else split_balanced(costs, dp_size)  # each rank needs a unit
-
-
-def _split_pieces(units: Sequence[Rows], costs: Sequence[float], n_shares: int) -> list[list[int]]:
-    """Divide units into shares of nearly equal cost, so that units with a shared prefix stay together.
-
-    All units with a common prefix stay together if the shares are balanced then. Otherwise they are cut into pieces. A
-    piece costs its part of the tokens.
-    """
+    if not share or n_shares == 1:
+        return split_balanced(costs, n_shares)
     n_tokens = [sum(map(len, unit)) for unit in units]
     total = sum(n_tokens)
+    shares: list[list[int]] = []
     for most in (total, max(1, total // (_PIECES * n_shares))):
         found = pieces(units, most)
         of_pieces = [size * sum(costs[i] for i in unit) / sum(n_tokens[i] for i in unit) for unit, size in found]
@@ -207,6 +197,8 @@ def _split_pieces(units: Sequence[Rows], costs: Sequence[float], n_shares: int) 
         loads = [sum(of_pieces[place] for place in share) for share in shares]
         if max(loads) <= _BALANCED * sum(loads) / n_shares:
             break
+    if not all(shares):  # each rank needs a unit, if there are enough
+        return split_balanced(costs, n_shares)
     return [sorted(i for place in share for i in found[place][0]) for share in shares]
 
 
@@ -372,9 +364,7 @@ def share_rows(
         for index, tokens in enumerate(rows)
     ]
     costs = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
-    if n_shares > 1 and shares_prefixes(checked, share_prefixes):
-        shares = _split_pieces([[tokens] for tokens in checked], costs, n_shares)
-    else:
-        shares = split_balanced(costs, n_shares)
+    share = n_shares > 1 and shares_prefixes(checked, share_prefixes)
+    shares = _split_units([[tokens] for tokens in checked], costs, n_shares, share)
     columns = [checked] if routes is None else [checked, list(routes)]
     return shares, [[[column[index] for index in share] for column in columns] for share in shares]

@@ -94,7 +94,7 @@ def forest_of(rows: Rows) -> Forest:
 
 
 class _Tree:
-    """The segments of rows.
+    """Divides rows into segments, by adding one row after another to a tree of segments.
 
     Args:
         rows: int64 token ids of each row.
@@ -173,7 +173,7 @@ def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
 
 
 def _common(rows: Rows) -> list[int]:
-    """Return, for each row but the first, the number of tokens at its beginning that the row before has, too."""
+    """Return the length of the common prefix of each row and the row before it. The first row has no entry."""
     if len(rows) < 2:
         return []
     lengths = np.array([len(row) for row in rows])

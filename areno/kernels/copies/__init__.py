@@ -6,6 +6,7 @@ run. Shape letters: N rows, M copies, X elements of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,31 +43,31 @@ def sum_copies(copies_MX: Tensor, order_M: Tensor, starts: Tensor) -> Tensor:
     return form(copies_MX, __name__).sum_copies(copies_MX, order_M, starts)
 
 
-def copy_rows(x_NX: Tensor, places_M: Tensor, order: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def copy_rows(x_NX: Tensor, places_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None = None) -> Tensor:
     """Return copies of rows, (M, X), as index_select does. The backward pass sums the gradients of a row's copies.
 
     Args:
         x_NX: the rows, of any number of dimensions.
         places_M: int64, the row of each copy.
-        order: `order_of_copies(places_M, N)`. None computes the order in the backward pass.
+        order: function that returns `order_of_copies(places_M, N)`, which only the backward pass calls. None computes
+            the order anew.
     """
-    return _CopyRows.apply(x_NX, places_M, *(order or (None, None)))  # type: ignore[return-value]
+    return _CopyRows.apply(x_NX, places_M, order)  # type: ignore[return-value]
 
 
 class _CopyRows(torch.autograd.Function):
     """Autograd function of `copy_rows`."""
 
     @staticmethod
-    def forward(ctx: Any, x_NX: Tensor, places_M: Tensor, order_M: Tensor | None, starts: Tensor | None) -> Tensor:
-        ctx.save_for_backward(places_M, order_M, starts)
-        ctx.n_rows = len(x_NX)
+    def forward(ctx: Any, x_NX: Tensor, places_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None) -> Tensor:
+        ctx.save_for_backward(places_M)
+        ctx.n_rows, ctx.order = len(x_NX), order
         return x_NX.index_select(0, places_M)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        places_M, *order = ctx.saved_tensors
-        if order[0] is None:
-            order = order_of_copies(places_M, ctx.n_rows)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places_M,) = ctx.saved_tensors
+        order = order_of_copies(places_M, ctx.n_rows) if ctx.order is None else ctx.order()
         grad_M = grads[0]
         flat_MX = (grad_M.unsqueeze(1) if grad_M.dim() == 1 else grad_M.flatten(1)).contiguous()
-        return sum_copies(flat_MX, *order).view(ctx.n_rows, *grad_M.shape[1:]), None, None, None
+        return sum_copies(flat_MX, *order).view(ctx.n_rows, *grad_M.shape[1:]), None, None
