@@ -40,6 +40,11 @@ def test_two_ranks_train_as_one_does(recipe: str, more: list[str], seen: set[str
         for step, scalars in expected.items():
             assert steps[step].keys() == scalars.keys(), (name, step)
             for metric, value in scalars.items():
+                if metric.endswith("computed_tokens"):
+                    # A group divided over two copies of the model computes its prompt in both.
+                    rows = scalars[metric.replace("computed_tokens", "row_tokens")]
+                    assert value <= steps[step][metric] <= rows, (name, step, metric)
+                    continue
                 # Log-probabilities of several units are rounded at 5e-7. Differences between two log-probabilities
                 # (ratios, and DPO's rewards and margins) have the same error however small they are.
                 of_differences = ("logp", "ratio", "rewards_chosen", "rewards_rejected", "margin")
