@@ -280,7 +280,8 @@ class TuneConfig(Section):
         help="Before a new run loads its models, choose the settings of memory and speed that you have not set: "
         "rollout.max_concurrent_rollouts, rollout.drop_rollout_state, actor.gradient_checkpointing and actor.mb_spec. "
         "If train_dataset.batch_size is not set either, it is chosen too, which changes what is learned. The best "
-        "plans are tried for at most 90 s, with random weights and made-up rows",
+        "plans are tried with random weights and made-up rows. After the first trial, none begins that is expected to "
+        "end later than 90 s after the start",
         flag="--tune-params",
     )
     mem_frac: float = setting(

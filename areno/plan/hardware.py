@@ -100,18 +100,31 @@ def hardware_of(name: str) -> Hardware:
 
 
 def devices_here() -> list[Hardware]:
-    """Return the GPUs of this machine as `nvidia-smi` lists them, or the CPU if there is no GPU."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as `nvidia-smi` lists them, or the CPU if there is no GPU."""
+    command = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return [this_cpu()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    found = [_listed(*line.rsplit(",", 1)) for line in done.stdout.splitlines() if line.count(",")]
-    return found if done.returncode == 0 and found else [this_cpu()]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):  # a driver that does not answer has no GPU to offer either
+        return [this_cpu()]
+    gpus = [[part.strip() for part in line.split(",")] for line in listed if line.count(",") == 2]
+    found = [gpu_called(name, int(0.9945 * float(mib) * 2**20)) for _, name, mib in _visible(gpus)]
+    return found or [this_cpu()]
 
 
-def _listed(title: str, mib: str) -> Hardware:
-    """Return a GPU that `nvidia-smi` lists."""
-    return gpu_called(title.strip(), int(0.9945 * float(mib) * 2**20))
+def _visible(gpus: list[list[str]]) -> list[list[str]]:
+    """Return the GPUs, of which each begins with its UUID, that CUDA_VISIBLE_DEVICES leaves to a process."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return gpus
+    found: list[list[str]] = []
+    for each in (part.strip() for part in wanted.split(",")):
+        named = [gpu for place, gpu in enumerate(gpus) if each == str(place) or (each and gpu[0].startswith(each))]
+        if len(named) != 1:
+            break  # CUDA ignores an unknown device and all devices after it
+        found += named
+    return found
 
 
 def gpu_called(title: str, memory: int) -> Hardware:

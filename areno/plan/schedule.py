@@ -77,7 +77,7 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
-    """Yield warnings about a run that ends early, and about learning-rate schedules that do not fit its length.
+    """Yield warnings about a run that ends early, and about schedules and profiles that do not fit its length.
 
     Args:
         config: Settings of the run.
@@ -94,6 +94,12 @@ def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
             f"the run ends after {n_steps} steps and not after total_train_steps={config.total_train_steps}, since "
             f"{limit} ends it before"
         )
+    profiles = {"perf_tracer": config.perf_tracer.profile_steps or []}
+    if config.memory_profiler is not None:
+        profiles["memory_profiler"] = config.memory_profiler.profile_steps
+    for name, steps in profiles.items():
+        if late := [step for step in steps if step > n_steps]:
+            yield f"{name}.profile_steps has {', '.join(map(str, late))}, but the run ends after {n_steps} steps"
     optimizers = {"actor": config.actor.optimizer}
     if isinstance(config, CriticExperimentConfig):
         optimizers["critic"] = config.critic.optimizer

@@ -278,7 +278,7 @@ class Setup(Generic[Config]):
         )
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
-        """Open the run, and log a warning for each learning-rate schedule that does not fit the length of the run."""
+        """Open the run, and log a warning for each setting that does not fit the length of the run."""
         config, trains = self.config, self._loop.trains
 
         def token_text(token: int) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,6 +209,39 @@ def test_runs_without_a_rollout(recipe: str) -> None:
 def test_every_device_can_be_planned_for(device: str) -> None:
     assert predicted("gspo", "actor.path=Qwen/Qwen3-0.6B", device=device).seconds > 0
     assert devices_here()
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["h100-80gb", "h200"]),
+        ("1", ["h200"]),
+        ("1,0", ["h200", "h100-80gb"]),
+        ("GPU-aa", ["h100-80gb"]),
+        ("0,7,1", ["h100-80gb"]),
+        ("", ["cpu"]),
+        ("-1", ["cpu"]),
+    ],
+)
+def test_only_visible_devices_are_planned_for(
+    visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = tmp_path / "nvidia-smi"
+    lists.write_text("#!/bin/sh\necho 'GPU-aa1, NVIDIA H100 80GB HBM3, 81559'\necho 'GPU-bb2, NVIDIA H200, 143771'\n")
+    lists.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [device.name for device in devices_here()] == expected
+
+
+def test_a_driver_that_fails_leaves_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "nvidia-smi"
+    broken.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert [device.name for device in devices_here()] == ["cpu"]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

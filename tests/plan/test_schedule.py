@@ -47,6 +47,15 @@ def test_a_run_that_ends_before_the_steps_that_were_asked_for() -> None:
     assert "total_train_epochs=3 and total_train_n_seqs=9" in next(schedule_warnings(config, 12))
 
 
+def test_profiles_of_steps_that_a_run_does_not_have() -> None:
+    steps = ["perf_tracer.enabled=true", "perf_tracer.profile_steps=[2,80,90]", "+memory_profiler.profile_steps=[70]"]
+    config = load(GSPOConfig, "quickstart", ["total_train_steps=70", *steps])
+    [told] = schedule_warnings(config, 70)
+    assert told == "perf_tracer.profile_steps has 80, 90, but the run ends after 70 steps"
+    of_memory = list(schedule_warnings(config, 60))[-1]
+    assert of_memory == "memory_profiler.profile_steps has 70, but the run ends after 60 steps"
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
