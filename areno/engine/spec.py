@@ -313,14 +313,6 @@ class EngineInfo:
     device_name: str = ""
     shares_prefixes: bool = True
 
-    def sharing(self, wanted: SharePrefixes) -> SharePrefixes:
-        """Return when prefixes are shared: as wanted, or "off" if the model cannot share prefixes.
-
-        Args:
-            wanted: The setting, see EngineSpec.share_prefixes.
-        """
-        return wanted if self.shares_prefixes else "off"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStats:

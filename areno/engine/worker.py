@@ -302,17 +302,21 @@ class Worker:
         optimizer = self.roles["actor"].backend.optimizer
         return 0 if optimizer is None else optimizer.steps
 
-    def load_role(self, name: str, spec: RoleSpec) -> None:
+    def load_role(self, name: str, spec: RoleSpec) -> bool:
         """Load the model of another role. First drops the KV cache, because its size depends on the remaining memory.
 
         Args:
             name: Name of the role.
             spec: Description of the model.
+
+        Returns:
+            Whether rows can share prefixes in this model.
         """
         self.end_rollout(drop=True)
         self.states.forget()
         self.roles.load(name, spec)
         self._set_threads()
+        return self.roles[name].backend.model.config.shares_prefixes
 
     def release_role(self, name: str) -> None:
         """Free the memory of a role."""

@@ -14,9 +14,11 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec, UpdateSpec
+from areno.engine.train.backend import TrainBackend
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
+from tests.helpers.family_cases import random_model
 from tests.helpers.layouts import folder_with
 from tests.helpers.lora_models import lora
 from tests.helpers.moe_models import moe_folder
@@ -118,3 +120,26 @@ def test_the_default_shares_what_saves_a_tenth(tmp_path: Path) -> None:
         apart = [row for seed in range(4) for row in group(20, [30], engine.info.vocab_size, seed)]
         stats = engine.train(train_rows(apart, prompt=20), gspo_loss_fn, UPDATE)
         assert stats["computed_tokens"] == stats["row_tokens"]
+
+
+def test_a_role_that_cannot_share_gets_rows_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its micro-batches then hold as many tokens as it computes."""
+    seen: list[int] = []
+    run = TrainBackend._hidden
+
+    def record(self: TrainBackend, packed: Any, *more: Any) -> Any:
+        if self.model.config.delta is not None:
+            seen.append(len(packed.tokens_N))
+        return run(self, packed, *more)
+
+    monkeypatch.setattr(TrainBackend, "_hidden", record)
+    for family in ("qwen3-window", "qwen3.5"):
+        random_model(family, tmp_path / family)
+    with Engine(spec(tmp_path / "qwen3-window", share_prefixes="on"), "inline") as engine:
+        of_ref = RoleSpec(path=str(tmp_path / "qwen3.5"), key="ref.path", optimizer=engine.spec.actor.optimizer)
+        engine.ensure_roles({"ref": of_ref})
+        rows = group(30, [4] * 6, engine.info.vocab_size)
+        how = MicroBatchSpec(max_tokens_per_mb=90)
+        engine.train(train_rows(rows, prompt=30), gspo_loss_fn, UpdateSpec(how), role="ref")
+        engine.logprobs("ref", rows, SamplingConfig(), how)
+    assert seen == [68] * 6
