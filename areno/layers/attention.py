@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class SharedKeys:
         places_M: int64, the index among the N tokens of each key, row by row.
         cu_seqlens: (R + 1,) int32, the cumulative numbers of keys, from 0 to M.
         max_len: the largest number of keys of a row.
-        n_tokens: N, the number of tokens that all rows have of their own.
+        n_tokens: N, the number of tokens that all rows have of their own, and of tokens of an earlier pass.
     """
 
     places_M: Tensor
@@ -80,6 +81,103 @@ class SharedKeys:
         return sum_copies(grad_MKD.contiguous().flatten(1), *self._order).view(self.n_tokens, *grad_MKD.shape[1:])
 
 
+class PrefixKeys:
+    """The keys and values of prefixes that the rows of several forward passes share, and their gradients.
+
+    An earlier forward pass, that of the prefixes, stores keys and values of each layer. The later passes read them, and
+    their backward passes add the gradients. The backward pass of the prefixes comes last and takes the sums.
+
+    Args:
+        n_tokens: the number of tokens of the prefixes.
+    """
+
+    def __init__(self, n_tokens: int):
+        self.n_tokens = n_tokens
+        self._of_layer: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(self, layer: int, *keys_values: Tensor) -> None:
+        """Store the keys and values of a layer.
+
+        Args:
+            layer: the index among the layers with attention.
+            keys_values: keys and values, which may end with padding, (tokens, K, D) each.
+        """
+        k_NKD, v_NKD = (x.detach()[: self.n_tokens].contiguous() for x in keys_values)
+        self._of_layer[layer] = k_NKD, v_NKD
+
+    def join(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the prefixes followed by the given ones, (n_tokens + N, K, D) each.
+
+        Args:
+            layer: the index among the layers with attention.
+            k_NKD: keys of N tokens.
+            v_NKD: values of the same tokens.
+        """
+        before_k, before_v = self._of_layer[layer]
+        return torch.cat((before_k, k_NKD)), torch.cat((before_v, v_NKD))
+
+    def add_gradients(self, layer: int, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradients of the prefixes' keys and values, and return the gradients of the other tokens.
+
+        Sums are in float32 or, for float64 gradients, in float64.
+
+        Args:
+            layer: the index among the layers with attention.
+            gradients: gradients with respect to the two results of `join`.
+        """
+        (of_k, of_v), (own_k, own_v) = zip(*((x[: self.n_tokens], x[self.n_tokens :]) for x in gradients), strict=True)
+        if (sums := self._gradients.get(layer)) is None:
+            dtype = torch.promote_types(of_k.dtype, torch.float32)
+            self._gradients[layer] = of_k.to(dtype, copy=True), of_v.to(dtype, copy=True)
+        else:
+            sums[0].add_(of_k)
+            sums[1].add_(of_v)
+        return own_k, own_v
+
+    def with_gradients(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gradients of the prefixes' keys and values, with the gradients from the later passes added.
+
+        Args:
+            layer: the index among the layers with attention.
+            grad_k: gradient with respect to the keys, (tokens, K, D), from the pass of the prefixes alone.
+            grad_v: gradient with respect to the values.
+        """
+        joined = []
+        for grad, later in zip((grad_k, grad_v), self._gradients.pop(layer), strict=True):
+            total = later.add_(grad[: self.n_tokens]).to(grad.dtype)
+            joined.append(torch.cat((total, grad[self.n_tokens :])))  # padding
+        return joined[0], joined[1]
+
+
+class _JoinPrefixKeys(torch.autograd.Function):
+    """Autograd function of `PrefixKeys.join`."""
+
+    @staticmethod
+    def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, prefix: PrefixKeys, layer: int) -> tuple[Tensor, Tensor]:
+        ctx.prefix, ctx.layer = prefix, layer
+        return prefix.join(layer, k_NKD, v_NKD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *ctx.prefix.add_gradients(ctx.layer, *grads), None, None
+
+
+class _StorePrefixKeys(torch.autograd.Function):
+    """Autograd function that stores keys and values, and adds the gradients of later passes in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, prefix: PrefixKeys, layer: int) -> tuple[Tensor, Tensor]:
+        ctx.prefix, ctx.layer = prefix, layer
+        prefix.store(layer, k_NKD, v_NKD)
+        return k_NKD.view_as(k_NKD), v_NKD.view_as(v_NKD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_k, grad_v = grads
+        return *ctx.prefix.with_gradients(ctx.layer, grad_k, grad_v), None, None
+
+
 @dataclass(frozen=True)
 class PackedAttend:
     """Causal attention within packed sequences (rows), for training and for computing log-probabilities.
@@ -92,6 +190,9 @@ class PackedAttend:
             consecutive tokens. An all-to-all exchanges tokens for heads, so that each rank attends over all tokens
             with some of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
         keys: the keys of rows that share prefixes. None: a row attends only to its own tokens.
+        stores: receives the keys and values of this pass, for later passes. None: no later pass needs them.
+        prefix: keys and values of an earlier pass, which precede those of the N tokens. `keys` counts them. None: the
+            keys are those of this pass.
     """
 
     cu_seqlens: Tensor
@@ -99,6 +200,8 @@ class PackedAttend:
     backend: str
     context: ParallelGroup = ParallelGroup()  # noqa: RUF009  (frozen)
     keys: SharedKeys | None = None
+    stores: PrefixKeys | None = None
+    prefix: PrefixKeys | None = None
 
     @property
     def _borders(self) -> tuple[Tensor, Tensor, int, int]:
@@ -108,15 +211,17 @@ class PackedAttend:
             return self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
         return self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len
 
-    def _with_prefixes(self, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys or values of all rows, with those of shared prefixes."""
+    def _with_prefixes(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of all rows, with those of shared prefixes. Has no gradient of `prefix`."""
+        if self.prefix is not None:
+            k_NKD, v_NKD = self.prefix.join(layer, k_NKD, v_NKD)
         return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
         """Compute attention over packed sequences (rows), differentiable.
 
         Args:
-            layer: the index among the layers with attention; unused.
+            layer: the index among the layers with attention.
             q_NHD: queries of this rank's tokens, after rotary embedding.
             k_NKD: keys of the same tokens.
             v_NKD: values of the same tokens.
@@ -126,7 +231,13 @@ class PackedAttend:
             (N, H, D).
         """
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
-        k_MKD, v_MKD = self._with_prefixes(k_NKD, v_NKD)
+        k_MKD, v_MKD = k_NKD, v_NKD
+        if self.stores is not None:
+            k_MKD, v_MKD = _StorePrefixKeys.apply(k_MKD, v_MKD, self.stores, layer)  # type: ignore[misc]
+        if self.prefix is not None:
+            k_MKD, v_MKD = _JoinPrefixKeys.apply(k_MKD, v_MKD, self.prefix, layer)  # type: ignore[misc]
+        if self.keys is not None:
+            k_MKD, v_MKD = self.keys.gather(k_MKD), self.keys.gather(v_MKD)
         out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, *self._borders, self.backend, window)
         return self.context.columns_to_rows(out_NHD)
 
@@ -171,11 +282,12 @@ class PackedAttend:
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
-        self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute attention outside autograd, and keep the tensors that `backward` needs.
 
         Args:
+            layer: the index among the layers with attention.
             q_NHD: queries of this rank's tokens, after rotary embedding.
             k_NKD: keys of the same tokens.
             v_NKD: values of the same tokens.
@@ -185,12 +297,15 @@ class PackedAttend:
             The output (N, H, D), and the tensors to pass to `backward` as `saved`.
         """
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
-        k_MKD, v_MKD = self._with_prefixes(k_NKD, v_NKD)
+        if self.stores is not None:
+            self.stores.store(layer, k_NKD, v_NKD)
+        k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
         out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, *self._borders, self.backend, window)
         return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
         self,
+        layer: int,
         grad_NHD: Tensor,
         q_NHD: Tensor,
         k_NKD: Tensor,
@@ -202,6 +317,7 @@ class PackedAttend:
         """Compute the gradients of attention, outside autograd.
 
         Args:
+            layer: the index among the layers with attention.
             grad_NHD: the gradient with respect to the output of `forward`.
             q_NHD: the queries that `forward` was given.
             k_NKD: the keys that `forward` was given.
@@ -215,12 +331,16 @@ class PackedAttend:
         """
         inputs = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
-        k_MKD, v_MKD = self._with_prefixes(k_NKD, v_NKD)
+        k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
         grad_q, grad_k, grad_v = varlen_backward(
             grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, *self._borders, self.backend, window
         )
         if self.keys is not None:
             grad_k, grad_v = self.keys.sum(grad_k), self.keys.sum(grad_v)
+        if self.prefix is not None:
+            grad_k, grad_v = self.prefix.add_gradients(layer, grad_k, grad_v)
+        if self.stores is not None:
+            grad_k, grad_v = self.stores.with_gradients(layer, grad_k, grad_v)
         grad_q, grad_k, grad_v = map(self.context.columns_to_rows, (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
 

@@ -121,7 +121,7 @@ def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
     heads = _to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
     if isinstance(attend, PackedAttend):
-        out_NHC, saved = attend.forward(*heads, attention.window)
+        out_NHC, saved = attend.forward(attention.index, *heads, attention.window)
     else:  # decoding has no backward pass
         out_NHC, saved = attend(attention.index, *heads, attention.window), ()
     del heads, qkv_NX
@@ -157,7 +157,7 @@ def _attended_backward(
         grad_out_NHC = attention.out.input_gradient(grad_ND).view(out_NHC.shape)
         qkv_NX = recompute()
     heads = _to_heads(attention, qkv_NX, angles)
-    grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved, attention.window)
+    grad_q, grad_k, grad_v = attend.backward(attention.index, grad_out_NHC, *heads, out_NHC, saved, attention.window)
     del heads
     grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
         grad_q, grad_k, grad_v, qkv_NX, *angles, *_head_norms(attention)

@@ -18,7 +18,7 @@ from areno.config.ratio import RatioConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
-from areno.engine.train.packing import pack_rows
+from areno.engine.train.packing import pack_step
 from areno.engine.train.rows import read_rows
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.pack import DataPack
@@ -117,7 +117,8 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
     ((step,),) = share_steps(read_rows(rows, vocab_size), whole)
-    return pack_rows(step.micro_batches[0], step, rows_per_unit, torch.device("cpu"))[1]
+    ((_, pack),) = pack_step(step, rows_per_unit, torch.device("cpu"))
+    return pack
 
 
 def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:

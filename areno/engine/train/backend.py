@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,13 @@ from areno.engine.train.micro_batches import StepMicroBatches, TrainResult, row_
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import LocalTokens, PackedTokens, halved, pack_rows, pack_tokens
+from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, pack_group, pack_step
 from areno.engine.train.prefixes import shares_prefixes
 from areno.engine.train.routes import StepRouting
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
+from areno.layers.attention import PrefixKeys
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
 from areno.models.cost import LOGITS_KEPT
@@ -108,6 +109,8 @@ class TrainBackend:
         self.sharing: SharePrefixes = share_prefixes if model.config.shares_prefixes else "off"
         on_cuda = self.device.type == "cuda"
         self._split = sequence_parallel and model.tp.size > 1
+        self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
+        self._prefix: PrefixPass | None = None  # begun by the last micro-batch
         self.is_alone = model.tp.size == context.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
         self.kept_layers = KeptLayers(model, free, self.is_alone, self._split)
@@ -160,17 +163,12 @@ class TrainBackend:
         """
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
-            batches = [
-                [
-                    pack_rows(rows, step, update.rows_per_unit, self.device, self._shares(step))
-                    for rows in step.micro_batches
-                ]
-                for step in steps
-            ]
+            batches = [pack_step(step, update.rows_per_unit, self.device, self._shares(step)) for step in steps]
             is_policy = self.model.config.head == "lm"
             if is_policy:
                 score = partial(self.scored_logprobs, sampling=update.sampling)
-                set_before_first_update(batches, update.old_logprobs, self.exact, score)
+                with self._prefix_passes():
+                    set_before_first_update(batches, update.old_logprobs, self.exact, score)
             stats, old = [], []
             self._n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
@@ -192,7 +190,7 @@ class TrainBackend:
         Returns:
             (U,) float32 log-probabilities for the tokens of the rows. Tokens that are not predicted have 0.
         """
-        with torch.no_grad(), phase("old logprobs", tokens=len(packed.tokens_N)):
+        with torch.no_grad(), phase("old logprobs", tokens=packed.n_computed):
             logprobs_N = self._logprobs(packed, sampling)[0]
         if self._routing is not None:
             self._routing.end()
@@ -246,9 +244,9 @@ class TrainBackend:
 
         def rewards_of(packed: PackedTokens) -> Tensor:
             hidden_nD, share = self._hidden(packed)
-            ends_R = packed.cu_seqlens[1:].long() - 1
-            ends_R, hidden_RD = share.at(hidden_nD, ends_R, ends_R)
-            return share.aligned(ends_R, self.model.values(hidden_RD))
+            every_N = torch.arange(share.n_tokens, device=self.device)
+            places_n, hidden_nD = share.at(hidden_nD, every_N, every_N)
+            return share.aligned(places_n, self.model.values(hidden_nD))
 
         return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
 
@@ -267,34 +265,66 @@ class TrainBackend:
         if not rows:
             return []
         share = shares_prefixes(rows, self.sharing)
-        batches = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, share)
-        with torch.no_grad(), self._out_of_memory_hint(mb_spec):
+        groups = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, share)
+        with torch.no_grad(), self._out_of_memory_hint(mb_spec), self._prefix_passes():
             scored = []
-            for batch in batches:
-                given = None if routes is None else [routes[i] for i in batch]
-                with phase("score", rows=len(batch)):
-                    packed = pack_tokens([rows[i] for i in batch], self.device, given, share=share)
-                    scored.append(score(packed))
-                heartbeat.beat()
+            for group in groups:
+                given = None if routes is None else [[routes[i] for i in batch] for batch in group]
+                packs = pack_group([[rows[i] for i in batch] for batch in group], self.device, given, share=share)
+                for batch, packed in zip(group, packs, strict=True):
+                    with phase("score", rows=len(batch)):
+                        scored.append(score(packed))
+                    heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
         if self._routing is not None:
             self._routing.end()
-        order = [i for batch in batches for i in batch]
+        order = [i for group in groups for batch in group for i in batch]
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
 
+    @contextmanager
+    def _prefix_passes(self) -> Iterator[None]:
+        """Let forward passes of micro-batches begin the passes of their prefixes, and end the last one."""
+        try:
+            yield
+        finally:
+            self._leave_prefix()
+
+    def _leave_prefix(self) -> None:
+        """Free the memory of the prefixes that the last micro-batches had in common."""
+        if self._prefix is not None:
+            self._prefix.end()
+        self._prefix = None
+
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
         """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
+
+        Before the first of several micro-batches with common prefixes, the layers run on the prefixes.
 
         Returns:
             (hidden states, local tokens). The hidden states are (n, D), for n of the micro-batch's N tokens. The
             LocalTokens says which tokens these are.
         """
-        multiple = self.model.tp.size if self._split else 1
-        share = LocalTokens.of(packed, self.context, self.attn_backend, multiple)
+        if packed.prefix is not None and packed.prefix is not self._prefix:
+            self._leave_prefix()
+            self._prefix = packed.prefix
+            self._prefix.begin(lambda packed, stores: self._run_layers(packed, stores)[0])
+            if self._routing is not None:
+                self._routing.add()
+        return self._run_layers(packed)
+
+    def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
+        """Run the layers on the tokens of a pass, as `_hidden` says.
+
+        Args:
+            packed: The input of the pass.
+            stores: Receives keys and values for later passes. The activations of such a pass are kept for long, so
+                all layers recompute them.
+        """
+        share = LocalTokens.of(packed, self.context, self.attn_backend, self._multiple, stores)
         if self._routing is not None:
             self._routing.begin(packed, share)
-        n_kept = self.kept_layers.count(len(share.tokens_n)) if self.recompute else 0
+        n_kept = self.kept_layers.count(len(share.tokens_n)) if self.recompute and stores is None else 0
         how = {"recompute": self.recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
@@ -358,7 +388,8 @@ class TrainBackend:
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         if self._routing is not None:
-            self._routing.begin_step([packed for packed, _ in batches], self._hidden)
+            with self._prefix_passes():
+                self._routing.begin_step([packed for packed, _ in batches], self._hidden)
         stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
         numbers = stats.finish(self.data)  # all ranks of a context have the same statistics, so one of them counts
@@ -409,7 +440,8 @@ class TrainBackend:
             for (_, pack), old_N in zip(batches, given, strict=True):
                 pack.old_logprobs = old_N
             try:
-                stats = self._accumulate_once(batches, loss_fn, update, is_first)
+                with self._prefix_passes():
+                    stats = self._accumulate_once(batches, loss_fn, update, is_first)
                 with phase("sum gradients"):
                     self._gradients.finish()
                 return stats
@@ -436,19 +468,33 @@ class TrainBackend:
         stats = StepStats(self.device)
         if self._routing is not None:
             self._routing.restart()
-        for packed, pack in batches:
-            with phase("forward", tokens=len(packed.tokens_N)):
+        n_computed = 0
+        for (packed, pack), (following, _) in zip(batches, [*batches[1:], (None, None)], strict=True):
+            with phase("forward", tokens=packed.n_computed):
                 loss, loss_stats = self._loss_of(packed, pack, loss_fn, update, is_first, stats)
             if self._routing is not None:
                 self._routing.add()
-            with phase("backward", tokens=len(packed.tokens_N)):
+            with phase("backward", tokens=packed.n_computed):
                 self._gradients.backward(loss)
+            n_computed += packed.n_computed
+            if packed.prefix is not None and (following is None or following.prefix is not packed.prefix):
+                self._backward_of(packed.prefix)
+                n_computed += packed.n_before
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
-        counts = [sum(len(packed.tokens_N) for packed, _ in batches), sum(len(pack.tokens) for _, pack in batches)]
+        counts = [n_computed, sum(len(pack.tokens) for _, pack in batches)]
         computed, of_rows = torch.tensor(counts, dtype=torch.float64, device=self.device)
         stats.add({"computed_tokens": computed, "row_tokens": of_rows})
         return stats
+
+    def _backward_of(self, prefix: PrefixPass) -> None:
+        """Run the backward pass of prefixes, after those of all micro-batches that have these prefixes in common."""
+        with phase("backward", tokens=len(prefix.packed.tokens_N)):
+            if self._routing is not None:  # the settings of the forward pass, for recomputation
+                share = LocalTokens.of(prefix.packed, self.context, self.attn_backend, self._multiple)
+                self._routing.begin(prefix.packed, share)
+            self._gradients.backward(*prefix.output())
+        self._leave_prefix()
 
     def _loss_of(
         self,

@@ -22,7 +22,7 @@ from areno.models.transformer import Transformer
 class Gradients:
     """The gradient of a step, complete on every rank: one all-reduce after the last micro-batch.
 
-    Call `begin`, then `backward` for each micro-batch, then `finish`.
+    Call `begin`, then `backward` for each forward pass, then `finish`.
 
     Args:
         flat: Buffers of the model.
@@ -42,13 +42,15 @@ class Gradients:
         """
         self._flat.grads.zero_()
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch, which adds to the gradients.
+    def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
+        """Run a backward pass, which adds to the gradients.
 
         Args:
-            loss: This micro-batch's share of the step's loss, a tensor without dimensions.
+            output: The micro-batch's share of the step's loss, a tensor without dimensions, or another result of a
+                forward pass.
+            gradient: Gradient of the step's loss with respect to `output`, in its shape. None if `output` is a loss.
         """
-        loss.backward()
+        output.backward(gradient)
 
     def finish(self) -> None:
         """Sum the gradients over the ranks after the last micro-batch. All ranks must call this."""
@@ -76,14 +78,14 @@ class Gradients:
 class ReducedGradients(Gradients):
     """The gradient of a step if the optimizer is divided: each rank gets the sum of the elements that it owns.
 
-    A bucket whose gradients are not divided (ZeRO-1) is reduced once, in the backward pass of the last micro-batch. A
-    bucket whose gradients are divided (ZeRO-2) is reduced after every micro-batch. Such buckets accumulate by turns in
-    two slots, which are buffers in `flat.workspace`. While one bucket is reduced, the next bucket fills the other slot.
-    Then the sum is added to the gradients of the owned elements.
+    A bucket whose gradients are not divided (ZeRO-1) is reduced once, in the last backward pass. A bucket whose
+    gradients are divided (ZeRO-2) is reduced in every backward pass. Such buckets accumulate by turns in two slots,
+    which are buffers in `flat.workspace`. While one bucket is reduced, the next bucket fills the other slot. Then the
+    sum is added to the gradients of the owned elements.
 
     All ranks must start the same reductions in the same order. So each rank takes part in the reductions of
-    `step.rounds` micro-batches, even if it has fewer of its own. A rank that repeats a step after running out of memory
-    skips the reductions that it has already taken part in, because its contribution would be the same.
+    `step.rounds` backward passes, even if it has fewer of its own. A rank that repeats a step after running out of
+    memory skips the reductions that it has already taken part in, because its contribution would be the same.
 
     Args:
         flat: Buffers of the model, divided over `flat.dp`.
@@ -122,16 +124,17 @@ class ReducedGradients(Gradients):
             if bucket.is_whole or not again:
                 flat.grads[bucket.grads].zero_()
         self._at, self._round = 0, 0
-        self._rounds = step.rounds if self._divided else len(step.micro_batches)
+        self._rounds = step.rounds if self._divided else step.n_backward
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch, and start the reduction of each bucket when it is complete.
+    def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
+        """Run a backward pass, and start the reduction of each bucket when it is complete.
 
         Args:
-            loss: This micro-batch's share of the step's loss, a tensor without dimensions.
+            output: The micro-batch's share of the step's loss, or another result of a forward pass.
+            gradient: Gradient of the step's loss with respect to `output`. None if `output` is a loss.
         """
         self._open_round()
-        loss.backward()
+        output.backward(gradient)
         self._close_round()
 
     def finish(self) -> None:
@@ -145,16 +148,16 @@ class ReducedGradients(Gradients):
         self._join_parts()
 
     def _open_round(self) -> None:
-        """Start a micro-batch: list the buckets to reduce in it, and clear the workspace slot of the first bucket."""
+        """Start a backward pass: list the buckets to reduce in it, and clear the workspace slot of the first bucket."""
         self._left = iter(self._order if self._round == self._rounds - 1 else self._divided)
         self._next = next(self._left, None)
         for bucket in self._divided[:1]:
             self._free(bucket)
 
     def _close_round(self) -> None:
-        """Reduce the buckets of this micro-batch that the backward pass has not reported as complete.
+        """Reduce the buckets of this round that the backward pass has not reported as complete.
 
-        If this rank has no micro-batch while other ranks still have one, all buckets are reduced here.
+        If this rank has no backward pass while other ranks still have one, all buckets are reduced here.
         """
         while self._next is not None:
             self._reduce(self._next)

@@ -5,16 +5,16 @@ A unit is a fixed number of adjacent rows that stay together: a single row, or t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import EngineInfo, SharePrefixes, UpdateSpec
-from areno.engine.train.prefixes import Rows, pieces, shares_prefixes
+from areno.engine.train.prefixes import Rows, linked_pieces, pieces, shares_prefixes
 from areno.engine.train.rows import FlatRows, Row, read_tokens
 from areno.errors import DataError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
@@ -29,30 +29,35 @@ class StepMicroBatches:
     """The work of one data-parallel rank in one optimizer step.
 
     Attributes:
-        micro_batches: The rows of each forward pass.
+        groups: The rows of each micro-batch, in groups of micro-batches whose common prefixes are computed in a
+            forward pass of their own. Most groups have one micro-batch.
         step_tokens: Number of trained tokens in the whole step, over all ranks.
         step_rows: Number of rows with trained tokens in the whole step, over all ranks.
-        rounds: Largest number of micro-batches that any rank has in the step.
+        rounds: Largest number of backward passes that any rank has in the step.
         shares: Whether tokens of prefixes that rows of a micro-batch share are computed once.
     """
 
-    micro_batches: list[list[Row]]
+    groups: list[list[list[Row]]]
     step_tokens: int
     step_rows: int
     rounds: int
     shares: bool = False
 
+    @property
+    def micro_batches(self) -> list[list[Row]]:
+        """The rows of each micro-batch."""
+        return list(chain(*self.groups))
+
+    @property
+    def n_backward(self) -> int:
+        """Largest possible number of backward passes of this rank."""
+        return sum(len(group) + (len(group) > 1) for group in self.groups)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle a few large arrays. Pickling the arrays of each row would take longer than sending them.
-        flat = FlatRows.of([row for batch in self.micro_batches for row in batch])
-        return _of_flat, (
-            flat,
-            [len(batch) for batch in self.micro_batches],
-            self.step_tokens,
-            self.step_rows,
-            self.rounds,
-            self.shares,
-        )
+        flat = FlatRows.of(list(chain(*self.micro_batches)))
+        sizes = [[len(rows) for rows in group] for group in self.groups]
+        return _of_flat, (flat, sizes, self.step_tokens, self.step_rows, self.rounds, self.shares)
 
 
 @dataclass(slots=True)
@@ -96,20 +101,17 @@ def keep_old_logprobs(
             if old_N is None:
                 continue
             start = 0
-            for row in itertools.chain(*step.micro_batches):
+            for row in chain(*step.micro_batches):
                 if (index := index_of.get(id(row))) is not None:
                     # NaN means unknown: these tokens were not trained, but may be trained in a later call.
                     rows[index].old_logprobs = np.where(row.trained, old_N[start : start + row.n_tokens], np.nan)
                 start += row.n_tokens
 
 
-def _of_flat(
-    flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int, shares: bool
-) -> StepMicroBatches:
-    """Unpickle a StepMicroBatches, whose rows are concatenated. `sizes` holds the number of rows per micro-batch."""
+def _of_flat(flat: FlatRows, sizes: Sequence[Sequence[int]], *others: Any) -> StepMicroBatches:
+    """Unpickle a StepMicroBatches, whose rows are concatenated. `sizes` has the number of rows of each micro-batch."""
     rows = iter(flat.rows())
-    batches = [list(itertools.islice(rows, size)) for size in sizes]
-    return StepMicroBatches(batches, step_tokens, step_rows, rounds, shares)
+    return StepMicroBatches([[list(islice(rows, size)) for size in group] for group in sizes], *others)
 
 
 def share_steps(
@@ -164,18 +166,19 @@ def share_steps(
         trained = trained_of_unit[step]
         tokens = [[row.tokens for row in units[index]] for index in step]
         shares_step = shares_prefixes([row for unit in tokens for row in unit], share_prefixes)
-        batches: list[list[list[Row]]] = []
+        n_tokens, n_rows = int(trained.sum()), int((trained > 0).sum())
+        of_ranks: list[StepMicroBatches] = []
         costs = [sum(_row_cost(row, cost) for row in units[index]) if dp_size > 1 else 1.0 for index in step]
         for mine in _split_units(tokens, costs, dp_size, shares_step):
             of_mine, spec = [tokens[place] for place in mine], update_of_units.mb_spec
-            micro = row_micro_batches(of_mine, spec, cp_size, shares_step and not counts_micro_batches)
-            batches.append([[row for place in batch for row in units[step[mine[place]]]] for batch in micro])
+            found = row_micro_batches(of_mine, spec, cp_size, shares_step and not counts_micro_batches)
+            groups = [[[row for at in batch for row in units[step[mine[at]]]] for batch in group] for group in found]
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
-                batches[-1] = [[_untrained(units[index][0] for index in step)]]
-        rounds = max(len(of_rank) for of_rank in batches)
-        for rank, of_rank in enumerate(batches):
-            n_tokens, n_rows = int(trained.sum()), int((trained > 0).sum())
-            shares[rank].append(StepMicroBatches(of_rank, n_tokens, n_rows, rounds, shares_step))
+                groups = [[[_untrained(units[index][0] for index in step)]]]
+            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, shares_step))
+        rounds = max(of_rank.n_backward for of_rank in of_ranks)
+        for of_rank, steps in zip(of_ranks, shares, strict=True):
+            steps.append(replace(of_rank, rounds=rounds))
     return shares
 
 
@@ -297,8 +300,8 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
 
 def row_micro_batches(
     units: Sequence[Rows], spec: MicroBatchSpec, cp_size: int = 1, share: bool = False
-) -> list[list[int]]:
-    """Divide units of rows into micro-batches as `micro_batches` does, and return the unit indices of each micro-batch.
+) -> list[list[list[int]]]:
+    """Divide units of rows into micro-batches as `micro_batches` does.
 
     Args:
         units: Token ids of the rows of each unit.
@@ -306,12 +309,20 @@ def row_micro_batches(
         cp_size: Number of context-parallel ranks that share a micro-batch.
         share: Whether a prefix that rows of a micro-batch share counts once for `spec.max_tokens_per_mb`. Units that
             share a prefix are then put together as far as possible.
+
+    Returns:
+        Groups of micro-batches, and the unit indices of each micro-batch. Most groups have one micro-batch. The
+        micro-batches of a larger group have common prefixes, which are computed once, see `linked_pieces`. Context
+        parallelism has no such groups, because a rank does not have all keys of a prefix.
     """
     if not share or spec.max_tokens_per_mb is None:
-        return micro_batches([sum(map(len, unit)) for unit in units], spec, cp_size)
-    found = pieces(units, spec.max_tokens_per_mb * cp_size)
-    batches = micro_batches([size for _, size in found], spec, cp_size)
-    return sorted(sorted(unit for place in batch for unit in found[place][0]) for batch in batches)
+        return [[batch] for batch in micro_batches([sum(map(len, unit)) for unit in units], spec, cp_size)]
+    most = spec.max_tokens_per_mb * cp_size
+    found = linked_pieces(units, most) if cp_size == 1 else [[piece] for piece in pieces(units, most)]
+    alone = [piece for piece, *others in found if not others]
+    batches = micro_batches([size for _, size in alone], spec, cp_size)
+    groups = [[sorted(unit for place in batch for unit in alone[place][0])] for batch in batches]
+    return sorted(groups + [[sorted(indices) for indices, _ in group] for group in found if len(group) > 1])
 
 
 def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:

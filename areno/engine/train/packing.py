@@ -8,8 +8,9 @@ code for context parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.engine.train.micro_batches import StepMicroBatches
-from areno.engine.train.prefixes import forest_of, shared_routes
+from areno.engine.train.prefixes import Forest, divide_forest, forest_of, shared_routes
 from areno.engine.train.rows import Row
 from areno.kernels.copies import copy_rows
-from areno.layers.attention import PackedAttend, SharedKeys
+from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
 
@@ -50,17 +51,19 @@ class PackedTokens:
     """The input of a forward pass: R packed rows with N tokens in total, on the device.
 
     With `shared`, the R packed rows are segments of the caller's rows, and shared tokens are among the N tokens once.
+    With `prefix`, the first of the N tokens are those of `prefix`, and the R packed rows are made of the other tokens.
 
     Attributes:
         tokens_N: int64 token ids.
         positions_N: int64, position of each token in its row, from 0.
-        cu_seqlens: (R + 1,) int32, index of the first token of each row, and N.
+        cu_seqlens: (R + 1,) int32, index of the first token of each row, and the number of tokens of all rows.
         max_len: Number of tokens in the longest row.
         routes_NLk: The k experts that each token must use in each of the L layers with experts, see
             areno/engine/train/rows.py. None lets the router choose.
         predicted_T: int64, indices of the tokens whose log-probabilities are needed. None stands for all tokens but the
             first ones of the caller's rows.
         shared: How the caller's rows are made of the N tokens. None if no prefixes are shared.
+        prefix: The earlier forward pass that has computed the first tokens. None if there is none.
     """
 
     tokens_N: Tensor
@@ -70,6 +73,17 @@ class PackedTokens:
     routes_NLk: Tensor | None = None
     predicted_T: Tensor | None = None
     shared: SharedTokens | None = None
+    prefix: PrefixPass | None = None
+
+    @property
+    def n_before(self) -> int:
+        """Number of tokens that an earlier forward pass has computed."""
+        return 0 if self.prefix is None else len(self.prefix.packed.tokens_N)
+
+    @property
+    def n_computed(self) -> int:
+        """Number of tokens that the forward pass computes."""
+        return len(self.tokens_N) - self.n_before
 
     def places_to_predict(self) -> Tensor:
         """Return `predicted_T` or, if it is None, the indices of all tokens but the first ones of the rows."""
@@ -82,6 +96,56 @@ class PackedTokens:
             numbers_N: A value for each of the N tokens.
         """
         return numbers_N if self.shared is None else copy_rows(numbers_N, self.shared.places_U)
+
+
+class PrefixPass:
+    """The forward pass over prefixes that the rows of several micro-batches share, before the passes of the latter.
+
+    Passes without gradient call `begin` and `join`. Training calls `backward` after the last micro-batch.
+
+    Args:
+        packed: The tokens of the prefixes.
+
+    Attributes:
+        packed: The tokens of the prefixes.
+        keys: Keys and values of the prefixes. None before and after the passes.
+    """
+
+    def __init__(self, packed: PackedTokens):
+        self.packed = packed
+        self.keys: PrefixKeys | None = None
+        self._hidden_ND: Tensor | None = None
+        self._seen_ND: Tensor | None = None  # the same numbers, whose gradient adds up over the micro-batches
+
+    def begin(self, run: Callable[[PackedTokens, PrefixKeys], Tensor]) -> None:
+        """Compute the prefixes.
+
+        Args:
+            run: Computes the hidden states of the tokens, and stores keys and values.
+        """
+        self.keys = PrefixKeys(len(self.packed.tokens_N))
+        self._hidden_ND = run(self.packed, self.keys)[: self.keys.n_tokens]
+        self._seen_ND = self._hidden_ND.detach().requires_grad_(self._hidden_ND.requires_grad)
+
+    def join(self, hidden_nD: Tensor) -> Tensor:
+        """Return the hidden states of the prefixes followed by others, (N, D), differentiable.
+
+        Args:
+            hidden_nD: Hidden states of the tokens of a micro-batch.
+        """
+        assert self._seen_ND is not None
+        return torch.cat((self._seen_ND, hidden_nD))
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the prefixes, and their gradient from the passes of all micro-batches."""
+        assert self._hidden_ND is not None, "the pass has not begun"
+        assert self._seen_ND is not None
+        grad_ND = self._seen_ND.grad
+        return self._hidden_ND, torch.zeros_like(self._hidden_ND) if grad_ND is None else grad_ND
+
+    def end(self) -> None:
+        """Free the memory of the pass."""
+        self.keys = self._hidden_ND = self._seen_ND = None
 
 
 def pack_tokens(
@@ -101,55 +165,132 @@ def pack_tokens(
             tokens but the first ones.
         share: Whether tokens of shared prefixes are packed once.
     """
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.as_tensor(array, device=device)
-
     if share:
         forest = forest_of(token_rows)
-        places, lengths = forest.places_U, np.diff(forest.starts)
         routes_N = None if routes is None else shared_routes(forest, np.concatenate(routes))
-        if len(forest.tokens_N) < len(places) and (routes is None) == (routes_N is None):
-            longest = int(np.diff(forest.key_starts).max())
-            keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, len(forest.tokens_N))
-            counts = on_device(forest.counts_N.astype(np.float32))
-            wanted = None if trained is None else on_device(trained)
-            shared = SharedTokens(keys, on_device(forest.previous_N), on_device(places), counts, wanted)
-            return PackedTokens(
-                on_device(forest.tokens_N),
-                on_device(forest.positions_N),
-                on_device(forest.starts),
-                int(lengths.max()),
-                None if routes_N is None else on_device(routes_N),
-                None if trained is None else on_device(np.unique(places[trained])),
-                shared,
-            )
+        if len(forest.tokens_N) < len(forest.places_U) and (routes is None) == (routes_N is None):
+            return _pack_forest(forest, device, routes_N, trained)
     lengths = np.array([len(row) for row in token_rows])
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     arrays = np.concatenate(token_rows), positions, starts.astype(np.int32)
-    tokens_N, positions_N, cu_seqlens = map(on_device, arrays)
-    routes_NLk = None if routes is None else on_device(np.concatenate(routes))
-    predicted_T = None if trained is None else on_device(np.flatnonzero(trained))
+    tokens_N, positions_N, cu_seqlens = (torch.as_tensor(array, device=device) for array in arrays)
+    routes_NLk = None if routes is None else torch.as_tensor(np.concatenate(routes), device=device)
+    predicted_T = None if trained is None else torch.as_tensor(np.flatnonzero(trained), device=device)
     return PackedTokens(tokens_N, positions_N, cu_seqlens, int(lengths.max()), routes_NLk, predicted_T)
 
 
-def pack_rows(
-    rows: Sequence[Row], step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False
-) -> tuple[PackedTokens, DataPack]:
-    """Pack the rows of one micro-batch.
+def pack_group(
+    token_rows: Sequence[Sequence[np.ndarray]],
+    device: torch.device,
+    routes: Sequence[Sequence[np.ndarray]] | None = None,
+    trained: Sequence[np.ndarray] | None = None,
+    share: bool = False,
+) -> list[PackedTokens]:
+    """Pack the rows of micro-batches whose common prefixes are computed once, in a forward pass of their own.
 
     Args:
-        rows: The rows. All have the same fields.
-        step: This rank's share of the optimizer step, which has the step's numbers of tokens and rows.
+        token_rows: For each micro-batch, int64 token ids of each row.
+        device: Device of the result.
+        routes: For each micro-batch, experts of each row's tokens. None lets the router choose.
+        trained: For each micro-batch, `trained` of `pack_tokens`.
+        share: Whether tokens of shared prefixes are packed once.
+
+    Returns:
+        The micro-batches. All have the same `prefix`. It is None if there is only one micro-batch, or if the rows of
+        different micro-batches have no common prefix.
+    """
+    parts: list[tuple[np.ndarray, Forest]] = []
+    routes_N = None
+    if share and len(token_rows) > 1:
+        forest = forest_of(list(chain(*token_rows)))
+        routes_N = None if routes is None else shared_routes(forest, np.concatenate(list(chain(*routes))))
+        if (routes is None) == (routes_N is None):
+            parts = divide_forest(forest, [sum(map(len, rows)) for rows in token_rows])
+    wanted = [None] * len(token_rows) if trained is None else trained
+    if not parts:
+        given = [None] * len(token_rows) if routes is None else routes
+        each = zip(token_rows, given, wanted, strict=True)
+        return [pack_tokens(rows, device, of_rows, trained_U, share) for rows, of_rows, trained_U in each]
+    (places, common), *rest = parts
+    prefix = PrefixPass(_pack_forest(common, device, None if routes_N is None else routes_N[places], None))
+    return [
+        _pack_forest(of_batch, device, None if routes_N is None else routes_N[places], trained_U, prefix)
+        for (places, of_batch), trained_U in zip(rest, wanted, strict=True)
+    ]
+
+
+def _pack_forest(
+    forest: Forest,
+    device: torch.device,
+    routes_N: np.ndarray | None,
+    trained: np.ndarray | None,
+    prefix: PrefixPass | None = None,
+) -> PackedTokens:
+    """Pack the segments of a forest.
+
+    Args:
+        forest: The forest.
+        device: Device of the result.
+        routes_N: Experts of each token. None lets the router choose.
+        trained: For the tokens of all rows, whether the log-probability of the token is needed.
+        prefix: The pass that computes the first `forest.n_before` tokens. None if there are no such tokens.
+    """
+
+    def on_device(array: np.ndarray | None) -> Tensor | None:
+        return None if array is None else torch.as_tensor(array, device=device)
+
+    longest, n_tokens = int(np.diff(forest.key_starts).max()), len(forest.tokens_N)
+    keys = SharedKeys(on_device(forest.keys_M), on_device(forest.key_starts), longest, n_tokens)  # type: ignore[arg-type]
+    counts_N = forest.counts_N.astype(np.float32)
+    arrays = forest.previous_N, forest.places_U, counts_N, trained
+    return PackedTokens(
+        on_device(forest.tokens_N),  # type: ignore[arg-type]
+        on_device(forest.positions_N),  # type: ignore[arg-type]
+        on_device(forest.starts),  # type: ignore[arg-type]
+        int(np.diff(forest.starts).max()),
+        on_device(routes_N),
+        None if trained is None else on_device(np.unique(forest.places_U[trained])),
+        SharedTokens(keys, *map(on_device, arrays)),  # type: ignore[arg-type]
+        prefix,
+    )
+
+
+def pack_step(
+    step: StepMicroBatches, rows_per_unit: int, device: torch.device, share: bool = False
+) -> list[tuple[PackedTokens, DataPack]]:
+    """Pack the micro-batches of a step.
+
+    Args:
+        step: This rank's share of the step. All its rows have the same fields.
         rows_per_unit: Number of adjacent rows that belong together.
         device: Device of the tensors.
         share: Whether the model computes tokens of shared prefixes once.
 
     Returns:
-        The input of the model, and the input of the loss function.
+        For each micro-batch, the input of the model and the input of the loss function.
     """
-    trained = np.concatenate([row.trained for row in rows])
+    packs: list[tuple[PackedTokens, DataPack]] = []
+    for group in step.groups:
+        tokens, trained = [[row.tokens for row in rows] for rows in group], [_trained(rows) for rows in group]
+        routes = None
+        if "routes" in group[0][0].fields:
+            routes = [[row.fields["routes"] for row in rows] for rows in group]
+        packed = pack_group(tokens, device, routes, trained, share)
+        packs += [(one, _pack_rows(rows, one, step, rows_per_unit)) for rows, one in zip(group, packed, strict=True)]
+    return packs
+
+
+def _pack_rows(rows: Sequence[Row], packed: PackedTokens, step: StepMicroBatches, rows_per_unit: int) -> DataPack:
+    """Return the input of the loss function for a micro-batch.
+
+    Args:
+        rows: The rows. All have the same fields.
+        packed: The input of the model.
+        step: This rank's share of the step, which has the step's numbers of tokens and rows.
+        rows_per_unit: Number of adjacent rows that belong together.
+    """
+    trained, device = _trained(rows), packed.tokens_N.device
     arrays = {
         "row_of_token": np.repeat(np.arange(len(rows)), [row.n_tokens for row in rows]),
         "loss_mask": trained,
@@ -157,13 +298,11 @@ def pack_rows(
         "staleness": np.array([row.staleness for row in rows], dtype=np.float32),
         **{name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields if name != "routes"},
     }
-    routes = [row.fields["routes"] for row in rows] if "routes" in rows[0].fields else None
-    packed = pack_tokens([row.tokens for row in rows], device, routes, trained, share)
     if packed.shared is None:
         of_rows = {"tokens": packed.tokens_N, "trained_T": packed.predicted_T}
     else:
         arrays["trained_T"], of_rows = np.flatnonzero(trained), {"tokens": packed.in_rows(packed.tokens_N)}
-    pack = DataPack(
+    return DataPack(
         **of_rows,  # type: ignore[arg-type]
         n_rows=len(rows),
         step_tokens=step.step_tokens,
@@ -171,7 +310,11 @@ def pack_rows(
         rows_per_unit=rows_per_unit,
         **{name: torch.as_tensor(array, device=device) for name, array in arrays.items()},  # type: ignore[arg-type]
     )
-    return packed, pack
+
+
+def _trained(rows: Sequence[Row]) -> np.ndarray:
+    """Return whether each token of rows is trained, bool."""
+    return np.concatenate([row.trained for row in rows])
 
 
 def halved(
@@ -184,7 +327,7 @@ def halved(
     """Divide each micro-batch of a step into two with about as many tokens. The order of the rows stays the same.
 
     Args:
-        step: This rank's share of the step. Its `micro_batches` are replaced by the new ones.
+        step: This rank's share of the step. Its `groups` are replaced by those of the new micro-batches.
         old_logprobs: The (N,) old log-probabilities of each micro-batch, or None. They become those of the new ones.
         rows_per_unit: Number of adjacent rows that stay together. A micro-batch with one unit is not divided.
         device: Device of the tensors.
@@ -193,23 +336,29 @@ def halved(
     Returns:
         The new micro-batches, packed.
     """
-    divided: list[list[Row]] = []
-    packs = []
-    for rows, old_N in zip(step.micro_batches, old_logprobs, strict=True):
-        ends = np.cumsum([row.n_tokens for row in rows])[rows_per_unit - 1 : -1 : rows_per_unit]
-        parts = [rows]
-        if len(ends):
-            n_first = rows_per_unit * (1 + int(np.abs(2 * ends - sum(row.n_tokens for row in rows)).argmin()))
-            parts = [rows[:n_first], rows[n_first:]]
-        start = 0
-        for part in parts:
-            packed, pack = pack_rows(part, step, rows_per_unit, device, share)
-            pack.old_logprobs = None if old_N is None else old_N[start : start + len(pack.tokens)]
-            start += len(pack.tokens)
-            divided.append(part)
-            packs.append((packed, pack))
-    step.micro_batches = divided
+    olds: list[Tensor | None] = []
+    groups: list[list[list[Row]]] = []
+    left = iter(old_logprobs)
+    for group in step.groups:
+        divided = [_halves(rows, rows_per_unit) for rows in group]
+        for parts, old_N in zip(divided, left):  # noqa: B905  (continues with the next group)
+            sizes = [sum(row.n_tokens for row in part) for part in parts]
+            olds += [None] * len(parts) if old_N is None else old_N.split(sizes)
+        groups += [list(chain(*divided))] if len(group) > 1 else [[part] for part in divided[0]]
+    step.groups = groups
+    packs = pack_step(step, rows_per_unit, device, share)
+    for (_, pack), old_N in zip(packs, olds, strict=True):
+        pack.old_logprobs = old_N
     return packs
+
+
+def _halves(rows: list[Row], rows_per_unit: int) -> list[list[Row]]:
+    """Divide rows into two parts with about as many tokens, or return the rows if there is only one unit."""
+    ends = np.cumsum([row.n_tokens for row in rows])[rows_per_unit - 1 : -1 : rows_per_unit]
+    if not len(ends):
+        return [rows]
+    n_first = rows_per_unit * (1 + int(np.abs(2 * ends - sum(row.n_tokens for row in rows)).argmin()))
+    return [rows[:n_first], rows[n_first:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +380,14 @@ class LocalTokens:
     packed: PackedTokens
 
     @classmethod
-    def of(cls, packed: PackedTokens, context: ParallelGroup, attn_backend: str, multiple: int = 1) -> LocalTokens:
+    def of(
+        cls,
+        packed: PackedTokens,
+        context: ParallelGroup,
+        attn_backend: str,
+        multiple: int = 1,
+        stores: PrefixKeys | None = None,
+    ) -> LocalTokens:
         """Divide the tokens of a micro-batch equally over a group, and return the share of this rank.
 
         Args:
@@ -240,13 +396,10 @@ class LocalTokens:
             attn_backend: Attention kernel.
             multiple: The number of tokens in a share becomes a multiple of this number. If necessary, a row of padding
                 tokens is added at the end of the micro-batch.
+            stores: Receives the keys and values, for later passes. None: no later pass needs them.
         """
-        tokens_N, positions_N, cu_seqlens, n_tokens = (
-            packed.tokens_N,
-            packed.positions_N,
-            packed.cu_seqlens,
-            len(packed.tokens_N),
-        )
+        tokens_N, positions_N, cu_seqlens = packed.tokens_N[packed.n_before :], packed.positions_N, packed.cu_seqlens
+        positions_N, n_tokens = positions_N[packed.n_before :], len(tokens_N)
         keys = None if packed.shared is None else packed.shared.keys
         more = -n_tokens % (context.size * multiple)
         if more:
@@ -255,8 +408,9 @@ class LocalTokens:
             keys = None if keys is None else keys.with_row(more)
         n = len(tokens_N) // context.size
         mine = slice(context.rank * n, (context.rank + 1) * n)
-        attend = PackedAttend(cu_seqlens, max(packed.max_len, more), attn_backend, context, keys)
-        return cls(tokens_N[mine], positions_N[mine], attend, mine.start, packed)
+        prefix = None if packed.prefix is None else packed.prefix.keys
+        attend = PackedAttend(cu_seqlens, max(packed.max_len, more), attn_backend, context, keys, stores, prefix)
+        return cls(tokens_N[mine], positions_N[mine], attend, packed.n_before + mine.start, packed)
 
     @property
     def n_tokens(self) -> int:
@@ -277,7 +431,7 @@ class LocalTokens:
         return self.at(hidden_nD, places_T, places_T - 1 if shared is None else shared.previous_N[places_T])
 
     def at(self, hidden_nD: Tensor, places_T: Tensor, sources_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the entries of `places_T` whose source is a token of this rank.
+        """Select the entries of `places_T` whose source is a token of this rank or of an earlier pass.
 
         Args:
             hidden_nD: (n, D) hidden states of this rank's tokens.
@@ -287,7 +441,10 @@ class LocalTokens:
         Returns:
             The selected entries of `places_T`, and the (selected entries, D) hidden states of their sources.
         """
-        sources_T = sources_T - self.first
+        if self.packed.prefix is None:
+            sources_T = sources_T - self.first
+        else:
+            hidden_nD = self.packed.prefix.join(hidden_nD)
         if self.attend.context.size > 1:
             here = (sources_T >= 0) & (sources_T < len(self.tokens_n))
             places_T, sources_T = places_T[here], sources_T[here]

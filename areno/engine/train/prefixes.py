@@ -8,6 +8,7 @@ same hidden state in all rows that contain its segment.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from areno.engine.spec import WORTH_SHARING, SharePrefixes
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 KEYS = 8  # copied keys of shared tokens take about as much memory as one computed token
+KEPT = 3  # computed tokens that take about as much memory as a token whose keys and gradients are kept in all layers
 
 _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 
@@ -27,26 +29,29 @@ Rows = Sequence[np.ndarray]
 class Forest:
     """Rows laid out as segments, as arrays. Letters: N tokens of all segments, S segments, U tokens of all rows.
 
+    The first `n_before` tokens may have been computed by an earlier forward pass, see `divide_forest`. The S segments
+    are then those of the other tokens.
+
     Attributes:
         tokens_N: int64 token ids.
         positions_N: int64, position of each token in its rows.
         previous_N: int64, index of the token before each token. 0 for the first token of a row.
-        first_N: int64, index among the U tokens of the first occurrence of each token.
-        starts: (S + 1,) int32, index of the first token of each segment, and N.
+        starts: (S + 1,) int32, index of the first token of each segment, and N, less `n_before`.
         keys_M: int64, for each segment, the indices of the tokens from the beginning of its rows to its end. M is the
             number of all these indices.
         key_starts: (S + 1,) int32, index in `keys_M` of the first key of each segment, and M.
         places_U: int64, for each token of the rows, in the order of the rows, its index among the N tokens.
+        n_before: Number of tokens that an earlier forward pass has computed.
     """
 
     tokens_N: np.ndarray
     positions_N: np.ndarray
     previous_N: np.ndarray
-    first_N: np.ndarray
     starts: np.ndarray
     keys_M: np.ndarray
     key_starts: np.ndarray
     places_U: np.ndarray
+    n_before: int = 0
 
     @property
     def counts_N(self) -> np.ndarray:
@@ -78,18 +83,78 @@ def forest_of(rows: Rows) -> Forest:
         if tree.parent[segment] >= 0:
             previous_N[starts[index]] = paths[index][begin[index] - 1]
     places_U = np.concatenate([paths[place[leaf]] for leaf in tree.leaf_of_row])
-    tokens_U = np.concatenate(rows)
-    first_N = np.empty(starts[-1], dtype=np.int64)
-    first_N[places_U[::-1]] = np.arange(len(places_U))[::-1]  # of several occurrences, the first is written last
     return Forest(
-        tokens_N=tokens_U[first_N],
+        tokens_N=np.concatenate(rows)[_first(places_U, starts[-1])],
         positions_N=positions_N,
         previous_N=previous_N,
-        first_N=first_N,
         starts=starts.astype(np.int32),
         keys_M=np.concatenate(paths),
         key_starts=np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int32),
         places_U=places_U,
+    )
+
+
+def _first(places_U: np.ndarray, n_tokens: int) -> np.ndarray:
+    """Return the index among the U tokens of rows of the first occurrence of each token, (n_tokens,) int64."""
+    first_N = np.empty(n_tokens, dtype=np.int64)
+    first_N[places_U[::-1]] = np.arange(len(places_U))[::-1]  # of several occurrences, the first is written last
+    return first_N
+
+
+def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray, Forest]]:
+    """Divide a forest into the segments that rows of several micro-batches contain, and the rest of each micro-batch.
+
+    Args:
+        forest: The forest of the rows of all micro-batches.
+        sizes: Number of tokens of the rows in each micro-batch, in the order of the rows.
+
+    Returns:
+        The forest of the segments in several micro-batches, and a forest for each micro-batch, which begins with all
+        tokens of the former. Each forest comes after the indices of its tokens among the tokens of the undivided
+        forest. The list is empty if no segment is in several micro-batches, or if a micro-batch has no other segment.
+    """
+    lengths = np.diff(forest.starts)
+    segment_N = np.repeat(np.arange(len(lengths)), lengths)
+    of_batches = np.split(forest.places_U, np.cumsum(sizes)[:-1])
+    segments_of = [np.unique(segment_N[places]) for places in of_batches]
+    times = np.bincount(np.concatenate(segments_of), minlength=len(lengths))
+    common = np.flatnonzero(times > 1)
+    rest = [segments[times[segments] == 1] for segments in segments_of]
+    if not len(common) or not all(map(len, rest)):
+        return []
+    in_common_U = np.isin(segment_N[forest.places_U], common)
+    parts = [_part(forest, common[:0], common, forest.places_U[in_common_U])]
+    return parts + [_part(forest, common, own, places) for own, places in zip(rest, of_batches, strict=True)]
+
+
+def _part(forest: Forest, before: np.ndarray, own: np.ndarray, places_U: np.ndarray) -> tuple[np.ndarray, Forest]:
+    """Return the indices of the tokens of some segments in a forest, and the forest of these segments.
+
+    Args:
+        forest: The forest of all segments.
+        before: Indices of the segments that an earlier forward pass has computed.
+        own: Indices of the segments to compute.
+        places_U: Indices, in the forest of all segments, of the tokens of the rows.
+    """
+
+    def ranges(starts: np.ndarray, segments: np.ndarray) -> list[np.ndarray]:
+        return [np.arange(int(starts[s]), int(starts[s + 1])) for s in segments]
+
+    tokens = [np.empty(0, dtype=np.int64), *ranges(forest.starts, before)]
+    n_before = sum(map(len, tokens))
+    kept = np.concatenate([*tokens, *ranges(forest.starts, own)])
+    place = np.zeros(len(forest.tokens_N), dtype=np.int64)
+    place[kept] = np.arange(len(kept))
+    lengths, n_keys = np.diff(forest.starts)[own], np.diff(forest.key_starts)[own]
+    return kept, Forest(
+        tokens_N=forest.tokens_N[kept],
+        positions_N=forest.positions_N[kept],
+        previous_N=place[forest.previous_N[kept]],
+        starts=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
+        keys_M=place[forest.keys_M[np.concatenate(ranges(forest.key_starts, own))]],
+        key_starts=np.concatenate([[0], n_keys.cumsum()]).astype(np.int32),
+        places_U=place[places_U],
+        n_before=n_before,
     )
 
 
@@ -213,20 +278,79 @@ def pieces(units: Sequence[Rows], most: int) -> list[tuple[list[int], int]]:
         has copies of the keys of its prefix, a KEYS-th of the other tokens.
     """
     found: list[tuple[list[int], int]] = []
-    for index, common in sorted_rows([unit[0] for unit in units]):
-        unit = units[index]
-        size = len(unit[0])
-        if len(unit) > 1:
-            size = n_computed(unit)
-            size += (sum(map(len, unit)) - size) // KEYS
-        saved = max(0, common - LEAST + 1)  # at least so many tokens are shared, see _Tree
-        more = size - saved + -(-saved // KEYS)
+    for index, common, more in _sizes(units):
         if common and found[-1][1] + more <= most:
             indices, total = found[-1]
             found[-1] = [*indices, index], total + more
         else:
-            found.append(([index], size))
+            found.append(([index], _size(units[index])))
     return found
+
+
+def _size(unit: Rows) -> int:
+    """Return the size of a piece with one unit, see `pieces`."""
+    size = len(unit[0])
+    if len(unit) > 1:
+        size = n_computed(unit)
+        size += (sum(map(len, unit)) - size) // KEYS
+    return size
+
+
+def _sizes(units: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
+    """Yield (index of a unit, number of tokens shared with the unit before, size that the unit adds to a piece).
+
+    Units with a common prefix are neighbours. The first row of a unit stands for it.
+    """
+    for index, common in sorted_rows([unit[0] for unit in units]):
+        saved = max(0, common - LEAST + 1)  # at least so many tokens are shared, see _Tree
+        yield index, common, _size(units[index]) - saved + -(-saved // KEYS)
+
+
+def linked_pieces(units: Sequence[Rows], most: int) -> list[list[tuple[list[int], int]]]:
+    """Divide units of rows into pieces as `pieces` does, and link the pieces of a prefix with too many rows for one.
+
+    The common prefixes of linked pieces are computed in a forward pass of their own, before the pieces. Their keys,
+    values and activations stay in memory until the last piece is done, so linked pieces are smaller than others.
+
+    Args:
+        units: The rows of each unit, which stay together. The first row of a unit stands for it.
+        most: Largest size of a piece with more than one unit.
+
+    Returns:
+        Lists of linked pieces, most of which have one piece, see `pieces`.
+    """
+    found: list[list[tuple[list[int], int]]] = []
+    for indices, size in pieces(units, sys.maxsize):
+        if size <= most or len(indices) == 1:
+            found.append([(indices, size)])
+            continue
+        of_piece = [units[index] for index in indices]
+        linked = _linked(of_piece, most) or [[piece] for piece in pieces(of_piece, most)]
+        found += [[([indices[place] for place in places], n) for places, n in group] for group in linked]
+    return found
+
+
+def _linked(units: Sequence[Rows], most: int) -> list[list[tuple[list[int], int]]]:
+    """Return the linked pieces of units that all share prefixes. The list is empty if the prefixes are too long."""
+    sizes = list(_sizes(units))
+
+    def cut(room: int) -> tuple[list[tuple[list[int], int]], int]:
+        """Return pieces of at most this size, and the number of tokens of the prefixes that several of them have."""
+        found: list[tuple[list[int], int]] = []
+        prefixes = []
+        for index, common, more in sizes:
+            if found and found[-1][1] + more <= room:
+                found[-1] = [*found[-1][0], index], found[-1][1] + more
+            else:
+                prefixes += [units[index][0][:common]] if found else []
+                found.append(([index], more))
+        return found, n_computed(prefixes)
+
+    found, n_common = cut(most // 2)
+    if KEPT * n_common > most // 2:
+        return []
+    larger, n_of_larger = cut(most - KEPT * n_common)
+    return [larger if n_of_larger <= n_common else found]
 
 
 def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
@@ -240,7 +364,7 @@ def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
         (N, layers, k). None if rows disagree about the experts of a shared token, so that they cannot share it.
     """
     known = np.flatnonzero(routes_U[:, 0, 0] != np.iinfo(routes_U.dtype).max)
-    source_N = forest.first_N.copy()
+    source_N = _first(forest.places_U, len(forest.tokens_N))
     source_N[forest.places_U[known][::-1]] = known[::-1]
     routes_N = routes_U[source_N]
     return routes_N if np.array_equal(routes_N[forest.places_U[known]], routes_U[known]) else None

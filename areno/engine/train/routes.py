@@ -88,7 +88,9 @@ class StepRouting:
         self._n_seen = torch.zeros((), dtype=torch.int64)
 
     def add(self) -> None:
-        """Add the experts chosen in the last forward pass to the counts."""
+        """Add the experts chosen in the last forward pass to the counts. Does nothing if the pass only scored rows."""
+        if not self._routing.observes:
+            return
         loads = [self._routing.loads[layer] for layer in range(self._routing.n_layers)]
         chosen_LE = torch.stack([load.chosen_E for load in loads])
         where = chosen_LE.device

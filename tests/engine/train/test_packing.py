@@ -17,7 +17,7 @@ from areno.engine.train.micro_batches import (
     share_steps,
     split_balanced,
 )
-from areno.engine.train.packing import pack_rows
+from areno.engine.train.packing import pack_step
 from areno.engine.train.rows import read_rows
 from areno.errors import DataError
 from areno.types import TrainSequence
@@ -146,7 +146,8 @@ def test_rows_that_do_not_come_out_even():
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
-    return pack_rows(rows, StepMicroBatches([rows], step_tokens, step_rows, 1), rows_per_unit, CPU)
+    (packed,) = pack_step(StepMicroBatches([[rows]], step_tokens, step_rows, 1), rows_per_unit, CPU)
+    return packed
 
 
 def row(tokens, mask, **fields):
