@@ -43,8 +43,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def rows_of_groups(vocab: int) -> Rows:
-    """Three groups in any order, one of them with an answer that is empty and two that are equal."""
+    """Groups in any order. An answer is empty, two are equal, and the last group is larger than a micro-batch."""
     rows = [*group(40, [9, 3, 14], vocab, 1), *group(25, [0, 8, 2, 6], vocab, 2), *group(33, [5, 5], vocab, 3)]
+    rows += group(18, [11] * 20, vocab, 5)
     rows.append(rows[-1].copy())
     random.Random(0).shuffle(rows)
     return rows

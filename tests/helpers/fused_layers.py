@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.train.flat import FlatParameters
-from areno.layers.attention import PackedAttend, SharedKeys
+from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.config import Delta, Rope
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
@@ -62,11 +63,12 @@ def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes:
 
 
 def run(
-    model: Transformer, backend: str, is_fused: bool, shares: bool = False, **how: Any
+    model: Transformer, backend: str, is_fused: bool, shares: bool = False, linked: bool = False, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states with and without gradients, and the gradient of two passes together.
 
     shares: The second and the third row continue the first one.
+    linked: They have a pass each, which reads the keys of the first row from a pass before.
     """
     flat = FlatParameters(model)
     device = model.device
@@ -83,12 +85,38 @@ def run(
         keys = SharedKeys(torch.tensor([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5]).to(device), ends, 5, n)
     attend = PackedAttend(starts, max(LENGTHS), backend, keys=keys)
     assert is_fused == model.runs_fused(attend)
+    passes = partial(_in_three_passes, model, tokens, positions, backend) if linked else None
     for _ in range(2):
-        hidden = model(tokens, positions, attend, **how)
-        (hidden.float() * upstream).sum().backward()
+        if passes is None:
+            hidden = model(tokens, positions, attend, **how)
+            (hidden.float() * upstream).sum().backward()
+        else:
+            hidden = passes(upstream, **how)
     with torch.no_grad():
-        scored = model(tokens, positions, attend)
+        scored = model(tokens, positions, attend) if passes is None else passes(None)
     return hidden.detach(), scored, flat.grads
+
+
+def _in_three_passes(
+    model: Transformer, tokens: Tensor, positions: Tensor, backend: str, upstream: Tensor | None, **how: Any
+) -> Tensor:
+    """Hidden states of the rows of `run`, which share the first row, from a pass for each row, and backward passes."""
+
+    def borders(n: int) -> Tensor:
+        return torch.tensor([0, n], dtype=torch.int32, device=tokens.device)
+
+    kept = PrefixKeys(3)
+    hidden = [model(tokens[:3], positions[:3], PackedAttend(borders(3), 3, backend, stores=kept), **how)]
+    for start, end in ((3, 4), (4, 6)):
+        n = end - start
+        keys = SharedKeys(torch.arange(3 + n, device=tokens.device), borders(3 + n), 3 + n, 3 + n)
+        attend = PackedAttend(borders(n), n, backend, keys=keys, prefix=kept)
+        hidden.append(model(tokens[start:end], positions[start:end], attend, **how))
+        if upstream is not None:
+            (hidden[-1].float() * upstream[start:end]).sum().backward()
+    if upstream is not None:
+        hidden[0].backward(upstream[:3].to(hidden[0].dtype))
+    return torch.cat(hidden)
 
 
 SOME = {"recompute": True, "n_kept": 1}
@@ -104,6 +132,7 @@ def compare(
     backend: str,
     ways: tuple[dict[str, Any], ...] = ALL_WAYS,
     shares: bool = False,
+    linked: bool = False,
     **changes: Any,
 ) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
@@ -118,7 +147,7 @@ def compare(
             expected = run(build(dtype, device, **changes).float(), "sdpa", is_fused=False, shares=shares)
     for how in ways:
         model = build(dtype, device, **changes)
-        got = run(model, backend, is_fused=True, shares=shares, **how)
+        got = run(model, backend, is_fused=True, shares=shares, linked=linked, **how)
         for one, other in zip(got, expected, strict=True):
             error = (one.float() - other.float()).norm() / other.float().norm()
             assert error < tolerance, (dtype, changes, how, error)

@@ -73,6 +73,7 @@ def compare_interpreted() -> None:
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME))  # of two layers, SOME keeps one and repeats the other
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), qk_norm=False, **BARE)
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), shares=True)
+    compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), shares=True, linked=True)
     compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
 
 
@@ -156,8 +157,16 @@ def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"qk_norm": False, **BARE}, LIKE_GEMMA, LIKE_OLMO, LIKE_QWEN, {"shares": True}],
-    ids=["all", "bare", "like gemma", "like olmo", "like qwen 3.5", "shared prefixes"],
+    [
+        {},
+        {"qk_norm": False, **BARE},
+        LIKE_GEMMA,
+        LIKE_OLMO,
+        LIKE_QWEN,
+        {"shares": True},
+        {"shares": True, "linked": True},
+    ],
+    ids=["all", "bare", "like gemma", "like olmo", "like qwen 3.5", "shared prefixes", "linked micro-batches"],
 )
 def test_layers_on_the_gpu_are_the_plain_ones(changes: dict[str, Any]) -> None:
     compare("cuda", torch.float32, 1e-4, "sdpa", **changes)
