@@ -33,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
 class KeptLayers:
     """Chooses how many layers keep the outputs of their large matrix products for the backward pass.
 
-    All other layers recompute these outputs in the backward pass. The number is chosen for each micro-batch.
+    All other layers recompute these outputs in the backward pass. The number is chosen for each forward pass.
 
     Args:
         model: The model.
@@ -48,14 +48,21 @@ class KeptLayers:
         itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
         self._need = PassBytes.of_training(model.config, itemsize, layout, split=split)
         self._share = 1.0  # share of the free memory to use; lowered after running out of memory
-        self._last = 0  # result of `count` for the current micro-batch
+        self._last = 0  # result of `count` for the current pass
 
-    def count(self, n_tokens: int) -> int:
-        """Return the number of layers that keep their matrix products in a micro-batch of `n_tokens` tokens.
+    def count(self, n_tokens: int, waits: bool = False) -> int:
+        """Return the number of layers that keep their matrix products in a forward pass of `n_tokens` tokens.
 
         The number is 0 if there is no backward pass.
+
+        Args:
+            n_tokens: Number of tokens of the pass.
+            waits: Whether other passes come before the backward pass. No layer keeps its products then.
         """
         if self._free is None or not torch.is_grad_enabled():
+            return 0
+        if waits:
+            self._last = 0
             return 0
         room = int(self._share * self._free())
         self._last = self._need.fitting_layers(n_tokens, room, len(self._model.layers))

@@ -308,7 +308,8 @@ class TrainBackend:
         if packed.prefix is not None and packed.prefix is not self._prefix:
             self._leave_prefix()
             self._prefix = packed.prefix
-            self._prefix.begin(lambda packed, stores: self._run_layers(packed, stores)[0])
+            with phase("prefixes", tokens=packed.n_before):
+                self._prefix.begin(lambda packed, stores: self._run_layers(packed, stores)[0])
             if self._routing is not None:
                 self._routing.add()
         return self._run_layers(packed)
@@ -318,13 +319,13 @@ class TrainBackend:
 
         Args:
             packed: The input of the pass.
-            stores: Receives keys and values for later passes. The activations of such a pass are kept for long, so
-                all layers recompute them.
+            stores: Receives keys and values for later passes. None: no later pass needs them.
         """
         share = LocalTokens.of(packed, self.context, self.attn_backend, self._multiple, stores)
         if self._routing is not None:
             self._routing.begin(packed, share)
-        n_kept = self.kept_layers.count(len(share.tokens_n)) if self.recompute and stores is None else 0
+        waits = stores is not None  # for the passes that read the keys
+        n_kept = self.kept_layers.count(len(share.tokens_n), waits) if self.recompute else 0
         how = {"recompute": self.recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.engine.train.micro_batches import StepMicroBatches
-from areno.engine.train.prefixes import Forest, divide_forest, forest_of, shared_routes
+from areno.engine.train.prefixes import Forest, distinct, divide_forest, forest_of, shared_routes
 from areno.engine.train.rows import Row
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
@@ -101,21 +101,23 @@ class PackedTokens:
 class PrefixPass:
     """The forward pass over prefixes that the rows of several micro-batches share, before the passes of the latter.
 
-    Passes without gradient call `begin` and `join`. Training calls `backward` after the last micro-batch.
+    Call `begin`, then `join` for each micro-batch, and at last `end`. Training runs the backward pass of `output` after
+    the backward passes of all micro-batches.
 
     Args:
         packed: The tokens of the prefixes.
 
     Attributes:
         packed: The tokens of the prefixes.
-        keys: Keys and values of the prefixes. None before and after the passes.
+        keys: Keys and values of the prefixes. None before `begin` and after `end`.
     """
 
     def __init__(self, packed: PackedTokens):
         self.packed = packed
         self.keys: PrefixKeys | None = None
         self._hidden_ND: Tensor | None = None
-        self._seen_ND: Tensor | None = None  # the same numbers, whose gradient adds up over the micro-batches
+        # A leaf of autograd with the same numbers. It is float32, in which its gradient adds up over the micro-batches.
+        self._leaf_ND: Tensor | None = None
 
     def begin(self, run: Callable[[PackedTokens, PrefixKeys], Tensor]) -> None:
         """Compute the prefixes.
@@ -124,28 +126,29 @@ class PrefixPass:
             run: Computes the hidden states of the tokens, and stores keys and values.
         """
         self.keys = PrefixKeys(len(self.packed.tokens_N))
-        self._hidden_ND = run(self.packed, self.keys)[: self.keys.n_tokens]
-        self._seen_ND = self._hidden_ND.detach().requires_grad_(self._hidden_ND.requires_grad)
+        hidden_ND = self._hidden_ND = run(self.packed, self.keys)[: self.keys.n_tokens]
+        leaf_ND = hidden_ND.detach().to(torch.promote_types(hidden_ND.dtype, torch.float32))
+        self._leaf_ND = leaf_ND.requires_grad_(hidden_ND.requires_grad)
 
     def join(self, hidden_nD: Tensor) -> Tensor:
-        """Return the hidden states of the prefixes followed by others, (N, D), differentiable.
+        """Return the hidden states of the prefixes followed by those of a micro-batch, (N, D), differentiable.
 
         Args:
-            hidden_nD: Hidden states of the tokens of a micro-batch.
+            hidden_nD: Hidden states of the tokens that the micro-batch computes.
         """
-        assert self._seen_ND is not None
-        return torch.cat((self._seen_ND, hidden_nD))
+        assert self._leaf_ND is not None, "the pass has not begun"
+        return torch.cat((self._leaf_ND.to(hidden_nD.dtype), hidden_nD))
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the prefixes, and their gradient from the passes of all micro-batches."""
         assert self._hidden_ND is not None, "the pass has not begun"
-        assert self._seen_ND is not None
-        grad_ND = self._seen_ND.grad
-        return self._hidden_ND, torch.zeros_like(self._hidden_ND) if grad_ND is None else grad_ND
+        assert self._leaf_ND is not None
+        grad_ND = torch.zeros_like(self._leaf_ND) if self._leaf_ND.grad is None else self._leaf_ND.grad
+        return self._hidden_ND, grad_ND.to(self._hidden_ND.dtype)
 
     def end(self) -> None:
         """Free the memory of the pass."""
-        self.keys = self._hidden_ND = self._seen_ND = None
+        self.keys = self._hidden_ND = self._leaf_ND = None
 
 
 def pack_tokens(
@@ -250,7 +253,7 @@ def _pack_forest(
         on_device(forest.starts),  # type: ignore[arg-type]
         int(np.diff(forest.starts).max()),
         on_device(routes_N),
-        None if trained is None else on_device(np.unique(forest.places_U[trained])),
+        None if trained is None else on_device(distinct(forest.places_U[trained], n_tokens)),
         SharedTokens(keys, *map(on_device, arrays)),  # type: ignore[arg-type]
         prefix,
     )

@@ -8,8 +8,7 @@ same hidden state in all rows that contain its segment.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +18,13 @@ from areno.engine.spec import WORTH_SHARING, SharePrefixes
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 KEYS = 8  # copied keys of shared tokens take about as much memory as one computed token
 KEPT = 3  # computed tokens that take about as much memory as a token whose keys and gradients are kept in all layers
+WORTH_A_PASS = 0.05  # part of the tokens that a forward and a backward pass over prefixes must save
 
 _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 
 Rows = Sequence[np.ndarray]
+Piece = tuple[list[int], int]
+"""(indices of units, size), see `pieces`."""
 
 
 @dataclass(slots=True)
@@ -116,18 +118,32 @@ def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray
     lengths = np.diff(forest.starts)
     segment_N = np.repeat(np.arange(len(lengths)), lengths)
     of_batches = np.split(forest.places_U, np.cumsum(sizes)[:-1])
-    segments_of = [np.unique(segment_N[places]) for places in of_batches]
-    times = np.bincount(np.concatenate(segments_of), minlength=len(lengths))
-    common = np.flatnonzero(times > 1)
-    rest = [segments[times[segments] == 1] for segments in segments_of]
-    if not len(common) or not all(map(len, rest)):
+    segments_of = [distinct(segment_N[places], len(lengths)) for places in of_batches]
+    is_common = np.bincount(np.concatenate(segments_of), minlength=len(lengths)) > 1
+    rest = [segments[~is_common[segments]] for segments in segments_of]
+    if not is_common.any() or not all(map(len, rest)):
         return []
-    in_common_U = np.isin(segment_N[forest.places_U], common)
-    parts = [_part(forest, common[:0], common, forest.places_U[in_common_U])]
-    return parts + [_part(forest, common, own, places) for own, places in zip(rest, of_batches, strict=True)]
+    common, nothing = np.flatnonzero(is_common), np.empty(0, dtype=np.int64)
+    place = np.zeros(len(forest.tokens_N), dtype=np.int64)
+    parts = [_part(forest, nothing, common, forest.places_U[is_common[segment_N[forest.places_U]]], place)]
+    return parts + [_part(forest, common, own, places, place) for own, places in zip(rest, of_batches, strict=True)]
 
 
-def _part(forest: Forest, before: np.ndarray, own: np.ndarray, places_U: np.ndarray) -> tuple[np.ndarray, Forest]:
+def distinct(places: np.ndarray, n: int) -> np.ndarray:
+    """Return the different numbers in an array, ascending.
+
+    Args:
+        places: Whole numbers from 0 to n - 1.
+        n: The number of possible numbers.
+    """
+    found = np.zeros(n, dtype=bool)
+    found[places] = True
+    return np.flatnonzero(found)
+
+
+def _part(
+    forest: Forest, before: np.ndarray, own: np.ndarray, places_U: np.ndarray, place: np.ndarray
+) -> tuple[np.ndarray, Forest]:
     """Return the indices of the tokens of some segments in a forest, and the forest of these segments.
 
     Args:
@@ -135,27 +151,27 @@ def _part(forest: Forest, before: np.ndarray, own: np.ndarray, places_U: np.ndar
         before: Indices of the segments that an earlier forward pass has computed.
         own: Indices of the segments to compute.
         places_U: Indices, in the forest of all segments, of the tokens of the rows.
+        place: Memory for an index of each token of the forest.
     """
-
-    def ranges(starts: np.ndarray, segments: np.ndarray) -> list[np.ndarray]:
-        return [np.arange(int(starts[s]), int(starts[s + 1])) for s in segments]
-
-    tokens = [np.empty(0, dtype=np.int64), *ranges(forest.starts, before)]
-    n_before = sum(map(len, tokens))
-    kept = np.concatenate([*tokens, *ranges(forest.starts, own)])
-    place = np.zeros(len(forest.tokens_N), dtype=np.int64)
-    place[kept] = np.arange(len(kept))
+    kept = np.concatenate([_ranges(forest.starts, before), _ranges(forest.starts, own)])
+    place[0], place[kept] = 0, np.arange(len(kept))  # the first tokens of rows have 0 as their previous token
     lengths, n_keys = np.diff(forest.starts)[own], np.diff(forest.key_starts)[own]
     return kept, Forest(
         tokens_N=forest.tokens_N[kept],
         positions_N=forest.positions_N[kept],
         previous_N=place[forest.previous_N[kept]],
         starts=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
-        keys_M=place[forest.keys_M[np.concatenate(ranges(forest.key_starts, own))]],
+        keys_M=place[forest.keys_M[_ranges(forest.key_starts, own)]],
         key_starts=np.concatenate([[0], n_keys.cumsum()]).astype(np.int32),
         places_U=place[places_U],
-        n_before=n_before,
+        n_before=int(np.diff(forest.starts)[before].sum()),
     )
+
+
+def _ranges(starts: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Return the concatenated ranges from the start of each segment to the start of the next one, int64."""
+    ranges = [np.arange(int(starts[s]), int(starts[s + 1])) for s in segments]
+    return np.concatenate([np.empty(0, dtype=np.int64), *ranges])
 
 
 class _Tree:
@@ -266,7 +282,7 @@ def n_computed(rows: Rows) -> int:
     return sum(tree.end) - sum(tree.begin)
 
 
-def pieces(units: Sequence[Rows], most: int) -> list[tuple[list[int], int]]:
+def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
     """Divide units of rows into pieces whose units share prefixes.
 
     Args:
@@ -277,9 +293,14 @@ def pieces(units: Sequence[Rows], most: int) -> list[tuple[list[int], int]]:
         For each piece, (indices of its units, size). The size is the number of computed tokens and, because each row
         has copies of the keys of its prefix, a KEYS-th of the other tokens.
     """
-    found: list[tuple[list[int], int]] = []
-    for index, common, more in _sizes(units):
-        if common and found[-1][1] + more <= most:
+    return _pieces(units, _sizes(units), most)
+
+
+def _pieces(units: Sequence[Rows], sizes: Iterable[tuple[int, int, int]], most: int) -> list[Piece]:
+    """Divide the units whose `_sizes` are given into pieces, see `pieces`."""
+    found: list[Piece] = []
+    for index, common, more in sizes:
+        if common and found and found[-1][1] + more <= most:
             indices, total = found[-1]
             found[-1] = [*indices, index], total + more
         else:
@@ -306,51 +327,66 @@ def _sizes(units: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
         yield index, common, _size(units[index]) - saved + -(-saved // KEYS)
 
 
-def linked_pieces(units: Sequence[Rows], most: int) -> list[list[tuple[list[int], int]]]:
-    """Divide units of rows into pieces as `pieces` does, and link the pieces of a prefix with too many rows for one.
+def linked_pieces(units: Sequence[Rows], most: int) -> list[list[Piece]]:
+    """Divide units of rows into pieces as `pieces` does, and link pieces that have a prefix in common.
 
     The common prefixes of linked pieces are computed in a forward pass of their own, before the pieces. Their keys,
-    values and activations stay in memory until the last piece is done, so linked pieces are smaller than others.
+    values and activations stay in memory until the last piece is done, so linked pieces are smaller than others. Only
+    units of one row are linked. The first rows of larger units do not tell how many tokens the other rows share.
 
     Args:
         units: The rows of each unit, which stay together. The first row of a unit stands for it.
         most: Largest size of a piece with more than one unit.
 
     Returns:
-        Lists of linked pieces, most of which have one piece, see `pieces`.
+        Lists of linked pieces, see `pieces`. Most lists have one piece.
     """
-    found: list[list[tuple[list[int], int]]] = []
-    for indices, size in pieces(units, sys.maxsize):
-        if size <= most or len(indices) == 1:
-            found.append([(indices, size)])
-            continue
-        of_piece = [units[index] for index in indices]
-        linked = _linked(of_piece, most) or [[piece] for piece in pieces(of_piece, most)]
-        found += [[([indices[place] for place in places], n) for places, n in group] for group in linked]
+    groups: list[list[tuple[int, int, int]]] = []  # units with a common prefix
+    for sizes in _sizes(units):
+        if sizes[1]:
+            groups[-1].append(sizes)
+        else:
+            groups.append([sizes])
+    found: list[list[Piece]] = []
+    for group in groups:
+        fits = sum(more for _, _, more in group) <= most
+        if not fits and len(units[0]) == 1 and (linked := _linked(group, most)):
+            found.append(linked)
+        else:
+            found += [[piece] for piece in _pieces(units, group, most)]
     return found
 
 
-def _linked(units: Sequence[Rows], most: int) -> list[list[tuple[list[int], int]]]:
-    """Return the linked pieces of units that all share prefixes. The list is empty if the prefixes are too long."""
-    sizes = list(_sizes(units))
+def _linked(sizes: Sequence[tuple[int, int, int]], most: int) -> list[Piece]:
+    """Return linked pieces of units with a common prefix, or an empty list if it is better not to link them.
 
-    def cut(room: int) -> tuple[list[tuple[list[int], int]], int]:
-        """Return pieces of at most this size, and the number of tokens of the prefixes that several of them have."""
-        found: list[tuple[list[int], int]] = []
-        prefixes = []
+    Args:
+        sizes: The `_sizes` of these units, which are too large for one piece.
+        most: Largest size of a piece, together with the prefixes that stay in memory.
+    """
+
+    def cut(room: int) -> tuple[list[Piece], int, int]:
+        """Return pieces of at most a size, the tokens of their common prefixes, and the tokens saved by linking."""
+        found: list[Piece] = []
+        n_prefixes = n_saved = 0
+        seen = 0  # tokens at the beginning of the unit that are counted in n_prefixes
         for index, common, more in sizes:
+            seen = min(seen, common)
             if found and found[-1][1] + more <= room:
                 found[-1] = [*found[-1][0], index], found[-1][1] + more
-            else:
-                prefixes += [units[index][0][:common]] if found else []
-                found.append(([index], more))
-        return found, n_computed(prefixes)
+                continue
+            if found:
+                n_prefixes, n_saved, seen = n_prefixes + common - seen, n_saved + common, common
+            found.append(([index], more))
+        return found, n_prefixes, n_saved
 
-    found, n_common = cut(most // 2)
-    if KEPT * n_common > most // 2:
+    found, n_prefixes, n_saved = cut(most // 2)
+    if KEPT * n_prefixes > most // 2:
         return []
-    larger, n_of_larger = cut(most - KEPT * n_common)
-    return [larger if n_of_larger <= n_common else found]
+    larger, n_of_larger, n_saved_of_larger = cut(most - KEPT * n_prefixes)
+    if n_of_larger <= n_prefixes:
+        found, n_saved = larger, n_saved_of_larger
+    return found if n_saved >= WORTH_A_PASS * sum(more for _, _, more in sizes) else []
 
 
 def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:

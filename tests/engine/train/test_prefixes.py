@@ -18,11 +18,14 @@ from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import UpdateSpec
 from areno.engine.train import prefixes
+from areno.engine.train.activations import KeptLayers
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
-from areno.engine.train.packing import LocalTokens, halved, pack_group, pack_tokens
+from areno.engine.train.packing import LocalTokens, PrefixPass, halved, pack_group, pack_tokens
 from areno.engine.train.prefixes import forest_of, n_computed, pieces, shares_prefixes
 from areno.engine.train.rows import read_rows
+from areno.errors import EngineError
 from areno.layers import rotary
+from areno.layers.attention import PrefixKeys
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -342,6 +345,36 @@ def test_a_group_larger_than_a_micro_batch_is_cut() -> None:
     assert all(len(alone) == 1 for alone in apart)
 
 
+def test_pairs_are_not_linked() -> None:
+    """The second rows of these pairs are equal, and would be kept in memory beside the prompt."""
+    rows = group(8, [10] * 9, VOCAB)
+    groups = row_micro_batches([[row, rows[0]] for row in rows], MicroBatchSpec(max_tokens_per_mb=60), share=True)
+    assert len(groups) > 1
+    assert all(len(alone) == 1 for alone in groups)
+
+
+@pytest.mark.parametrize(("prompt", "is_linked"), [(3, True), (1, False)])
+def test_prefixes_that_save_little_are_not_worth_a_pass(prompt: int, is_linked: bool) -> None:
+    rows = [np.array([2] * prompt + [place] + row.tolist()) for place, row in enumerate(group(0, [30] * 9, VOCAB), 3)]
+    groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=50), share=True)
+    assert any(len(linked) > 1 for linked in groups) == is_linked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_linked_micro_batches_fit_beside_their_prefixes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "WORTH_A_PASS", 0.0)
+    monkeypatch.setattr(prefixes, "KEPT", 1)
+    rows = [np.concatenate([np.arange(2), row]) for row in tree(4, VOCAB, seed)]
+    found = 0
+    for most in range(130, 200, 10):
+        for linked in row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=most), share=True):
+            packs = pack_group([[rows[i] for i in batch] for batch in linked], torch.device("cpu"), share=True)
+            for batch, one in zip(linked, packs, strict=True):
+                assert prefixes.KEPT * one.n_before + one.n_computed <= most or len(batch) == 1
+            found += packs[0].prefix is not None
+    assert found
+
+
 # -- prefixes of several micro-batches ---------------------------------------------------------------------------------
 
 LINKED = {"groups": MicroBatchSpec(max_tokens_per_mb=60), "tree": MicroBatchSpec(max_tokens_per_mb=100)}
@@ -448,6 +481,59 @@ def test_halved_micro_batches_stay_linked() -> None:
     for row, same in zip(tokens, itertools.chain(*the_step.micro_batches), strict=True):
         assert np.array_equal(row, same.tokens)
     assert torch.equal(torch.cat([pack.old_logprobs for _, pack in packs]), torch.cat(old))
+
+
+@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_a_step_of_linked_micro_batches_that_runs_out_of_memory_is_halved(
+    what: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = train_rows(linked_rows("groups"))
+    one, other = make(), make()
+    passes = one.model if what == "forward" else one._gradients
+    run, count = getattr(passes, what), itertools.count()
+
+    def fail_once(*args: Any, **how: Any) -> Any:
+        found = run(*args, **how)
+        if next(count) == place:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(passes, what, fail_once)
+    found = step(one, rows, LOSSES["grpo"], "on", LINKED["groups"], may_halve=True)
+    assert found.n_halvings == 1
+    assert_same_step(one, other, found, step(other, rows, LOSSES["grpo"], "off", LINKED["groups"]))
+    assert one._prefix is None
+
+
+def test_prefixes_that_do_not_fit_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the micro-batch before has kept activations, which a repeated step would not."""
+    backend = make(recompute=True)
+    backend.kept_layers = KeptLayers(backend.model, lambda: 2**40)
+    step(backend, train_rows(group(9, [4, 6], VOCAB)), LOSSES["grpo"], "on")
+    tries = []
+
+    def fail(*args: Any) -> None:
+        tries.append(args)
+        assert len(tries) < 5
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PrefixKeys, "store", fail)
+    with pytest.raises(EngineError, match="out of device memory in training"):
+        step(backend, train_rows(group(9, [8] * 9, VOCAB)), LOSSES["grpo"], "on", LINKED["groups"])
+
+
+def test_the_gradient_of_prefixes_is_summed_in_float32() -> None:
+    """In bfloat16, a sum of ones would stay 256."""
+    prefix = PrefixPass(pack_tokens([np.arange(2)], torch.device("cpu")))
+    hidden = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    prefix.begin(lambda packed, stores: hidden * 1)
+    for _ in range(600):
+        prefix.join(torch.zeros(1, 4, dtype=torch.bfloat16)).sum().backward()
+    output, gradient = prefix.output()
+    output.backward(gradient)
+    assert hidden.grad is not None
+    assert hidden.grad.unique().tolist() == [600]
 
 
 def test_ranks_get_whole_groups() -> None:
