@@ -284,14 +284,14 @@ class TrainBackend:
 
     @contextmanager
     def _prefix_passes(self) -> Iterator[None]:
-        """Let forward passes of micro-batches begin the passes of their prefixes, and end the last one."""
+        """Return a context in which micro-batches may begin the passes of their prefixes. Its end frees their memory."""
         try:
             yield
         finally:
             self._leave_prefix()
 
     def _leave_prefix(self) -> None:
-        """Free the memory of the prefixes that the last micro-batches had in common."""
+        """Free the memory of the prefixes of the last micro-batches, if they had any in common."""
         if self._prefix is not None:
             self._prefix.end()
         self._prefix = None

@@ -111,9 +111,9 @@ def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray
         sizes: Number of tokens of the rows in each micro-batch, in the order of the rows.
 
     Returns:
-        The forest of the segments in several micro-batches, and a forest for each micro-batch, which begins with all
-        tokens of the former. Each forest comes after the indices of its tokens among the tokens of the undivided
-        forest. The list is empty if no segment is in several micro-batches, or if a micro-batch has no other segment.
+        Pairs of (indices of tokens in the undivided forest, forest of these tokens). The first pair has the segments in
+        several micro-batches. It is followed by a pair for each micro-batch, whose tokens begin with those of the first
+        pair. The list is empty if no segment is in several micro-batches, or if a micro-batch has no other segment.
     """
     lengths = np.diff(forest.starts)
     segment_N = np.repeat(np.arange(len(lengths)), lengths)

@@ -21,7 +21,7 @@ from areno.engine.train import prefixes
 from areno.engine.train.activations import KeptLayers
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
 from areno.engine.train.packing import LocalTokens, PrefixPass, halved, pack_group, pack_tokens
-from areno.engine.train.prefixes import forest_of, n_computed, pieces, shares_prefixes
+from areno.engine.train.prefixes import shares_prefixes
 from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
 from areno.layers import rotary
@@ -48,69 +48,12 @@ def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "LEAST", 1)
 
 
-# -- the forest --------------------------------------------------------------------------------------------------------
-
-
-def check_forest(rows: Rows) -> None:
-    """Every row is a path through the forest, and each token follows the token that it follows in its rows."""
-    forest = forest_of(rows)
-    starts = np.cumsum([0, *map(len, rows)])
-    for row, start in zip(rows, starts, strict=False):
-        places = forest.places_U[start : start + len(row)]
-        np.testing.assert_array_equal(forest.tokens_N[places], row)
-        np.testing.assert_array_equal(forest.positions_N[places], np.arange(len(row)))
-        np.testing.assert_array_equal(forest.previous_N[places[1:]], places[:-1])
-    for segment in range(len(forest.starts) - 1):
-        own = np.arange(forest.starts[segment], forest.starts[segment + 1])
-        keys = forest.keys_M[forest.key_starts[segment] : forest.key_starts[segment + 1]]
-        np.testing.assert_array_equal(keys[-len(own) :], own)
-        np.testing.assert_array_equal(forest.positions_N[keys], np.arange(len(keys)))
-        assert any(np.array_equal(forest.places_U[s : s + len(keys)], keys) for s in starts[:-1])
-    assert forest.counts_N.sum() == starts[-1]
-    np.testing.assert_array_equal(np.unique(forest.places_U), np.arange(len(forest.tokens_N)))
-    assert n_computed(rows) == len(forest.tokens_N)
-
-
-@pytest.mark.parametrize("name", cases(VOCAB))
-def test_a_forest_has_each_beginning_of_a_row_once(name: str) -> None:
-    rows = cases(VOCAB)[name]
-    check_forest(rows)
-    assert n_computed(rows) == n_nodes(rows)
-
-
-def test_any_rows_make_a_forest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of two different tokens share beginnings of every length."""
-    rng = random.Random(0)
-    for _ in range(60):
-        rows = [np.array([rng.randrange(2) for _ in range(rng.randint(1, 9))]) for _ in range(rng.randint(1, 9))]
-        monkeypatch.setattr(prefixes, "LEAST", 1)
-        check_forest(rows)
-        assert n_computed(rows) == n_nodes(rows)
-        monkeypatch.setattr(prefixes, "LEAST", 3)
-        check_forest(rows)
-        assert n_nodes(rows) <= n_computed(rows) <= sum(map(len, rows))
-
-
-def test_short_prefixes_are_not_worth_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LEAST", 4)
-    rows = [np.array(row) for row in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8, 8], [9, 9, 9], [9, 9, 9])]
-    assert n_computed(rows) == 6 + 1 + 5 + 3  # equal rows are one row, however short
-    check_forest(rows)
-
-
 def test_rows_that_share_nothing_are_packed_as_without_sharing() -> None:
     rows = [np.array(row) for row in ([5, 2, 3], [1, 2], [3])]
     local, plain = packed(rows, share=True), packed(rows, share=False)
     assert local.packed.shared is None
     assert torch.equal(local.tokens_n, plain.tokens_n)
     assert not shares_prefixes(rows, "on")
-
-
-@pytest.mark.parametrize(("when", "prompt", "expected"), [("auto", 12, True), ("auto", 1, False), ("on", 1, True)])
-def test_auto_shares_if_it_saves_a_tenth(when: Any, prompt: int, expected: bool) -> None:
-    rows = group(prompt, [10, 10], VOCAB)
-    assert shares_prefixes(rows, when) == expected
-    assert not shares_prefixes(rows, "off")
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
@@ -314,67 +257,6 @@ def test_a_model_with_recurrent_states_does_not_share(tmp_path: Path) -> None:
     assert all(len(scores) for scores in backend.logprobs(rows, SamplingConfig(), WHOLE))
 
 
-# -- the division into micro-batches and ranks -------------------------------------------------------------------------
-
-
-def test_a_shared_prefix_counts_once_in_a_micro_batch() -> None:
-    rows = [row for seed in range(6) for row in group(20, [5, 6, 7, 8], VOCAB, seed)]
-    random.Random(0).shuffle(rows)
-    units = [[row] for row in rows]
-    spec = MicroBatchSpec(max_tokens_per_mb=120)
-    batches = [batch for (batch,) in row_micro_batches(units, spec, share=True)]
-    assert sorted(itertools.chain(*batches)) == list(range(len(rows)))
-    sizes = [n_computed([rows[i] for i in batch]) for batch in batches]
-    assert sum(sizes) <= 6 * (20 + 5 + 6 + 7 + 8)  # no group is cut
-    assert max(sizes) <= 120
-    assert len(batches) == 3
-    assert len(row_micro_batches(units, spec)) > 5
-
-
-def test_a_group_larger_than_a_micro_batch_is_cut() -> None:
-    rows = group(20, [10] * 9, VOCAB)
-    spec, units = MicroBatchSpec(max_tokens_per_mb=60), [[row] for row in rows]
-    groups = row_micro_batches(units, spec, share=True)
-    assert [len(batch) for (batch,) in groups] == [3, 3, 3]  # the prompt is too long to be kept: computed three times
-    (piece,) = pieces([[rows[0]]], 5)  # a single row may exceed the budget
-    assert piece == ([0], 30)
-    units = [[row] for row in group(8, [10] * 9, VOCAB)]
-    (linked,) = row_micro_batches(units, spec, share=True)
-    assert sorted(map(len, linked)) == [1, 2, 3, 3]
-    apart = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=30), cp_size=2, share=True)
-    assert all(len(alone) == 1 for alone in apart)
-
-
-def test_pairs_are_not_linked() -> None:
-    """The second rows of these pairs are equal, and would be kept in memory beside the prompt."""
-    rows = group(8, [10] * 9, VOCAB)
-    groups = row_micro_batches([[row, rows[0]] for row in rows], MicroBatchSpec(max_tokens_per_mb=60), share=True)
-    assert len(groups) > 1
-    assert all(len(alone) == 1 for alone in groups)
-
-
-@pytest.mark.parametrize(("prompt", "is_linked"), [(3, True), (1, False)])
-def test_prefixes_that_save_little_are_not_worth_a_pass(prompt: int, is_linked: bool) -> None:
-    rows = [np.array([2] * prompt + [place] + row.tolist()) for place, row in enumerate(group(0, [30] * 9, VOCAB), 3)]
-    groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=50), share=True)
-    assert any(len(linked) > 1 for linked in groups) == is_linked
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_linked_micro_batches_fit_beside_their_prefixes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "WORTH_A_PASS", 0.0)
-    monkeypatch.setattr(prefixes, "KEPT", 1)
-    rows = [np.concatenate([np.arange(2), row]) for row in tree(4, VOCAB, seed)]
-    found = 0
-    for most in range(130, 200, 10):
-        for linked in row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=most), share=True):
-            packs = pack_group([[rows[i] for i in batch] for batch in linked], torch.device("cpu"), share=True)
-            for batch, one in zip(linked, packs, strict=True):
-                assert prefixes.KEPT * one.n_before + one.n_computed <= most or len(batch) == 1
-            found += packs[0].prefix is not None
-    assert found
-
-
 # -- prefixes of several micro-batches ---------------------------------------------------------------------------------
 
 LINKED = {"groups": MicroBatchSpec(max_tokens_per_mb=60), "tree": MicroBatchSpec(max_tokens_per_mb=100)}
@@ -461,13 +343,6 @@ def test_old_logprobs_of_linked_micro_batches() -> None:
     assert_alike(one.flat.params, other.flat.params, 1e-4)
 
 
-def test_a_micro_batch_without_tokens_of_its_own_is_not_linked() -> None:
-    """Equal rows in different micro-batches."""
-    rows = group(9, [4] * 2, VOCAB)
-    packs = pack_group([rows, [rows[0]]], torch.device("cpu"), share=True)
-    assert [packed.prefix for packed in packs] == [None, None]
-
-
 def test_halved_micro_batches_stay_linked() -> None:
     rows = read_rows(train_rows(linked_rows("groups")), VOCAB)
     ((the_step,),) = share_steps(rows, UpdateSpec(LINKED["groups"]), share_prefixes="on")
@@ -536,19 +411,6 @@ def test_the_gradient_of_prefixes_is_summed_in_float32() -> None:
     assert hidden.grad.unique().tolist() == [600]
 
 
-def test_ranks_get_whole_groups() -> None:
-    rows = [row for seed in range(8) for row in group(20, [5, 6, 7, 8], VOCAB, seed)]
-    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, share_prefixes="on")
-    sizes = [n_computed([row.tokens for batch in step.micro_batches for row in batch]) for (step,) in shares]
-    assert sizes == pytest.approx([4 * (20 + 5 + 6 + 7 + 8)] * 2, abs=4)  # prompts may begin alike by chance
-
-
-def test_two_ranks_share_a_single_group() -> None:
-    rows = group(20, [5, 6, 7, 8], VOCAB)
-    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, share_prefixes="on")
-    assert [sum(map(len, step.micro_batches)) for (step,) in shares] == [2, 2]
-
-
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
@@ -572,35 +434,6 @@ def test_share_rows_keeps_groups_together() -> None:
         shares, _ = share_rows(rows, None, 2, engine.info, "on")
     assert sorted(itertools.chain(*shares)) == list(range(8))
     assert all({i // 2 * 2, i // 2 * 2 + 1} <= set(share) for share in shares for i in share)
-
-
-@pytest.mark.parametrize("at_once", [2**22, 40, 1])
-def test_common_prefixes_are_counted_in_blocks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_MOST_AT_ONCE", at_once)
-    for rows in cases(VOCAB).values():
-        found = list(prefixes.sorted_rows(rows))
-        assert sorted(index for index, _ in found) == list(range(len(rows)))
-        for (one, _), (other, common) in itertools.pairwise(found):
-            alike = list(
-                itertools.takewhile(lambda pair: pair[0] == pair[1], zip(rows[one], rows[other], strict=False))
-            )
-            assert common == len(alike)
-
-
-def test_many_short_answers_are_cut_by_their_copies_of_keys() -> None:
-    """A thousand answers of two tokens to a prompt of 512 would copy half a million keys."""
-    rows = group(512, [2] * 1000, VOCAB)
-    groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=4096), share=True)
-    for batch in itertools.chain(*groups):
-        n_keys = sum(len(rows[i]) for i in batch)
-        assert n_computed([rows[i] for i in batch]) + n_keys / prefixes.KEYS <= 4096 + 512 / prefixes.KEYS
-
-
-def test_the_number_of_micro_batches_of_a_step_does_not_depend_on_sharing() -> None:
-    rows = read_rows(train_rows([row for seed in range(4) for row in group(20, [5, 6], VOCAB, seed)]), VOCAB)
-    update = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=60), gradient_accumulation_steps=2)
-    on, off = (share_steps(rows, update, share_prefixes=share)[0] for share in ("on", "off"))
-    assert [len(step.micro_batches) for step in on] == [len(step.micro_batches) for step in off] == [2, 2]
 
 
 def test_routes_of_shared_tokens_are_the_known_ones() -> None:
