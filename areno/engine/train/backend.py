@@ -284,7 +284,7 @@ class TrainBackend:
 
     @contextmanager
     def _prefix_passes(self) -> Iterator[None]:
-        """Return a context in which micro-batches may begin the passes of their prefixes. Its end frees their memory."""
+        """Return a context in which micro-batches may begin passes of their prefixes. Its end frees their memory."""
         try:
             yield
         finally:
