@@ -126,14 +126,14 @@ def test_the_default_shares_what_saves_a_tenth(tmp_path: Path) -> None:
 def test_a_role_that_cannot_share_gets_rows_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its micro-batches then hold as many tokens as it computes."""
     seen: list[int] = []
-    run = TrainBackend._hidden
+    run = TrainBackend._run_layers
 
     def record(self: TrainBackend, packed: Any, *more: Any) -> Any:
         if self.model.config.delta is not None:
             seen.append(len(packed.tokens_N))
         return run(self, packed, *more)
 
-    monkeypatch.setattr(TrainBackend, "_hidden", record)
+    monkeypatch.setattr(TrainBackend, "_run_layers", record)
     for family in ("qwen3-window", "qwen3.5"):
         random_model(family, tmp_path / family)
     with Engine(spec(tmp_path / "qwen3-window", share_prefixes="on"), "inline") as engine:
