@@ -495,9 +495,8 @@ class Engine(AbstractContextManager["Engine"]):
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:
             spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._token_budget(role, SCORE)), self._may_halve
-        args = [
-            (role, what, tokens, spec, may_halve, more | ({"routes": its[0]} if its else {})) for tokens, *its in given
-        ]
+        named = [more | ({"routes": its[0]} if its else {}) for _, *its in given]
+        args = [(role, what, tokens, spec, may_halve, each) for (tokens, *_), each in zip(given, named, strict=True)]
         with self._poll_lock:
             results = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         scored = [values for values, _ in results]
