@@ -263,6 +263,10 @@ class PreferenceExperimentConfig(ExperimentConfig):
         "training",
     )
 
+    def needs_reference(self) -> bool:
+        """Return whether the loss compares with a reference model. If not, no pair is scored before training."""
+        return True
+
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that an evaluation measures.
 
