@@ -26,14 +26,24 @@ from areno.loss_fns import grpo_loss_fn
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
+from areno.recipes.kto import KTOConfig
 from areno.recipes.ppo import PPOConfig
+from areno.recipes.rw import RewardModelConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from areno.tracking.run_folder import script_of
 from tests.helpers import warm_python
 
 ROOT = Path(__file__).parents[2]
-BUILT_IN = {"dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig}
+BUILT_IN = {
+    "dpo": DPOConfig,
+    "grpo": GRPOConfig,
+    "gspo": GSPOConfig,
+    "kto": KTOConfig,
+    "ppo": PPOConfig,
+    "rw": RewardModelConfig,
+    "sft": SFTConfig,
+}
 
 
 @dataclass(kw_only=True)
