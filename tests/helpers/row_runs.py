@@ -11,6 +11,8 @@ from areno.config.models import ModelConfig, OptimizerConfig
 from areno.config.run import ClusterConfig, SaverConfig
 from areno.files.paths import find_file
 from areno.recipes.dpo import DPOActorConfig, DPOConfig
+from areno.recipes.kto import KTOActorConfig, KTOConfig
+from areno.recipes.rw import RewardModelActorConfig, RewardModelConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 
@@ -45,6 +47,24 @@ def dpo_config(tmp_path, *, batch_size=4, actor=None, **more):
     how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
     data = DatasetConfig(batch_size=batch_size, max_length=64)
     return DPOConfig(**settings(tmp_path, DPOActorConfig(**how), train_dataset=data, **more))
+
+
+LABELLED = [
+    {"prompt": row["prompt"], "response": row["rejected" if number % 3 else "chosen"], "label": number % 3 == 0}
+    for number, row in enumerate(PAIRS)
+]
+
+
+def kto_config(tmp_path, *, batch_size=4, actor=None, **more):
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return KTOConfig(**settings(tmp_path, KTOActorConfig(**how), train_dataset=data, **more))
+
+
+def reward_model_config(tmp_path, *, batch_size=4, actor=None, **more):
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(1e-3), **(actor or {})}
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return RewardModelConfig(**settings(tmp_path, RewardModelActorConfig(**how), train_dataset=data, **more))
 
 
 def scalars(run_dir: Path) -> dict[str, list[float]]:

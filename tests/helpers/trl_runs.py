@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -84,10 +85,12 @@ def same_training(
     reference: bool = False,
     folder: Path = MODEL,
     head: Any = "lm",
-    step: Callable[[Trainer, list[TrainSequence], Any], tuple[list[TrainSequence], Any]] | None = None,
-    tmp_path: Path | None = None,
+    point: Callable[[Trainer], dict[str, float]] | None = None,
 ) -> None:
-    """Train as TRL did: losses agree to 1e-5, and the weights to a thousandth of the distance that they moved."""
+    """Train as TRL did: losses agree to 1e-5, and the weights to a thousandth of the distance that they moved.
+
+    `point(trainer)` returns further keyword arguments of the loss for the next step.
+    """
     optimizer = OptimizerConfig(
         lr=LR, eps=EPS, weight_decay=0.0, lr_scheduler_type="constant", warmup_steps_proportion=0.0
     )
@@ -95,7 +98,7 @@ def same_training(
     spec = replace(spec, actor=replace(spec.actor, head=head))
     with Trainer.from_plan(TrainerPlan(spec=spec, tokenizer=None)) as trainer:
         trainer.init()
-        rows = [TrainSequence(prompt_mask=row.prompt_mask, tokens=row.tokens, reward=row.reward) for row in rows]
+        rows = [replace(row) for row in rows]
         if reference:
             for row, scores in zip(
                 rows, trainer.score_logprobs("actor", [row.tokens for row in rows], 1.0), strict=True
@@ -103,14 +106,11 @@ def same_training(
                 row.ref_logprobs = scores
         losses = []
         for _ in range(STEPS):
-            given, how = (rows, loss_fn) if step is None else step(trainer, list(rows), loss_fn)
-            stats = trainer.train(
-                given, how, mb_spec=MicroBatchSpec(mini_bs=2), temperature=1.0, rows_per_unit=rows_per_unit
-            )
+            how = partial(loss_fn, **(point(trainer) if point else {}))
+            spec = MicroBatchSpec(mini_bs=2)
+            stats = trainer.train(rows, how, mb_spec=spec, temperature=1.0, rows_per_unit=rows_per_unit)
             losses.append(stats["loss"])
         assert losses == pytest.approx(theirs.losses, abs=1e-5, rel=1e-5)
-        from tempfile import TemporaryDirectory
-
         with TemporaryDirectory() as out:
             trainer.save_checkpoint(Path(out) / "ours")
             ours = load_file(Path(out) / "ours" / "model.safetensors")
