@@ -121,8 +121,7 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
         log_stage("score_start", role="ref")
         self._score(role, self._batches_to_train(), len(setup.loader.rows), self._scores)
         for name, valid in setup.valid_loaders.items():
-            batches = (batch.items for batch in valid.batches())
-            self._score(role, batches, len(valid.rows), self._valid_scores[name])
+            self._score(role, _in_order(valid), len(valid.rows), self._valid_scores[name])
         log_stage("score_end", role="ref")
         found = [self._scores, *self._valid_scores.values()]
         counts = [sum(len(each.rows) for each in found), sum(len(each.mismatched) for each in found)]
@@ -175,10 +174,10 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
             point of a set is the mean over its batches.
         """
         scores, rows, points, weights = self._valid_scores[name], [], [], []
-        for batch in loader.batches():
-            points.append(self.reference_point(batch.items, scores))
-            weights.append(len(batch.items))
-            rows += [_with_scores(item, scores) for item in batch.items]
+        for items in _in_order(loader):
+            points.append(self.reference_point(items, scores))
+            weights.append(len(items))
+            rows += [_with_scores(item, scores) for item in items]
         logprobs = self.setup.trainer.score_logprobs("actor", token_rows(rows), 1.0)
         point = float(np.average(points, weights=weights))
         measured = measure_loss(partial(self.setup.loss_fn, reference_point=point), rows, logprobs)
@@ -202,6 +201,16 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
         if self.setup.valid_loaders:
             self.score_reference()  # with the loaded actor, before a resumed run loads its state into the actor
         return super().evaluate()
+
+
+def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
+    """Yield the rows of a validation set in batches, in the order of the dataset.
+
+    The order decides which answers are mismatched, so it must be the same in every evaluation.
+    """
+    items = loader.items()
+    while batch := list(itertools.islice(items, loader.config.batch_size)):
+        yield batch
 
 
 def _split(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:

@@ -90,8 +90,8 @@ def test_task(task, recipe):
     for key in ("train_dataset.loader", "valid_dataset.loader", "reward.fn"):
         section = getattr(config, key.split(".")[0], None)
         value = getattr(section, key.split(".")[1]) if section else None
-        if value and value.startswith("examples/"):
-            assert find_file(value.split(":")[0], key).is_file()
+        for each in value if isinstance(value, list) else [value or ""]:
+            assert not each.startswith("examples/") or find_file(each.split(":")[0], key).is_file()
 
 
 @pytest.mark.parametrize("name", yaml_files.experiments())

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from areno import DPOTrainer, SFTTrainer
-from areno.api.algorithms import get_algorithm
 from areno.config.run import ClusterConfig, RecoverConfig
 from areno.engine import engine as engine_module
 from areno.engine.engine import Engine
@@ -328,28 +327,6 @@ def test_a_script_goes_on_as_well(named, folder):
         assert again.evaluate() == {}
         assert again.fit() == expected, "a run that is finished has its result"
         assert again.run.step == 7
-
-
-@pytest.mark.parametrize("recipe", ["kto", "rw"])
-def test_runs_on_labelled_and_ranked_answers_go_on(recipe, folder):
-    kill_runs.write_rows(recipe, folder)
-    algorithm = get_algorithm(recipe)
-
-    def trainer(where):
-        config = load(algorithm.config, f"quickstart_{recipe}", kill_runs.arguments(recipe)[1:])
-        config = replace(
-            config, cluster=ClusterConfig(fileroot=str(folder / where)), recover=RecoverConfig(freq_steps=1)
-        )
-        return algorithm.trainer(config)
-
-    with trainer("whole") as whole_run:
-        expected = whole_run.fit()
-    with killed_after(4), trainer("killed") as first:
-        first.fit()
-    with trainer("killed") as second:
-        assert second.fit() == expected
-    assert second.run.folder == first.run.folder
-    assert kill_runs.differences(kill_runs.left_by(whole_run.run.folder), kill_runs.left_by(second.run.folder)) == []
 
 
 def test_an_evaluation_of_a_script_is_of_the_state(folder):
