@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -82,6 +83,28 @@ def hf_logprobs(folder, prompt: str, answer: str) -> list[float]:
     with torch.no_grad():
         table = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
     return [table[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
+
+
+def ranking(folder) -> float:
+    """Share of the held-out problems of the quickstart whose correct sum is more likely than the sum without carry."""
+    from areno.api.trainer import Trainer
+
+    sys.path.insert(0, str(find_file("examples/quickstart")))
+    try:
+        from dataset_loader import preferences  # type: ignore[import-not-found]
+    finally:
+        sys.path.pop(0)
+    with Trainer(1, str(folder)) as trainer:
+        trainer.init()
+        tokenizer, sums = trainer.get_tokenizer(), {}
+        for name in ("chosen", "rejected"):
+            rows = [row["prompt"] + row[name] for row in preferences("test")]
+            starts = [len(tokenizer.encode(row["prompt"], add_special_tokens=False)) for row in preferences("test")]
+            tokens = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in rows]
+            scored = trainer.score_logprobs("actor", tokens, 1.0)
+            sums[name] = [sum(values[start:]) for start, values in zip(starts, scored, strict=True)]
+    pairs = list(zip(sums["chosen"], sums["rejected"], strict=True))
+    return sum(one > other for one, other in pairs) / len(pairs)
 
 
 def sft_config(tmp_path, mb_spec, batch_size=10, **more):

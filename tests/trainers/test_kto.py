@@ -15,7 +15,7 @@ from areno.launch.compose import load
 from areno.loss_fns import kto_loss_fn
 from areno.recipes.kto import KTOConfig
 from areno.types import TrainSequence
-from tests.helpers.row_runs import LABELLED, MODEL, PAIRS, hf_logprobs, kto_config, optimizer, scalars
+from tests.helpers.row_runs import LABELLED, MODEL, PAIRS, hf_logprobs, kto_config, optimizer, ranking, scalars
 from tests.helpers.trl_runs import MODEL as TRL_MODEL
 from tests.helpers.trl_runs import same_training, tokenizer_of, train_with_trl
 
@@ -116,11 +116,8 @@ def test_quickstart_learns_from_labels(tmp_path):
     with areno.KTOTrainer(config) as trainer:
         assert trainer.fit() >= 0.95
         latest = trainer.run.folder / "checkpoints" / "latest"
-        ranks = []
-        for row in [{"prompt": f"{a}+{b}=", "right": a + b} for a, b in ((2, 8), (38, 3), (48, 2), (27, 35), (58, 77))]:
-            right, wrong = (hf_logprobs(latest, row["prompt"], str(row["right"] - less)) for less in (0, 10))
-            ranks.append(sum(right) > sum(wrong))
-    assert np.mean(ranks) >= 0.8
+    assert ranking(MODEL) < 0.1
+    assert ranking(latest) >= 0.95
 
 
 @pytest.mark.slow

@@ -264,6 +264,25 @@ def test_quickstart_learns_what_is_preferred(tmp_path, seed):
     assert min(likely) > 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["loss_type=robust"],
+        ["loss_type=ipo", "label_smoothing=0"],
+        ["loss_type=simpo", "label_smoothing=0", "beta=2.0", "simpo_gamma=1.0"],
+        ["loss_type=orpo", "label_smoothing=0"],
+    ],
+)
+def test_each_loss_learns_what_is_preferred(tmp_path, settings):
+    words = [*(f"actor.{word}" for word in settings), f"cluster.fileroot={tmp_path}"]
+    with areno.DPOTrainer(load(DPOConfig, "quickstart_dpo", words)) as trainer:
+        trainer.fit()
+        ranks = scalars(trainer.run.folder)["eval/ranking_accuracy"]
+    assert ranks[0] < 0.15
+    assert ranks[-1] >= 0.95
+
+
 # SFT -----------------------------------------------------------------------------------------------------------------
 
 
