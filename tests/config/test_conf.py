@@ -45,7 +45,7 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "quickstart_dpo": (["dpo"], []),
     "quickstart_kto": (["kto"], []),
     "quickstart_ppo": (["ppo"], []),
-    "quickstart_ppo_rw": (["ppo"], []),
+    "quickstart_rlhf": (["ppo"], []),
     "quickstart_rw": (["rw"], []),
     "ratings": (["rw"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "labels": (["kto"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),

@@ -63,6 +63,20 @@ def test_the_reference_point_does_not_depend_on_how_rows_are_cut(tmp_path):
         np.testing.assert_allclose(other, found[0], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.gpu
+def test_a_gpu_trains_as_a_cpu(tmp_path):
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = EngineConfig(device=device, world_size=1)
+        config = kto_config(tmp_path, actor={"dtype": "float32"}, total_train_steps=4, engine=engine)
+        with areno.KTOTrainer(config, train_dataset=LABELLED, valid_dataset=LABELLED[:5]) as trainer:
+            trainer.fit()
+            told = scalars(trainer.run.folder)
+            names = ("train/loss", "train/margin", "eval/loss", "eval/margin")
+            found.append([value for name in names for value in told[name]])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-3, rtol=1e-2)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path):
     found = []

@@ -127,6 +127,20 @@ def test_the_loop_does_not_depend_on_how_answers_are_cut(tmp_path):
         np.testing.assert_allclose(other, found[0], atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.gpu
+def test_a_gpu_trains_as_a_cpu(tmp_path):
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = EngineConfig(device=device, world_size=1)
+        config = reward_model_config(tmp_path, actor={"dtype": "float32"}, total_train_steps=4, engine=engine)
+        with areno.RewardModelTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:5]) as trainer:
+            trainer.fit()
+            told = scalars(trainer.run.folder)
+            names = ("train/loss", "train/margin", "eval/loss", "eval/margin")
+            found.append([value for name in names for value in told[name]])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-3, rtol=1e-2)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path):
     found = []
@@ -220,7 +234,7 @@ def test_the_reward_model_of_the_quickstart_trains_a_policy(tmp_path):
         trainer.fit()
         latest = trainer.run.folder / "checkpoints" / "latest"
     words = [f"reward.path={latest}", f"cluster.fileroot={tmp_path}"]
-    with areno.PPOTrainer(load(PPOConfig, "quickstart_ppo_rw", words)) as trainer:
+    with areno.PPOTrainer(load(PPOConfig, "quickstart_rlhf", words)) as trainer:
         trainer.fit()
         told = scalars(trainer.run.folder)
     assert told["eval/reward/reward"][0] < 0.1
