@@ -14,9 +14,11 @@ __all__ = [
     "Areno",
     "ArenoConfig",
     "DPOTrainer",
+    "KTOTrainer",
     "ModelRole",
     "PPOTrainer",
     "PolicyOnlyTrainer",
+    "RewardModelTrainer",
     "SFTTrainer",
     "SamplingParams",
     "TrainSequence",
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
     from areno.api.trainer import Trainer
     from areno.plan.backend import Areno, ArenoConfig
     from areno.trainers.dpo import DPOTrainer
+    from areno.trainers.kto import KTOTrainer
     from areno.trainers.policy_only import PolicyOnlyTrainer
     from areno.trainers.ppo import PPOTrainer
+    from areno.trainers.reward_model import RewardModelTrainer
     from areno.trainers.sft import SFTTrainer
     from areno.types import ModelRole, SamplingParams, TrainSequence
 
@@ -36,8 +40,10 @@ _NAMES = {
     "areno.plan.backend": ("Areno", "ArenoConfig"),
     "areno.api.trainer": ("Trainer",),
     "areno.trainers.dpo": ("DPOTrainer",),
+    "areno.trainers.kto": ("KTOTrainer",),
     "areno.trainers.policy_only": ("PolicyOnlyTrainer",),
     "areno.trainers.ppo": ("PPOTrainer",),
+    "areno.trainers.reward_model": ("RewardModelTrainer",),
     "areno.trainers.sft": ("SFTTrainer",),
     "areno.types": ("ModelRole", "SamplingParams", "TrainSequence"),
 }

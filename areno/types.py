@@ -298,6 +298,25 @@ class PairItem:
         return max(([] if tokens is None else tokens for tokens in rows), key=len)
 
 
+@dataclass(slots=True, kw_only=True)
+class AnswersItem:
+    """One row of a dataset whose answers are labelled or ranked, encoded: one prompt with one or more answers.
+
+    Attributes:
+        rows: Prompt and answer as a training row, for each answer, the best first. The `reward` of a row is the label
+            or the rating of its answer.
+        index: Index of the row in the dataset.
+    """
+
+    rows: list[TrainSequence]
+    index: int = 0
+
+    @property
+    def tokens(self) -> list[int] | np.ndarray:
+        """Token ids of the longest row. Its length decides whether the item is too long."""
+        return max(([] if row.tokens is None else row.tokens for row in self.rows), key=len)
+
+
 @dataclass(kw_only=True)
 class Batch(Generic[Item]):
     """Dataset rows that are read together, such as the rows of one training step.

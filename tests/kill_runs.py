@@ -62,10 +62,14 @@ RECIPES = {
     "gspo": ["--config-name=quickstart", *POLICY, "rollout.dynamic_sampling=true"],
     "ppo": ["--config-name=quickstart_ppo", *POLICY, "critic.warmup_steps=2", "critic.ppo_n_minibatches=2"],
     "dpo": ["--config-name=quickstart_dpo", *VALIDATION],
+    "kto": ["--config-name=quickstart_kto", *VALIDATION],
+    "rw": ["--config-name=quickstart_rw", *VALIDATION],
     "sft": ["--config-name=quickstart_base", "actor.optimizer.lr=1e-3"],
 }
 ROWS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "dpo": lambda a, b: {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)},
+    "kto": lambda a, b: {"prompt": f"{a}+{b}=", "response": str(a + b - 10 * (a % 2)), "label": a % 2 == 0},
+    "rw": lambda a, b: {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)},
     "sft": lambda a, b: {"prompt": f"{a}+{b}=", "response": str(a + b)},
 }
 

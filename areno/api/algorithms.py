@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from areno.config.experiments import (
     ExperimentConfig,
     LossFn,
-    PreferenceExperimentConfig,
-    SupervisedExperimentConfig,
+    RowExperimentConfig,
 )
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.paths import read_if_exists, root
@@ -52,7 +51,7 @@ class Algorithm:
             of that class.
         loop: A function without arguments that imports and returns the class of the training loop. It is a function so
             that `--help` need not load torch. PolicyOnlyTrainer samples groups of completions and needs no critic,
-            PPOTrainer adds a critic, SFTTrainer and DPOTrainer train on rows of a dataset.
+            PPOTrainer adds a critic, the others train on rows of a dataset.
         default: The name of the configuration file that is used if --config-name is not given.
         loss_fn: Function (config) -> loss function, where the loss function is `(pack, logprobs) -> (loss, stats)`, see
             areno.loss_fns. None uses the loss of the configuration, `config.loss_fn()`.
@@ -87,7 +86,7 @@ class Algorithm:
 
     @property
     def _trains_on_rows(self) -> bool:
-        return issubclass(self.config, (SupervisedExperimentConfig, PreferenceExperimentConfig))
+        return issubclass(self.config, RowExperimentConfig)
 
     def trainer(self, config: Any, run_dir: str | Path | None = None, **given: Any) -> Any:
         """Construct the training loop, ready for `fit()`.

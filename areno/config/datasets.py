@@ -24,16 +24,29 @@ class ColumnsConfig(Section):
         "finds the column by its name",
     )
     response: str | None = setting(
-        None, help="Column of the answer to train on (SFT). null: areno finds the column by its name"
+        None, help="Column of the answer to train on (SFT and KTO). null: areno finds the column by its name"
     )
     messages: str | None = setting(
         None, help="Column of the conversation to train on (SFT). null: areno finds the column by its name"
     )
     chosen: str | None = setting(
-        None, help="Column of the better answer (DPO). null: areno finds the column by its name"
+        None, help="Column of the better answer (DPO and reward models). null: areno finds the column by its name"
     )
     rejected: str | None = setting(
-        None, help="Column of the worse answer (DPO). null: areno finds the column by its name"
+        None, help="Column of the worse answer (DPO and reward models). null: areno finds the column by its name"
+    )
+    label: str | None = setting(
+        None, help="Column that says whether the answer is desirable (KTO). null: areno finds the column by its name"
+    )
+    margin: str | None = setting(
+        None, help="Column of the margin of a pair (reward models). null: areno finds the column by its name"
+    )
+    answers: str | None = setting(
+        None, help="Column of the list of answers (reward models). null: areno finds the column by its name"
+    )
+    ratings: str | None = setting(
+        None,
+        help="Column of the ratings of a list of answers (reward models). null: areno finds the column by its name",
     )
     tools: str | None = setting(
         None,

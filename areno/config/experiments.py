@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from areno.config import datasets, models, run, tracing
 from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig, RolloutConfig, TuneConfig
@@ -43,8 +43,8 @@ class ExperimentConfig(Section):
     )
     total_train_n_seqs: int | None = setting(
         None,
-        help="End the training after this many samples (RL) or rows of training data (SFT, DPO). null: no maximum "
-        "number of samples or rows",
+        help="End the training after this many samples (RL) or rows of training data (SFT, DPO, KTO, reward models). "
+        "null: no maximum number of samples or rows",
         gt=0,
     )
     tokenizer_path: str | None = setting(
@@ -86,6 +86,13 @@ class ExperimentConfig(Section):
     )
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
     scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="How worker processes are started")
+
+    head: ClassVar[Literal["lm", "value"]] = "lm"
+    """Head of the actor: "lm" predicts tokens, "value" computes a score for each token."""
+
+    def rows_per_item(self) -> int:
+        """Return the number of training rows that a row of the dataset becomes, such as 2 for a pair of answers."""
+        return 1
 
     def offloads(self, section: Any) -> bool:
         """Return whether a model is offloaded, by its own setting or by enable_offload.
@@ -242,7 +249,12 @@ def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[P
 
 
 @dataclass(kw_only=True)
-class SupervisedExperimentConfig(ExperimentConfig):
+class RowExperimentConfig(ExperimentConfig):
+    """Settings of training on the rows of a dataset, without sampling. The base of all such experiments."""
+
+
+@dataclass(kw_only=True)
+class SupervisedExperimentConfig(RowExperimentConfig):
     """Settings of supervised fine-tuning."""
 
     def eval_metrics(self) -> tuple[str, ...]:
@@ -254,21 +266,18 @@ class SupervisedExperimentConfig(ExperimentConfig):
 
 
 @dataclass(kw_only=True)
-class PreferenceExperimentConfig(ExperimentConfig):
-    """Settings of training on pairs of a preferred and a rejected answer, such as DPO."""
+class ReferencedExperimentConfig(RowExperimentConfig):
+    """Settings of training on answers that a reference model scores before training."""
 
     ref: models.ScoringRefConfig = setting(
         factory=models.ScoringRefConfig,
-        help="Frozen reference model of DPO. The run computes its log-probabilities of every pair once, before "
-        "training",
+        help="Frozen reference model of DPO and KTO. The run computes its log-probabilities of every answer once, "
+        "before training",
     )
 
-    def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
-        return ("loss", "accuracy", "margin", "ranking_accuracy")
+    def needs_reference(self) -> bool:
+        """Return whether the loss compares with a reference model. If not, no row is scored before training."""
+        return True
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
         """Return the metric by which a sweep compares runs.
@@ -278,6 +287,61 @@ class PreferenceExperimentConfig(ExperimentConfig):
             if larger values are better, otherwise "min".
         """
         return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
+
+
+@dataclass(kw_only=True)
+class UnpairedExperimentConfig(ReferencedExperimentConfig):
+    """Settings of training on single answers that are labelled as desirable or undesirable, such as KTO."""
+
+    def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
+        return ("loss", "accuracy", "margin", "kl")
+
+
+@dataclass(kw_only=True)
+class RewardModelExperimentConfig(RowExperimentConfig):
+    """Settings of training a reward model on ranked answers."""
+
+    head: ClassVar[Literal["lm", "value"]] = "value"
+
+    def rows_per_item(self) -> int:
+        """Return 2, the number of answers of a pair. Rows with a list of answers have more."""
+        return 2
+
+    def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
+        return ("loss", "accuracy", "margin", "confidence", "calibration_error", "rewards_mean")
+
+    def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """Return the metric by which a sweep compares runs.
+
+        Returns:
+            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
+            if larger values are better, otherwise "min".
+        """
+        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
+
+
+@dataclass(kw_only=True)
+class PreferenceExperimentConfig(ReferencedExperimentConfig):
+    """Settings of training on pairs of a preferred and a rejected answer, such as DPO."""
+
+    def rows_per_item(self) -> int:
+        """Return 2: a pair has a chosen and a rejected answer."""
+        return 2
+
+    def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures.
+
+        The first name is the default of evaluator.metric.
+        """
+        return ("loss", "accuracy", "margin", "ranking_accuracy")
 
 
 @dataclass(kw_only=True)

@@ -23,9 +23,9 @@ import numpy as np
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
 from areno.data.control_tokens import BREAK, control_tokens
-from areno.data.row_schema import json_problem, prompt_and_answers, with_text
+from areno.data.row_schema import json_problem, labelled_answer, prompt_and_answers, ranked_answers, with_text
 from areno.errors import DataError, Key
-from areno.types import Item, PairItem, PromptItem, TrainSequence
+from areno.types import AnswersItem, Item, PairItem, PromptItem, TrainSequence
 
 Pieces = list[tuple[list[int], bool]]
 """(token ids, whether the tokens are trained) for consecutive pieces of a row."""
@@ -258,6 +258,80 @@ def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[Pair
         return PairItem(**found, index=index)
 
     return Draft([*chosen.texts, *rejected.texts], finish)
+
+
+def labelled_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[AnswersItem]:
+    """Render a row with one labelled answer, for KTO.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        row: A row in areno's form, with the fields prompt, response and label.
+        index: Index of the row in its dataset.
+
+    Returns:
+        The draft of an AnswersItem with one row, whose reward is 1 for a desirable answer and 0 otherwise. Its `finish`
+        raises DataError if the answer has no token to train on.
+
+    Raises:
+        DataError: The row has another form, or cannot be rendered with the chat template.
+    """
+    prompt, answer, label = labelled_answer(row)
+    return _answers_draft(tokenizer, prompt, [answer], _tools(row), [float(label)], index)
+
+
+def ranked_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[AnswersItem]:
+    """Render a row with ranked answers, for a reward model.
+
+    Args:
+        tokenizer: Tokenizer of the transformers library.
+        row: A row in areno's form, see `row_schema.ranked_answers`.
+        index: Index of the row in its dataset.
+
+    Returns:
+        The draft of an AnswersItem with a row for each answer, the best first. The reward of a row is the rating of the
+        answer. The `returns` of its tokens are the answer's level: the difference between the levels of two answers is
+        the margin of their comparison.
+
+    Raises:
+        DataError: The row has another form, or cannot be rendered with the chat template.
+    """
+    found = ranked_answers(row)
+    draft = _answers_draft(tokenizer, found.prompt, found.answers, _tools(row), found.ratings, index)
+
+    def finish(tokens: list[list[int]]) -> AnswersItem:
+        item = draft.finish(tokens)
+        for sequence, level in zip(item.rows, found.levels, strict=True):
+            sequence.returns = np.full(len(sequence.tokens), level, np.float32)  # type: ignore[arg-type]
+        return item
+
+    return Draft(draft.texts, finish)
+
+
+def _answers_draft(
+    tokenizer: Any, prompt: Any, answers: Sequence[Any], tools: Any, ratings: Sequence[float], index: int
+) -> Draft[AnswersItem]:
+    """Render a prompt with several answers, each a text or a list of messages. `ratings` are the rows' rewards."""
+    prompt = _prompt(prompt)
+    as_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    drafts = [
+        _answer(tokenizer, prompt, answer, None, tools)
+        if isinstance(answer, str)
+        else _conversation(tokenizer, [*as_messages, *with_text(answer)], len(as_messages), None, tools)
+        for answer in answers
+    ]
+    ends = list(itertools.accumulate(len(draft.texts) for draft in drafts))
+
+    def finish(tokens: list[list[int]]) -> AnswersItem:
+        rows = []
+        for number, (draft, start, end) in enumerate(zip(drafts, [0, *ends], ends, strict=False)):
+            sequence = draft.finish(tokens[start:end])
+            if np.all(sequence.prompt_mask[1:]):  # type: ignore[index]
+                raise DataError(f"answer {number} has no token to train on")
+            sequence.reward = ratings[number]
+            rows.append(sequence)
+        return AnswersItem(rows=rows, index=index)
+
+    return Draft([text for draft in drafts for text in draft.texts], finish)
 
 
 def _prompt(prompt: Any) -> Any:

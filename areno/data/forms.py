@@ -143,7 +143,7 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
 
     Args:
         rows: The rows, at least one.
-        kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
+        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto" or "rw".
 
     Returns:
         The form, which can convert rows. None if the rows are in areno's form or in an unknown form.
@@ -151,7 +151,9 @@ def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
     first: Any = rows[0]
     if not isinstance(first, Mapping):
         return None
-    return {"prompt": _for_prompts, "sft": _for_answers, "dpo": _for_pairs}[kind](set(first))
+    return {"prompt": _for_prompts, "sft": _for_answers, "dpo": _for_pairs, "kto": _for_labels, "rw": _for_pairs}[kind](
+        set(first)
+    )
 
 
 def _for_prompts(there: set[str]) -> Form | None:
@@ -214,6 +216,16 @@ def _for_answers(there: set[str]) -> Form | None:
         return None
     description = f"prompt from {question}, response from {answer}"
     return Form("questions", description, lambda row: {"prompt": row.get(question), "response": row.get(answer)})
+
+
+def _for_labels(there: set[str]) -> Form | None:
+    """Return the form of labelled answers that have the columns `there`.
+
+    None if the rows are in areno's form or in an unknown form.
+    """
+    if "response" not in there and {"prompt", "completion", "label"} <= there:
+        return Form("completion", "the answer from completion", lambda row: {"response": row.get("completion")})
+    return None
 
 
 def _for_pairs(there: set[str]) -> Form | None:
@@ -404,7 +416,7 @@ def prepare_rows(
 
     Args:
         rows: The rows, in areno's form or in a form that `recognise_form` knows.
-        kind: Kind of training that the rows are for: "prompt", "sft" or "dpo".
+        kind: Kind of training that the rows are for: "prompt", "sft", "dpo", "kto" or "rw".
         setting: Name of the setting that the rows come from, which errors quote.
         name: Path or other name of the rows, which messages quote.
         columns: Field of areno's form -> name of the column. None or empty recognises forms of other tools.

@@ -18,7 +18,7 @@ import numpy as np
 from areno import heartbeat
 from areno.config.datasets import DatasetConfig
 from areno.data.ahead import CHUNK, EncodedAhead
-from areno.data.encode import Draft, encode_rows, pair_draft, prompt_draft, sft_draft
+from areno.data.encode import Draft, encode_rows, labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
 from areno.data.row_schema import RowKind, Rows, row_problem, rows_at, rows_problem
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
@@ -304,19 +304,21 @@ def row_loader(
     """Make the batch loader of a training loop.
 
     Args:
-        kind: Kind of training: "prompt" (items are PromptItem), "sft" (TrainSequence) or "dpo" (PairItem).
+        kind: Kind of training: "prompt" (items are PromptItem), "sft" (TrainSequence), "dpo" (PairItem), "kto" or "rw"
+            (AnswersItem).
         rows: The rows of the dataset.
         tokenizer: Tokenizer of the transformers library.
         config: The configuration section of the dataset.
         context_len: A second limit on the tokens of a row, besides config.max_length. The smaller limit applies. A
-            prompt must be shorter by one token, to leave room for a completion. For a pair, the longer of its two rows
+            prompt must be shorter by one token, to leave room for a completion, and so must a row for a reward model,
+            to leave room for its score. For a pair, the longer of its two rows
             counts. None sets no second limit.
         context_key: Name of the setting that `context_len` comes from, which messages quote.
         enable_thinking: Value of the variable enable_thinking in the chat template, for prompts only. None keeps the
             template's default.
         seed: Seed of the order of rows.
         key: Name of the dataset's configuration section, which messages quote.
-        n_processes: Number of processes that may encode rows beside the run. Only for the kinds "sft" and "dpo".
+        n_processes: Number of processes that may encode rows beside the run. Not for the kind "prompt".
 
     Returns:
         The loader, at the start of the first epoch.
@@ -326,8 +328,9 @@ def row_loader(
     """
     encode = partial(encode_rows, tokenizer, draft=partial(_draft, kind, tokenizer, enable_thinking))
     limit, limit_key = config.max_length, f"{key}.max_length"
-    if context_len is not None and context_len - (kind == "prompt") < limit:
-        limit, limit_key = context_len - (kind == "prompt"), context_key
+    room = kind in ("prompt", "rw")
+    if context_len is not None and context_len - room < limit:
+        limit, limit_key = context_len - room, context_key
     return BatchLoader(
         rows,
         encode,
@@ -344,7 +347,9 @@ def _draft(kind: RowKind, tokenizer: Any, thinking: bool | None, row: Mapping[st
     """Render a row of a training loop. A function of the module, so that it can be pickled."""
     if kind == "prompt":
         return prompt_draft(tokenizer, row, index, thinking)
-    return sft_draft(tokenizer, row) if kind == "sft" else pair_draft(tokenizer, row, index)
+    if kind == "sft":
+        return sft_draft(tokenizer, row)
+    return {"dpo": pair_draft, "kto": labelled_draft, "rw": ranked_draft}[kind](tokenizer, row, index)
 
 
 def given_prompt_loader(

@@ -5,6 +5,10 @@ sft     {prompt: text or messages, response: text} or {messages}              su
 dpo     {prompt: text or messages, chosen, rejected}                          preference pairs
         chosen and rejected are both text, or both messages that follow the prompt;
         or {chosen: messages, rejected: messages}: two conversations that begin with the same messages, the prompt
+kto     {prompt: text or messages, response, label: true or false}            labelled answers
+        response is text, or messages that follow the prompt
+rw      a row of the kind dpo, optionally with margin: a number               ranked answers
+        or {prompt: text or messages, answers: [...], ratings?: [numbers]}, the best answer first without ratings
 
 `row_problem` checks one row. The other functions check or describe parts of rows for error messages.
 """
@@ -12,14 +16,16 @@ dpo     {prompt: text or messages, chosen, rejected}                          pr
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from areno.errors import DataError, printable
 from areno.schema.values import text_problem
 
 Row = Mapping[str, Any]
-RowKind = Literal["prompt", "sft", "dpo"]
+RowKind = Literal["prompt", "sft", "dpo", "kto", "rw"]
 
 
 class Rows(Protocol):
@@ -48,8 +54,17 @@ EXPECTED = {
     "prompt": "{prompt: text or messages, solutions: optional}",
     "sft": "{prompt, response} or {messages}",
     "dpo": "{prompt, chosen, rejected}, or {chosen, rejected} as messages that begin alike",
+    "kto": "{prompt, response, label: true or false}",
+    "rw": "{prompt, chosen, rejected, margin: optional}, {chosen, rejected} as messages that begin alike, or "
+    "{prompt, answers: a list, ratings: optional}",
 }
-FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages"), "dpo": ("prompt", "chosen", "rejected")}
+FIELDS = {
+    "prompt": ("prompt",),
+    "sft": ("prompt", "response", "messages"),
+    "dpo": ("prompt", "chosen", "rejected"),
+    "kto": ("prompt", "response", "label"),
+    "rw": ("prompt", "chosen", "rejected", "margin", "answers", "ratings"),
+}
 SHARED_FIELDS = ("solutions", "tools")  # optional fields of all kinds
 MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickling and printing a value recurse
 
@@ -59,7 +74,7 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
 
     Args:
         row: The row.
-        kind: Kind of training: "prompt", "sft" or "dpo".
+        kind: Kind of training: "prompt", "sft", "dpo", "kto" or "rw".
         prompt_key: Name of the field that holds the prompt.
 
     Returns:
@@ -97,9 +112,9 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":
         return _prompt_problem(row, prompt_key)
-    if kind == "dpo":
+    if kind in ("dpo", "kto", "rw"):
         try:
-            prompt_and_answers(row)
+            {"dpo": prompt_and_answers, "kto": labelled_answer, "rw": ranked_answers}[kind](row)
         except DataError as error:
             return str(error)
         return None
@@ -223,6 +238,104 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
             fault = f"field {name} continues the prompt with a message of role {answer[0]['role']!r}"
             raise DataError(f"{fault}; the first message in which the two differ must be the assistant's")
     return prompt, chosen, rejected
+
+
+def labelled_answer(row: Row) -> tuple[Any, Any, bool]:
+    """Split a row for KTO into (prompt, answer, label).
+
+    Args:
+        row: A row with the fields prompt, response and label.
+
+    Returns:
+        The prompt, the answer (a text, or a list of messages) and whether the answer is desirable.
+
+    Raises:
+        DataError: The row is not a labelled answer.
+    """
+    if problem := _prompt_problem(row):
+        raise DataError(problem)
+    _check_answer(row.get("response"), "response", "response" in row)
+    label = row.get("label")
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise DataError(f"field label is {describe_value(label, 'label' in row)}, not true or false")
+    return row["prompt"], row["response"], bool(label)
+
+
+@dataclass(frozen=True)
+class RankedAnswers:
+    """The prompt of a row for a reward model, with its answers.
+
+    Attributes:
+        prompt: Text or messages.
+        answers: Texts, or lists of messages, the best first.
+        ratings: A number for each answer. The answer with the higher number is preferred. Equal numbers are ties.
+        levels: A number for each answer. The difference between two of them is the margin of their comparison.
+    """
+
+    prompt: Any
+    answers: list[Any]
+    ratings: list[float]
+    levels: list[float]
+
+
+def ranked_answers(row: Row) -> RankedAnswers:
+    """Split a row for a reward model.
+
+    Args:
+        row: A row with two answers (prompt, chosen, rejected, and optionally margin), or with a list of answers
+            (prompt, answers, and optionally ratings).
+
+    Returns:
+        The prompt and the answers. Without ratings, the answers are in their order, and all margins are 0.
+
+    Raises:
+        DataError: The row has another form, or no answer is preferred to another.
+    """
+    if row.get("answers") is None:
+        prompt, chosen, rejected = prompt_and_answers(row)
+        margin = row.get("margin")
+        if margin is not None and not _is_number(margin):
+            raise DataError(f"field margin is {describe_value(margin)}, not a number")
+        return RankedAnswers(prompt, [chosen, rejected], [1.0, 0.0], [float(margin or 0.0), 0.0])
+    if problem := _prompt_problem(row):
+        raise DataError(problem)
+    answers, ratings = row["answers"], row.get("ratings")
+    if isinstance(answers, str | Mapping) or not isinstance(answers, Sequence) or len(answers) < 2:
+        raise DataError(f"field answers is {describe_value(answers)}, not a list of at least two answers")
+    for number, answer in enumerate(answers):
+        _check_answer(answer, f"answers[{number}]", True)
+    if ratings is None:
+        places = [float(len(answers) - 1 - place) for place in range(len(answers))]
+        return RankedAnswers(row["prompt"], list(answers), places, [0.0] * len(answers))
+    if isinstance(ratings, str) or not isinstance(ratings, Sequence) or not all(map(_is_number, ratings)):
+        raise DataError(f"field ratings is {describe_value(ratings)}, not a list of numbers")
+    if len(ratings) != len(answers):
+        raise DataError(f"field ratings has {len(ratings)} numbers for {len(answers)} answers")
+    if len(set(ratings)) == 1:
+        raise DataError("field ratings has equal numbers only, so no answer is preferred")
+    order = sorted(range(len(answers)), key=lambda number: -ratings[number])
+    rated = [float(ratings[number]) for number in order]
+    return RankedAnswers(row["prompt"], [answers[number] for number in order], rated, rated)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_answer(answer: Any, name: str, present: bool) -> None:
+    """Raise DataError if an answer is neither text nor messages that begin with the assistant's.
+
+    `name` is the field of the answer, and `present` is whether the row has it.
+    """
+    if isinstance(answer, str):
+        return
+    if isinstance(answer, Mapping) or not isinstance(answer, Sequence):
+        raise DataError(f"field {name} is {describe_value(answer, present)}, not text or messages")
+    if problem := messages_problem(answer):
+        raise DataError(f"field {name} {problem}")
+    if answer[0]["role"] != "assistant":
+        raise DataError(f"field {name} begins with a message of role {answer[0]['role']!r}, not with the assistant's")
 
 
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -63,6 +63,8 @@ class RoleSpec:
         random_init: Whether to draw the weights from the engine's seed instead of reading them from the folder.
         router_aux_loss_coef: Coefficient of the loss that balances the load of experts.
         lora: The adapters that are trained in place of the weights. None trains all weights.
+        pad_token_id: For a value head, the padding token if config.json of the folder names none. transformers needs it
+            to find the last token of a row. None leaves config.json as it is.
     """
 
     path: str
@@ -75,6 +77,7 @@ class RoleSpec:
     random_init: bool = False
     router_aux_loss_coef: float = 0.0
     lora: LoraSpec | None = None
+    pad_token_id: int | None = None
 
     @property
     def section(self) -> str:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from areno.loss_fns.grpo import grpo_loss_fn
     from areno.loss_fns.gspo import gspo_loss_fn
     from areno.loss_fns.kl import kl_array
+    from areno.loss_fns.kto import kto_loss_fn
     from areno.loss_fns.pack import DataPack
     from areno.loss_fns.ppo import ppo_loss_fn, value_loss_fn
+    from areno.loss_fns.reward_model import reward_model_loss_fn
     from areno.loss_fns.sft import sft_loss_fn
 
 __all__ = [
@@ -39,16 +41,19 @@ __all__ = [
     "grpo_loss_fn",
     "gspo_loss_fn",
     "kl_array",
+    "kto_loss_fn",
     "m2_keep",
     "normalize_tokens",
     "overlong_penalty",
     "ppo_loss_fn",
+    "reward_model_loss_fn",
     "sft_loss_fn",
     "shape_rewards",
     "value_loss_fn",
 ]
 
-_MODULES = ("advantages", "correction", "dpo", "grpo", "gspo", "kl", "pack", "ppo", "sft")
+_MODULES = ("advantages", "correction", "dpo", "grpo", "gspo", "kl", "kto", "pack", "ppo")
+_MODULES += ("reward_model", "sft")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from areno.errors import Problem
-from areno.schema.fields import Needs, Section, check, partial_section, setting, settings
+from areno.schema.choices import make_chosen, unused_settings
+from areno.schema.fields import Section, check, setting, settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -340,10 +341,7 @@ class SurrogateConfig(SAPO, CISPO, Clip):
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
         """Yield a problem for each changed setting that belongs only to surrogates that are not chosen."""
-        for name in _all_settings():
-            owners = [key for key, cls in SURROGATES.items() if name in settings(cls)]
-            if self.surrogate not in owners and not self.is_default(name) and vars(self)[name] is not None:
-                yield Needs("surrogate", *owners).problem(name, vars(self)[name], self.surrogate)
+        return unused_settings(self, "surrogate", self.surrogate, SURROGATES)
 
 
 _KEYWORDS = {"eps_clip": "clip_eps", "eps_clip_higher": "clip_eps_higher"}
@@ -366,18 +364,4 @@ def make_surrogate(name: str, **given: Any) -> Surrogate:
         ValueError: `name` is unknown.
         TypeError: A keyword is not a setting of any surrogate.
     """
-    if name not in SURROGATES:
-        *names, last = SURROGATES
-        raise ValueError(f"surrogate is {name!r}; expected {', '.join(names)} or {last}")
-    keywords = {_KEYWORDS.get(setting, setting): setting for setting in _all_settings()}
-    for keyword in given.keys() - keywords.keys():
-        raise TypeError(f"{keyword} is not a setting of a surrogate; expected one of {', '.join(keywords)}")
-    chosen = SURROGATES[name]
-    values = {setting: field.default() for setting, field in settings(chosen).items()}
-    values |= {keywords[key]: value for key, value in given.items() if keywords[key] in values}
-    return partial_section(chosen, values)
-
-
-def _all_settings() -> list[str]:
-    """Return the names of the settings of all surrogates, without duplicates."""
-    return list(dict.fromkeys(name for cls in SURROGATES.values() for name in settings(cls)))
+    return make_chosen(SURROGATES, "surrogate", name, given, _KEYWORDS)

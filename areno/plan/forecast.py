@@ -13,7 +13,7 @@ from areno.config.experiments import (
     CriticExperimentConfig,
     ExperimentConfig,
     PolicyExperimentConfig,
-    PreferenceExperimentConfig,
+    ReferencedExperimentConfig,
 )
 from areno.config.ratio import RatioConfig
 from areno.engine.decoder.cache_size import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache
@@ -187,7 +187,7 @@ def forecast(
         ConfigError: The devices cannot hold the layout, or settings do not fit the model.
         CheckpointError: The shape of a model cannot be read.
     """
-    model = shape_of(config.actor.path, "actor.path")
+    model = shape_of(config.actor.path, "actor.path", config.head)
     layout = config.engine.layout(n_devices)
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
     if problems:
@@ -197,6 +197,7 @@ def forecast(
     spec = EngineSpec(
         actor=RoleSpec(
             path=config.actor.path,
+            head=config.head,
             optimizer=config.actor.optimizer,
             gradient_checkpointing=config.actor.gradient_checkpointing,
             offload=config.offloads(config.actor),
@@ -233,7 +234,7 @@ def rows_of_step(config: ExperimentConfig) -> int:
     """
     if isinstance(config, PolicyExperimentConfig):
         return config.rows_per_step
-    return config.train_dataset.batch_size * (2 if isinstance(config, PreferenceExperimentConfig) else 1)
+    return config.train_dataset.batch_size * config.rows_per_item()
 
 
 class _Step:
@@ -354,7 +355,7 @@ class _Step:
         if isinstance(config, PolicyExperimentConfig):
             found.append(self._rollout(config))
         for name, role in self.roles.items():
-            if name == "actor" or isinstance(config, PreferenceExperimentConfig):
+            if name == "actor" or isinstance(config, ReferencedExperimentConfig):
                 continue
             found.append(self._pass(name, SCORE, n_rows))
             if role.optimizer is not None:

@@ -19,7 +19,7 @@ from areno.config.experiments import (
     CriticExperimentConfig,
     ExperimentConfig,
     PolicyExperimentConfig,
-    PreferenceExperimentConfig,
+    ReferencedExperimentConfig,
 )
 from areno.config.models import ModelConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
@@ -84,6 +84,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         seed=config.seed,
         routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
         more_problems=lambda model: [*model_problems(config, model), *_memory_problems(config, devices[0])],
+        head=config.head,
     )
     if config.scheduler.type == "ray":
         plan = on_ray(plan, config)
@@ -132,6 +133,7 @@ def open_actor(
     seed: int = 1,
     routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
+    head: Literal["lm", "value"] = "lm",
 ) -> TrainerPlan:
     """Make the plan of a Trainer that trains one model.
 
@@ -146,6 +148,7 @@ def open_actor(
         routing_replay: Whether training uses the experts that the rollout chose.
         more_problems: Function from the shape of the model to further problems of the configuration, which are reported
             together with those found here.
+        head: Head of the model: "lm" for a language model, "value" for a reward model.
 
     Raises:
         ConfigError: Settings do not fit the model or the machine. All problems are reported together.
@@ -155,7 +158,7 @@ def open_actor(
 
     devices, (path, model), tokenizer_folder = all_of(
         devices_of,
-        lambda: _open_config(actor.path),
+        lambda: _open_config(actor.path, head),
         lambda: tokenizer_path and model_folder(tokenizer_path, "tokenizer_path"),
     )
     tokenizer_folder = tokenizer_folder or path
@@ -174,6 +177,8 @@ def open_actor(
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
     role = RoleSpec(
         path=path,
+        head=head,
+        pad_token_id=tokenizer.pad_token_id if head == "value" else None,
         optimizer=actor.optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
         offload=actor.offload,
@@ -213,7 +218,7 @@ def _raise(problems: list[Problem]) -> None:
         raise ConfigError(problems)
 
 
-def _open_config(path: str) -> tuple[str, TransformerConfig]:
+def _open_config(path: str, head: Literal["lm", "value"]) -> tuple[str, TransformerConfig]:
     """Return the local folder of the actor's model and its parsed config.json. `path` is a folder or hub id.
 
     Raises ConfigError if the folder holds only adapters.
@@ -226,7 +231,7 @@ def _open_config(path: str) -> tuple[str, TransformerConfig]:
         text = "{} holds adapters and no model; name the model that they are for, with {}=true and {}={}"
         raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(LORA_KEY), folder))
     with model_setting("actor.path"):
-        return folder, load_config(folder)
+        return folder, load_config(folder, head)
 
 
 def model_folder(path: str, key: str) -> str:
@@ -377,7 +382,7 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
         del updates["actor"]
     for name, n_updates in updates.items():
         if (each := rows // n_updates) < spec.layout.data_size:
-            what = "pairs" if isinstance(config, PreferenceExperimentConfig) else "rows"
+            what = "pairs" if config.rows_per_item() == 2 else "rows"
             text = "is {}, so an update of the {} has {} {} for {} copies of the model, and each needs one; raise it"
             text += ", lower {}, or lower {}" if n_updates > 1 else ", or lower {}"
             keys = [Key(f"{name}.ppo_n_minibatches")] * (n_updates > 1) + [Key("engine.world_size")]
@@ -431,7 +436,7 @@ def experiment_roles(
         CheckpointError: A folder holds no model.
         ConfigError: A folder holds only adapters.
     """
-    if isinstance(config, PreferenceExperimentConfig) and config.ref.path not in (None, config.actor.path):
+    if isinstance(config, ReferencedExperimentConfig) and config.ref.path not in (None, config.actor.path):
         return {"ref": RoleSpec(path=folder_of(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
     if not isinstance(config, PolicyExperimentConfig):
         return {}

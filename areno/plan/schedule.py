@@ -9,7 +9,6 @@ from areno.config.experiments import (
     CriticExperimentConfig,
     ExperimentConfig,
     PolicyExperimentConfig,
-    PreferenceExperimentConfig,
 )
 from areno.config.models import ROWS_COUNTED, OptimizerConfig
 from areno.engine.spec import RoleSpec
@@ -70,8 +69,7 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
         if isinstance(config, PolicyExperimentConfig):
             rows = config.rows_per_step
         size = actor.mb_spec.mini_bs or ROWS_COUNTED
-        if isinstance(config, PreferenceExperimentConfig):
-            size = max(1, size // 2)  # the two rows of a pair stay together
+        size = max(1, size // config.rows_per_item())  # the two rows of a pair stay together
         each = -(-rows // (size * actor.gradient_accumulation_steps))
     return {"actor": max(0, n_steps - first) * each, **found}
 

@@ -1,23 +1,26 @@
-"""DPO: Direct Preference Optimization (arXiv 2305.18290) on {prompt, chosen, rejected} rows, and IPO (2310.12036).
+"""DPO: Direct Preference Optimization (arXiv 2305.18290) on {prompt, chosen, rejected} rows, and losses like it.
 
     python -m areno.recipes.dpo --config-name=quickstart_dpo
 
     h    = sum over the answer's tokens of log(policy / ref)
-    loss = mean over pairs of -log sigmoid(beta (h_chosen - h_rejected))        (2305.18290 eq. 7; IPO: loss_type=ipo)
+    loss = mean over pairs of -log sigmoid(beta (h_chosen - h_rejected))        (2305.18290 eq. 7)
 
-The reference scores every pair once, before training. With ref.path=null the reference is the actor as it starts.
+actor.loss_type chooses another loss: robust DPO, IPO, SimPO or ORPO (areno/loss_fns/preferences.py). The reference
+scores every pair once, before training. With ref.path=null the reference is the actor as it starts. SimPO and ORPO have
+no reference, and none is loaded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, PreferenceExperimentConfig
 from areno.config.models import ModelConfig
 from areno.launch import run_recipe
+from areno.loss_fns.preferences import PreferenceLossConfig
 from areno.schema.fields import forbid, setting
 
 if TYPE_CHECKING:
@@ -25,34 +28,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class DPOActorConfig(ModelConfig):
-    """The actor of DPO, with the settings of its loss."""
-
-    beta: float = setting(
-        0.1,
-        help="Beta of DPO, the factor of the difference between the log-ratios (policy to reference model) of the "
-        "chosen and the rejected answer. A larger beta keeps the policy closer to the reference model. With "
-        "loss_type=ipo, this is the parameter tau of IPO",
-        gt=0,
-        flag="--dpo-beta",
-    )
-    loss_type: Literal["sigmoid", "ipo"] = setting(
-        "sigmoid",
-        help="sigmoid: the loss of DPO (arXiv 2305.18290, eq. 7). ipo: the loss of IPO (arXiv 2310.12036, eq. 17), "
-        "with log-probabilities averaged over the tokens of an answer",
-    )
-    label_smoothing: float = setting(
-        0.0,
-        help="Assumed probability that chosen and rejected answer are swapped in the data (conservative DPO). Used "
-        "with loss_type=sigmoid",
-        ge=0,
-        lt=0.5,
-    )
-
-    @forbid("label_smoothing", "is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0")
-    def unused_smoothing(self) -> bool:
-        """Return whether label_smoothing is set although the chosen loss_type does not use it."""
-        return self.label_smoothing > 0 and self.loss_type != "sigmoid"
+class DPOActorConfig(PreferenceLossConfig, ModelConfig):
+    """The actor of DPO, with the choice of its loss and the settings of all losses."""
 
 
 @dataclass(kw_only=True)
@@ -65,8 +42,16 @@ class DPOConfig(PreferenceExperimentConfig):
         """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
         from areno.loss_fns import dpo_loss_fn
 
-        actor = self.actor
-        return partial(dpo_loss_fn, beta=actor.beta, label_smoothing=actor.label_smoothing, loss_type=actor.loss_type)
+        return partial(dpo_loss_fn, **self.actor.loss_settings())
+
+    def needs_reference(self) -> bool:
+        """Return whether the chosen loss compares with a reference model."""
+        return self.actor.needs_reference
+
+    @forbid("ref.path", "is set, but actor.loss_type={self.actor.loss_type} uses no reference model; leave it out")
+    def unused_reference(self) -> bool:
+        """Return whether a reference model is set although the chosen loss does not use one."""
+        return self.ref.path is not None and not self.actor.needs_reference
 
 
 def loop() -> type[DPOTrainer]:

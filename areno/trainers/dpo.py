@@ -42,7 +42,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         run = self.run
         self.score_reference()
         for batch in run.steps():
-            rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
+            rows = [row for item in batch.items for row in _rows(item, self.ref_scores.get(item.index))]
             stats = update(self.setup, rows, rows_per_unit=2)
             run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
             run.log_skipped(batch)
@@ -54,12 +54,15 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         """Compute the reference log-probabilities of every pair that the run uses. A second call does nothing.
 
         Call this before the first update. If ref.path is not set, no second model is loaded, and the actor in its
-        current state serves as the reference model.
+        current state serves as the reference model. If the loss uses no reference model, nothing is computed.
         """
         if self._has_reference:
             return
+        self._has_reference = True
         self.ref_scores: Scores = {}
-        self.valid_ref_scores: dict[str, Scores] = {}  # by set
+        self.valid_ref_scores: dict[str, Scores] = {name: {} for name in self.setup.valid_loaders}  # by set
+        if not self.setup.config.needs_reference():
+            return
         role = "ref" if self.setup.roles else "actor"
         if self.setup.roles:
             self.setup.trainer.ensure_roles(self.setup.roles)
@@ -67,14 +70,13 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         log_stage("score_start", role="ref")
         self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
         for name, valid in self.setup.valid_loaders.items():
-            scores = self.valid_ref_scores[name] = {}
-            self._score(role, _batched(valid.items(), valid.config.batch_size), len(valid.rows), scores)
+            batches = _batched(valid.items(), valid.config.batch_size)
+            self._score(role, batches, len(valid.rows), self.valid_ref_scores[name])
         log_stage("score_end", role="ref")
         n_pairs = len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))
         logger.info("reference log-probabilities: %d pairs in %.1f s", n_pairs, time.monotonic() - started)
         if self.setup.roles:
             self.setup.trainer.release_role(role)
-        self._has_reference = True
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
         """Yield the pairs that this run trains on, each once, in batches.
@@ -126,7 +128,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         logprobs: list[list[float]] = []
         for batch in loader.batches():
             for item, *scored in self._logprobs("actor", batch.items):
-                rows += _with_scores(item, self.valid_ref_scores[name][item.index])
+                rows += _rows(item, self.valid_ref_scores[name].get(item.index))
                 logprobs += scored
         measured = measure_loss(self.setup.loss_fn, rows, logprobs, rows_per_unit=2)
         pairs = zip(rows, logprobs, strict=True)
@@ -151,10 +153,10 @@ def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
         yield batch
 
 
-def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:
+def _rows(item: PairItem, scores: tuple[np.ndarray, np.ndarray] | None) -> list[TrainSequence]:
     """Return the two training rows of a pair, chosen and rejected, as copies with ref_logprobs set.
 
-    `scores` are the reference log-probabilities of all tokens of the (chosen, rejected) row.
+    `scores` are the reference log-probabilities of all tokens of the (chosen, rejected) row. None without a reference.
     """
-    pair = zip((item.chosen, item.rejected), scores, strict=True)
+    pair = zip((item.chosen, item.rejected), scores or (None, None), strict=True)
     return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

@@ -186,6 +186,7 @@ def update(
     sampling: SamplingConfig | None = None,
     rows_per_unit: int = 1,
     old_logprobs: OldLogprobs = "recompute",
+    loss_fn: LossFn | None = None,
 ) -> dict[str, float]:
     """Take optimizer steps of the actor.
 
@@ -198,6 +199,7 @@ def update(
         rows_per_unit: Number of adjacent rows that stay in one micro-batch, such as 2 for DPO.
         old_logprobs: Source of the denominator of importance ratios: "recompute", "loglinear" or "rollout", see
             `areno.Trainer.train`.
+        loss_fn: Loss function of this step. None is that of the run.
 
     Returns:
         The train/* statistics, by their names without the prefix.
@@ -207,7 +209,7 @@ def update(
         log_stage("train_start")
         stats = setup.trainer.train(
             rows,
-            setup.loss_fn,
+            loss_fn or setup.loss_fn,
             gradient_accumulation_steps=actor.gradient_accumulation_steps,
             mb_spec=actor.mb_spec,
             n_minibatches=n_minibatches,

@@ -47,3 +47,12 @@ def preferences(split):
     return [
         {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(without_carry(a, b))} for a, b in pairs(split)
     ]
+
+
+def labelled_answers(split):
+    """Rows for KTO: one labelled answer in each, the correct sum or the sum without the carry."""
+    rows = []
+    for number, (a, b) in enumerate(pairs(split)):
+        right = number % 2 == 0
+        rows.append({"prompt": f"{a}+{b}=", "response": str(a + b if right else without_carry(a, b)), "label": right})
+    return rows

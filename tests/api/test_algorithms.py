@@ -26,14 +26,24 @@ from areno.loss_fns import grpo_loss_fn
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
+from areno.recipes.kto import KTOConfig
 from areno.recipes.ppo import PPOConfig
+from areno.recipes.rw import RewardModelConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from areno.tracking.run_folder import script_of
 from tests.helpers import warm_python
 
 ROOT = Path(__file__).parents[2]
-BUILT_IN = {"dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig}
+BUILT_IN = {
+    "dpo": DPOConfig,
+    "grpo": GRPOConfig,
+    "gspo": GSPOConfig,
+    "kto": KTOConfig,
+    "ppo": PPOConfig,
+    "rw": RewardModelConfig,
+    "sft": SFTConfig,
+}
 
 
 @dataclass(kw_only=True)
@@ -55,7 +65,7 @@ def mine(**changes: Any) -> Algorithm:
     return Algorithm(**{**settings, **changes})
 
 
-def test_the_five_that_come_with_areno() -> None:
+def test_those_that_come_with_areno() -> None:
     assert algorithm_names() == list(BUILT_IN)
     for name, config in BUILT_IN.items():
         algorithm = get_algorithm(name)
@@ -85,7 +95,7 @@ def test_names_that_are_taken_or_unknown() -> None:
         with pytest.raises(ValueError, match=f"{name} comes with areno or another package; give"):
             register_algorithm(mine(name=name))
     register_algorithm(mine())
-    with pytest.raises(ConfigError, match="no algorithm 'gpro'; there are dpo, grpo, gspo, ppo, sft, mine"):
+    with pytest.raises(ConfigError, match="no algorithm 'gpro'; there are dpo, grpo, gspo, kto, ppo, rw, sft, mine"):
         get_algorithm("gpro")
 
 
@@ -99,12 +109,12 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("not_installed")
-def test_a_checkout_that_is_not_installed_has_the_five_algorithms() -> None:
+def test_a_checkout_that_is_not_installed_has_the_algorithms_of_areno() -> None:
     assert tuple(algorithm_names()) == tuple(own_algorithms()) == tuple(sorted(BUILT_IN))
     assert get_algorithm("sft").name == "sft"
     with pytest.raises(ConfigError) as caught:
         load(get_algorithm("gspo").config, "quickstart", ["actor.beta=1"])
-    assert str(caught.value) == "actor.beta: unknown key; it is a setting of dpo"
+    assert str(caught.value) == "actor.beta: unknown key; it is a setting of dpo and kto"
 
 
 @pytest.mark.usefixtures("not_installed")
@@ -120,7 +130,7 @@ def test_a_package_that_does_not_import_does_not_hide_a_mistake(monkeypatch: pyt
     broken = EntryPoint("broken", "no_such_module:ALGORITHM", "areno.algorithms")
     found = algorithms.installed() | {"broken": broken}
     monkeypatch.setattr(algorithms, "installed", lambda: found)
-    with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key; it is a setting of dpo$"):
+    with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key; it is a setting of dpo and kto$"):
         load(GSPOConfig, "quickstart", ["actor.beta=1"])
 
 

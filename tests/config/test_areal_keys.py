@@ -21,7 +21,15 @@ from areno.schema.fields import Row, rows
 from areno.schema.values import InvalidValue
 from tests.helpers.pages import ROOT, codes, of_tables, sections
 
-CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "gspo": "GRPOConfig", "ppo": "PPOConfig"}
+CLASSES = {
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "kto": "DPOConfig",
+    "rw": "RWConfig",
+    "grpo": "GRPOConfig",
+    "gspo": "GRPOConfig",
+    "ppo": "PPOConfig",
+}
 PAGE = ROOT / "docs/coming_from/areal.md"
 
 

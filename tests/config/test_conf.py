@@ -17,11 +17,21 @@ from areno.launch.compose import load
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
+from areno.recipes.kto import KTOConfig
 from areno.recipes.ppo import PPOConfig
+from areno.recipes.rw import RewardModelConfig
 from areno.recipes.sft import SFTConfig
 
 ROOT = Path(__file__).parents[2]
-RECIPES = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig}
+RECIPES = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+    "rw": RewardModelConfig,
+    "grpo": GRPOConfig,
+    "gspo": GSPOConfig,
+    "ppo": PPOConfig,
+}
 # The recipes a task is for, and what the user has to say.
 TASKS: dict[str, tuple[list[str], list[str]]] = {
     "agents_base": (["sft"], []),
@@ -33,7 +43,12 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "quickstart": (["grpo", "gspo", "ppo"], []),
     "quickstart_base": (["sft"], ["actor.path=folder"]),
     "quickstart_dpo": (["dpo"], []),
+    "quickstart_kto": (["kto"], []),
     "quickstart_ppo": (["ppo"], []),
+    "quickstart_rlhf": (["ppo"], []),
+    "quickstart_rw": (["rw"], []),
+    "ratings": (["rw"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
+    "labels": (["kto"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "stories": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
     "tictactoe": (["grpo", "gspo"], []),
     "tools": (["grpo", "gspo"], []),
@@ -75,8 +90,8 @@ def test_task(task, recipe):
     for key in ("train_dataset.loader", "valid_dataset.loader", "reward.fn"):
         section = getattr(config, key.split(".")[0], None)
         value = getattr(section, key.split(".")[1]) if section else None
-        if value and value.startswith("examples/"):
-            assert find_file(value.split(":")[0], key).is_file()
+        for each in value if isinstance(value, list) else [value or ""]:
+            assert not each.startswith("examples/") or find_file(each.split(":")[0], key).is_file()
 
 
 @pytest.mark.parametrize("name", yaml_files.experiments())

@@ -160,6 +160,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     sums = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(11, 31)]
     pairs = [{"prompt": f"{a}+9=", "chosen": str(a + 9), "rejected": str(a - 1)} for a in range(11, 31)]
     answers = [{"prompt": f"{a}+9=", "response": str(a + 9)} for a in range(11, 31)]
+    labels = [{**row, "label": number % 2 == 0} for number, row in enumerate(answers)]
     decoupled = ["variant=decoupled", "actor.prox_logp_method=metrics", "actor.m2_threshold=0.04"]
     sparse = quickstart_with_experts(tmp_path / "sparse")
     replayed = ["actor.init_from_scratch=true", "actor.routing_replay=true"]
@@ -170,6 +171,9 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         "dapo": ("grpo", "quickstart", ["variant=dapo", "eval_gconfig.greedy=false", "eval_gconfig.n_samples=4"]),
         "ppo": ("ppo", "quickstart_ppo", ["critic.warmup_steps=0", *decoupled]),
         "dpo": ("dpo", "quickstart_dpo", []),
+        "orpo": ("dpo", "quickstart_dpo", ["actor.loss_type=orpo", "actor.label_smoothing=0"]),
+        "kto": ("kto", "quickstart_kto", []),
+        "rw": ("rw", "quickstart_rw", []),
         "sft": ("sft", "quickstart_base", ["actor.init_from_scratch=false"]),
     }
     recorded = set()
@@ -177,7 +181,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         algorithm = get_algorithm(recipe)
         settings = [*settings, "total_train_steps=1", "train_dataset.batch_size=16", "engine.device=cpu"]
         settings += ["gconfig.n_samples=2"] if recipe in ("grpo", "gspo") else []
-        rows: Any = {"dpo": pairs, "sft": answers}.get(recipe, sums)
+        rows: Any = {"dpo": pairs, "rw": pairs, "kto": labels, "sft": answers}.get(recipe, sums)
         given = {"train_dataset": rows, "valid_dataset": rows[:5]}
         with algorithm.trainer(load(algorithm.config, task, settings), tmp_path / name, **given) as trainer:
             trainer.fit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from areno.config.models import ModelConfig, OptimizerConfig
 from areno.config.run import ClusterConfig, SaverConfig
 from areno.files.paths import find_file
 from areno.recipes.dpo import DPOActorConfig, DPOConfig
+from areno.recipes.kto import KTOActorConfig, KTOConfig
+from areno.recipes.rw import RewardModelActorConfig, RewardModelConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 
@@ -47,6 +50,24 @@ def dpo_config(tmp_path, *, batch_size=4, actor=None, **more):
     return DPOConfig(**settings(tmp_path, DPOActorConfig(**how), train_dataset=data, **more))
 
 
+LABELLED = [
+    {"prompt": row["prompt"], "response": row["rejected" if number % 3 else "chosen"], "label": number % 3 == 0}
+    for number, row in enumerate(PAIRS)
+]
+
+
+def kto_config(tmp_path, *, batch_size=4, actor=None, **more):
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return KTOConfig(**settings(tmp_path, KTOActorConfig(**how), train_dataset=data, **more))
+
+
+def reward_model_config(tmp_path, *, batch_size=4, actor=None, **more):
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(1e-3), **(actor or {})}
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return RewardModelConfig(**settings(tmp_path, RewardModelActorConfig(**how), train_dataset=data, **more))
+
+
 def scalars(run_dir: Path) -> dict[str, list[float]]:
     return {name: series.values for name, series in RunReader(run_dir).metrics().items()}
 
@@ -62,6 +83,28 @@ def hf_logprobs(folder, prompt: str, answer: str) -> list[float]:
     with torch.no_grad():
         table = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
     return [table[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
+
+
+def ranking(folder) -> float:
+    """Share of the held-out problems of the quickstart whose correct sum is more likely than the sum without carry."""
+    from areno.api.trainer import Trainer
+
+    sys.path.insert(0, str(find_file("examples/quickstart")))
+    try:
+        from dataset_loader import preferences  # type: ignore[import-not-found]
+    finally:
+        sys.path.pop(0)
+    with Trainer(1, str(folder)) as trainer:
+        trainer.init()
+        tokenizer, sums = trainer.get_tokenizer(), {}
+        for name in ("chosen", "rejected"):
+            rows = [row["prompt"] + row[name] for row in preferences("test")]
+            starts = [len(tokenizer.encode(row["prompt"], add_special_tokens=False)) for row in preferences("test")]
+            tokens = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in rows]
+            scored = trainer.score_logprobs("actor", tokens, 1.0)
+            sums[name] = [sum(values[start:]) for start, values in zip(starts, scored, strict=True)]
+    pairs = list(zip(sums["chosen"], sums["rejected"], strict=True))
+    return sum(one > other for one, other in pairs) / len(pairs)
 
 
 def sft_config(tmp_path, mb_spec, batch_size=10, **more):

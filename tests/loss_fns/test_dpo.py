@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -22,7 +23,13 @@ HOW = [
     {"beta": 0.5, "label_smoothing": 0.1},
     {"beta": 0.1, "loss_type": "ipo"},
     {"beta": 1.5, "loss_type": "ipo"},
+    {"beta": 0.5, "loss_type": "robust", "label_smoothing": 0.2},
+    {"beta": 2.0, "loss_type": "simpo"},
+    {"beta": 2.5, "loss_type": "simpo", "simpo_gamma": 1.2},
+    {"beta": 0.1, "loss_type": "orpo"},
+    {"beta": 1.5, "loss_type": "orpo"},
 ]
+REFERENCE_FREE = ("simpo", "orpo")
 # Trained tokens of the two rows of each pair; masks have holes.
 MASKS = [([0, 1, 1], [0, 0, 1, 1, 1]), ([0, 1, 0, 0, 1, 1], [0, 1]), ([0, 0, 1, 0, 1], [0, 1, 1, 1, 1])]
 
@@ -33,7 +40,8 @@ def random_pairs(seed=0, spread=1.0):
 
     def row(mask):
         ref = [-rng.expovariate(1) for _ in mask]
-        return {"mask": mask, "ref_logprobs": ref, "logprobs": [value + rng.gauss(0, spread) for value in ref]}
+        logprobs = [min(value + rng.gauss(0, spread), -0.01) for value in ref]
+        return {"mask": mask, "ref_logprobs": ref, "logprobs": logprobs}
 
     return [(row(chosen), row(rejected)) for chosen, rejected in MASKS]
 
@@ -63,28 +71,51 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def by_hand(pairs, beta=0.1, label_smoothing=0.0, loss_type="sigmoid"):
+def log_odds(mean_logprob):
+    return mean_logprob - math.log(-math.expm1(mean_logprob))
+
+
+def of_pair(a, b, beta, label_smoothing=0.0, loss_type="sigmoid", simpo_gamma=0.5):
+    """(loss, its derivatives by the scores a of the chosen and b of the rejected answer, statistics)."""
+    d, s = a - b, label_smoothing
+    if loss_type == "ipo":
+        slope = 2 * (d - 1 / (2 * beta))
+        return (d - 1 / (2 * beta)) ** 2, slope, -slope, {}
+    if loss_type == "simpo":
+        slope = -beta * sigmoid(simpo_gamma - beta * d)
+        return math.log1p(math.exp(simpo_gamma - beta * d)), slope, -slope, {}
+    if loss_type == "orpo":
+        x = log_odds(a) - log_odds(b)
+        by_x = -beta * sigmoid(-x)
+        stats = {"nll_loss": -a, "log_odds_ratio": x}
+        return -a + beta * math.log1p(math.exp(-x)), -1 - by_x / math.expm1(a), by_x / math.expm1(b), stats
+    flipped, scale = (s, 1) if loss_type == "sigmoid" else (-s, 1 - 2 * s)
+    loss = -(1 - s) * math.log(sigmoid(beta * d)) - flipped * math.log(sigmoid(-beta * d))
+    slope = beta * (-(1 - s) * sigmoid(-beta * d) + flipped * sigmoid(beta * d))
+    return loss / scale, slope / scale, -slope / scale, {}
+
+
+def by_hand(pairs, beta=0.1, loss_type="sigmoid", **more):
     """The loss, its gradient, and the statistics."""
     loss, grads, n = 0.0, [], len(pairs)
-    stats = dict.fromkeys(
-        ("rewards_chosen", "rewards_rejected", "margin", "accuracy", "logps_chosen", "logps_rejected"), 0.0
-    )
+    stats = defaultdict(float)
     for chosen, rejected in pairs:
-        lengths = (sum(chosen["mask"]), sum(rejected["mask"])) if loss_type == "ipo" else (1, 1)
-        scores = log_ratio(chosen) / lengths[0], log_ratio(rejected) / lengths[1]
-        d = scores[0] - scores[1]
-        if loss_type == "ipo":
-            loss += (d - 1 / (2 * beta)) ** 2 / n
-            slope = 2 * (d - 1 / (2 * beta)) / n
-        else:
-            s = label_smoothing
-            loss += (-(1 - s) * math.log(sigmoid(beta * d)) - s * math.log(sigmoid(-beta * d))) / n
-            slope = beta * (-(1 - s) * sigmoid(-beta * d) + s * sigmoid(beta * d)) / n
-        grads += [slope * m / lengths[0] for m in chosen["mask"]] + [-slope * m / lengths[1] for m in rejected["mask"]]
-        stats["rewards_chosen"] += beta * scores[0] / n
-        stats["rewards_rejected"] += beta * scores[1] / n
-        stats["margin"] += beta * d / n
-        stats["accuracy"] += (1.0 if d > 0 else 0.5 if d == 0 else 0.0) / n
+        sums = []
+        for row in (chosen, rejected):
+            terms = zip(row["mask"], row["logprobs"], strict=True)
+            score = sum(m * lp for m, lp in terms) if loss_type in REFERENCE_FREE else log_ratio(row)
+            sums.append((score, 1 if loss_type in ("sigmoid", "robust") else sum(row["mask"])))
+        (a, n_a), (b, n_b) = sums
+        a, b = a / n_a, b / n_b
+        of_loss, slope_a, slope_b, of_stats = of_pair(a, b, beta, loss_type=loss_type, **more)
+        loss += of_loss / n
+        grads += [slope_a / n * m / n_a for m in chosen["mask"]] + [slope_b / n * m / n_b for m in rejected["mask"]]
+        for name, value in of_stats.items():
+            stats[name] += value / n
+        stats["rewards_chosen"] += beta * a / n
+        stats["rewards_rejected"] += beta * b / n
+        stats["margin"] += beta * (a - b) / n
+        stats["accuracy"] += (1.0 if a > b else 0.5 if a == b else 0.0) / n
         for name, row in (("logps_chosen", chosen), ("logps_rejected", rejected)):
             stats[name] += sum(m * lp for m, lp in zip(row["mask"], row["logprobs"], strict=True)) / n
     return loss, grads, stats
@@ -173,8 +204,41 @@ def test_loss_refuses_what_are_no_pairs():
     with pytest.raises(DataError, match=r"this loss needs ref_logprobs.*set TrainSequence\.ref_logprobs"):
         dpo_loss_fn(pack, logprobs)
     for how, message in (
-        ({"loss_type": "hinge"}, "loss_type is 'hinge'; expected sigmoid or ipo"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing is for loss_type sigmoid"),
+        ({"loss_type": "hinge"}, "loss_type is 'hinge'; expected sigmoid, robust, ipo, simpo or orpo"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing has no effect with loss_type ipo"),
+        ({"gamma": 1.0}, "gamma is not a setting of a loss_type; expected one of beta, label_smoothing, simpo_gamma"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             partial(dpo_loss_fn, **how)(*pack_of(random_pairs()))
+
+
+@pytest.mark.parametrize("loss_type", REFERENCE_FREE)
+def test_losses_without_a_reference_read_none(loss_type):
+    pack, logprobs = pack_of(random_pairs())
+    expected = dpo_loss_fn(pack, logprobs, loss_type=loss_type)[0]
+    pack.ref_logprobs = None
+    assert dpo_loss_fn(pack, logprobs, loss_type=loss_type)[0] == expected
+
+
+def test_the_robust_loss_is_unbiased():
+    """If a share s of the pairs is swapped, its mean is the loss of DPO on the pairs as they were."""
+    s, [pair] = 0.3, random_pairs()[:1]
+    values = {}
+    for swapped in (False, True):
+        pack, logprobs = pack_of([pair[::-1] if swapped else pair])
+        values[swapped] = dpo_loss_fn(pack, logprobs, beta=0.7, loss_type="robust", label_smoothing=s)[0].item()
+    clean = dpo_loss_fn(*pack_of([pair]), beta=0.7)[0].item()
+    assert (1 - s) * values[False] + s * values[True] == pytest.approx(clean, abs=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-9, -1e-4, -0.69, -0.7, -30.0, -1e4])
+def test_odds_of_sure_and_of_unlikely_answers_are_finite(value):
+    pairs = random_pairs()[:1]
+    for row in pairs[0]:
+        row["logprobs"] = [value] * len(row["mask"])
+    pack, logprobs = pack_of(pairs, dtype=torch.float32)
+    loss, stats = dpo_loss_fn(pack, logprobs, loss_type="orpo")
+    loss.backward()
+    assert loss.item() == pytest.approx(-value + 0.1 * math.log(2), abs=1e-4, rel=1e-5)
+    assert stats["log_odds_ratio"].item() == pytest.approx(0, abs=1e-3)
+    assert logprobs.grad.isfinite().all()

@@ -110,6 +110,35 @@ def other_model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
+def test_losses_without_a_reference_score_nothing(tmp_path, monkeypatch, loss_type):
+    from areno.api.trainer import Trainer
+
+    scored, score = [], Trainer.score_logprobs
+    monkeypatch.setattr(
+        Trainer, "score_logprobs", lambda self, role, *args, **more: (scored.append(role), score(self, role, *args))[1]
+    )
+    config = dpo_config(tmp_path, actor={"loss_type": loss_type}, total_train_steps=2)
+    with areno.DPOTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:5]) as trainer:
+        trainer.fit()
+        assert not trainer.ref_scores
+        assert scored == ["actor"] * 2  # the two batches of the evaluation at the end
+        measured = trainer.evaluate()
+    new = [
+        [hf_logprobs(tmp_latest(tmp_path), row["prompt"], row[name]) for name in ("chosen", "rejected")]
+        for row in PAIRS[:5]
+    ]
+    ranks = [sum(chosen) > sum(rejected) for chosen, rejected in new]
+    margins = [0.1 * (sum(chosen) / len(chosen) - sum(rejected) / len(rejected)) for chosen, rejected in new]
+    assert measured["ranking_accuracy"] == sum(ranks) / 5
+    assert measured["margin"] == pytest.approx(sum(margins) / 5, abs=1e-5)
+
+
+def tmp_latest(tmp_path):
+    [run_dir] = (tmp_path / "rows").iterdir()
+    return run_dir / "checkpoints" / "latest"
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_the_reference_scores_every_pair_once(tmp_path, monkeypatch, other_model, own):
     from areno.api.trainer import Trainer
@@ -199,11 +228,15 @@ def test_settings_of_dpo_that_do_not_fit(tmp_path):
     for actor, message in (
         ({"beta": 0.0}, "beta: is 0.0; it must be more than 0"),
         ({"label_smoothing": 0.5}, "label_smoothing: is 0.5; it must be less than 0.5"),
-        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing: is 0.1, but loss_type=ipo does not use it"),
-        ({"loss_type": "hinge"}, "loss_type: is 'hinge'; expected one of 'sigmoid', 'ipo'"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing: is 0.1, but loss_type is ipo; set loss_type"),
+        ({"loss_type": "robust"}, "label_smoothing: is 0, with which loss_type=robust is the same as sigmoid"),
+        ({"simpo_gamma": 1.0}, "simpo_gamma: is 1, but loss_type is sigmoid; set loss_type to simpo, or leave"),
+        ({"loss_type": "hinge"}, "loss_type: is 'hinge'; expected one of 'sigmoid', 'robust', 'ipo'"),
     ):
         with pytest.raises(ConfigError, match=message):
             dpo_config(tmp_path, actor=actor)
+    with pytest.raises(ConfigError, match=r"ref.path: is set, but actor.loss_type=orpo uses no reference model"):
+        dpo_config(tmp_path, actor={"loss_type": "orpo"}, ref=ScoringRefConfig(path=MODEL))
     nowhere = dpo_config(tmp_path, ref=ScoringRefConfig(path="no/such/folder"))
     with pytest.raises(areno.errors.CheckpointError, match=r"ref\.path"):
         areno.DPOTrainer(nowhere, train_dataset=PAIRS)
@@ -229,6 +262,25 @@ def test_quickstart_learns_what_is_preferred(tmp_path, seed):
     latest = next((tmp_path / "quickstart_dpo").iterdir()) / "checkpoints" / "latest"
     likely = [math.exp(sum(hf_logprobs(latest, f"{a}+{b}=", str(a + b)))) for a, b in ((2, 8), (38, 3), (48, 2))]
     assert min(likely) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["loss_type=robust"],
+        ["loss_type=ipo", "label_smoothing=0"],
+        ["loss_type=simpo", "label_smoothing=0", "beta=2.0", "simpo_gamma=1.0"],
+        ["loss_type=orpo", "label_smoothing=0"],
+    ],
+)
+def test_each_loss_learns_what_is_preferred(tmp_path, settings):
+    words = [*(f"actor.{word}" for word in settings), f"cluster.fileroot={tmp_path}"]
+    with areno.DPOTrainer(load(DPOConfig, "quickstart_dpo", words)) as trainer:
+        trainer.fit()
+        ranks = scalars(trainer.run.folder)["eval/ranking_accuracy"]
+    assert ranks[0] < 0.15
+    assert ranks[-1] >= 0.95
 
 
 # SFT -----------------------------------------------------------------------------------------------------------------

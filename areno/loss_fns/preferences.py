@@ -1,0 +1,256 @@
+"""Losses of preference pairs: DPO and its variants, each a class with its formula and its settings.
+
+The setting `actor.loss_type` of the recipe dpo chooses a class by its name in PREFERENCE_LOSSES. To add a loss, write
+its class and add it to PREFERENCE_LOSSES and LossType.
+
+A loss reads one score for each answer. With a reference model, the score is h, the sum over the answer's tokens of
+log(p / p_ref). Without one, the score is the sum of log p. Classes that set `per_token` divide the sum by the number
+of tokens. The module imports no torch, because the configuration of a run is read before torch is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from areno.errors import Problem
+from areno.schema.choices import make_chosen, unused_settings
+from areno.schema.fields import Section, check, forbid, setting, settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class PreferenceLoss(Section):
+    """Base class of the losses of preference pairs, with the setting that all of them have.
+
+    The fields of a subclass are keys of the configuration section `actor`. Two losses may use the same field name only
+    for the same setting.
+
+    Attributes:
+        uses_reference: Whether scores compare with a reference model.
+        per_token: Whether scores are means over the tokens of an answer, not sums.
+        beta: Factor on the scores, or another number that the formula of the loss calls beta, tau or lambda.
+    """
+
+    uses_reference: ClassVar[bool] = True
+    per_token: ClassVar[bool] = False
+    beta: float = setting(
+        0.1,
+        help="With loss_type sigmoid, robust and simpo: the factor on the difference between the scores of the chosen "
+        "and the rejected answer. With a reference model, a larger beta keeps the policy closer to it. With "
+        "loss_type=ipo: tau of IPO. With loss_type=orpo: lambda of ORPO, the factor on the odds ratio loss",
+        gt=0,
+        flag="--dpo-beta",
+    )
+
+    def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each pair, differentiable.
+
+        Args:
+            chosen_P: (P,) scores of the chosen answers.
+            rejected_P: (P,) scores of the rejected answers.
+
+        Returns:
+            (losses, statistics by name), all of shape (P,). The caller logs the mean of each statistic.
+        """
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class SmoothedLoss(PreferenceLoss):
+    """Base of the losses that expect a share of the pairs to be swapped.
+
+    Attributes:
+        label_smoothing: Probability s that the chosen and the rejected answer of a pair are swapped.
+    """
+
+    label_smoothing: float = setting(
+        0.0,
+        help="Assumed probability that chosen and rejected answer are swapped in the data. With loss_type=sigmoid, "
+        "values above 0 give conservative DPO. loss_type=robust needs a value above 0",
+        ge=0,
+        lt=0.5,
+    )
+
+
+@dataclass(kw_only=True)
+class Sigmoid(SmoothedLoss):
+    """DPO (arXiv 2305.18290 eq. 7): -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m), m = h_chosen - h_rejected.
+
+    s is label_smoothing. s = 0 is the loss of the paper. A positive s is conservative DPO (cDPO; E. Mitchell, A note on
+    DPO with noisy preferences, 2023): the best margin is where sigmoid(beta m) = 1 - s, so margins stay finite.
+    """
+
+    def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each pair. No statistics."""
+        logits_P = self.beta * (chosen_P - rejected_P)
+        if not self.label_smoothing:
+            return -_log_sigmoid(logits_P), {}
+        s = self.label_smoothing
+        return -(1 - s) * _log_sigmoid(logits_P) - s * _log_sigmoid(-logits_P), {}
+
+
+@dataclass(kw_only=True)
+class Robust(SmoothedLoss):
+    """Robust DPO (arXiv 2403.00409): (-(1 - s) log sigmoid(beta m) + s log sigmoid(-beta m)) / (1 - 2 s).
+
+    s is label_smoothing. If a share s of the pairs is swapped at random, the mean of this loss is that of DPO on the
+    pairs before the swaps. So the loss is unbiased, where cDPO is not, but it has no lower bound.
+    """
+
+    def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each pair. No statistics."""
+        logits_P, s = self.beta * (chosen_P - rejected_P), self.label_smoothing
+        return (s * _log_sigmoid(-logits_P) - (1 - s) * _log_sigmoid(logits_P)) / (1 - 2 * s), {}
+
+
+@dataclass(kw_only=True)
+class IPO(PreferenceLoss):
+    """IPO (arXiv 2310.12036 eq. 17, beta for tau): (d - 1 / (2 beta))^2 with d = h_chosen / L - h_rejected / L.
+
+    L is the number of tokens of each answer. The paper has h in place of h / L. The mean over tokens, as in TRL, keeps
+    the square from growing with the length of the answers.
+    """
+
+    per_token: ClassVar[bool] = True
+
+    def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each pair. No statistics."""
+        return (chosen_P - rejected_P - 1 / (2 * self.beta)).square(), {}
+
+
+@dataclass(kw_only=True)
+class SimPO(PreferenceLoss):
+    """SimPO (arXiv 2405.14734 eq. 6): -log sigmoid(beta (a_chosen - a_rejected) - simpo_gamma), a = mean of log p.
+
+    There is no reference model. The mean over tokens is the score that greedy decoding maximises, and gives long
+    answers no advantage.
+
+    Attributes:
+        simpo_gamma: Target margin gamma between the rewards beta a of the two answers.
+    """
+
+    uses_reference: ClassVar[bool] = False
+    per_token: ClassVar[bool] = True
+    simpo_gamma: float = setting(
+        0.5,
+        help="Used with loss_type=simpo. Gamma of SimPO: the margin that the reward of the chosen answer (beta times "
+        "its mean log-probability) should have over the reward of the rejected answer",
+        ge=0,
+    )
+
+    def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each pair. No statistics."""
+        return -_log_sigmoid(self.beta * (chosen_P - rejected_P) - self.simpo_gamma), {}
+
+
+@dataclass(kw_only=True)
+class ORPO(PreferenceLoss):
+    """ORPO (arXiv 2403.07691 eq. 6-7): -a_chosen - beta log sigmoid(log odds_chosen - log odds_rejected).
+
+    a is the mean of log p over the tokens of an answer, odds = exp(a) / (1 - exp(a)), and beta is lambda of the paper.
+    The first term is the loss of supervised fine-tuning on the chosen answer. There is no reference model.
+
+    Statistics: nll_loss, the first term, and log_odds_ratio, the argument of the sigmoid.
+    """
+
+    uses_reference: ClassVar[bool] = False
+    per_token: ClassVar[bool] = True
+
+    def pair_losses(self, chosen_P: Tensor, rejected_P: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each pair, its likelihood term and the log odds ratio."""
+        log_odds_P = chosen_P - _log_one_minus_exp(chosen_P) - rejected_P + _log_one_minus_exp(rejected_P)
+        stats = {"nll_loss": -chosen_P.detach(), "log_odds_ratio": log_odds_P.detach()}
+        return -chosen_P - self.beta * _log_sigmoid(log_odds_P), stats
+
+
+PREFERENCE_LOSSES: dict[str, type[PreferenceLoss]] = {
+    "sigmoid": Sigmoid,
+    "robust": Robust,
+    "ipo": IPO,
+    "simpo": SimPO,
+    "orpo": ORPO,
+}
+LossType = Literal["sigmoid", "robust", "ipo", "simpo", "orpo"]
+
+
+@dataclass(kw_only=True)
+class PreferenceLossConfig(ORPO, SimPO, IPO, Robust, Sigmoid):
+    """The choice of a preference loss, with the settings of all of them. The actor of the recipe dpo inherits from it.
+
+    Attributes:
+        loss_type: The name of the chosen loss.
+    """
+
+    loss_type: LossType = setting(
+        "sigmoid",
+        help="sigmoid: the loss of DPO (arXiv 2305.18290, eq. 7), or of conservative DPO if label_smoothing is above "
+        "0. robust: robust DPO (arXiv 2403.00409), unbiased if a share label_smoothing of the pairs is swapped. ipo: "
+        "the loss of IPO (arXiv 2310.12036, eq. 17), with log-probabilities averaged over the tokens of an answer. "
+        "simpo: SimPO (arXiv 2405.14734), without a reference model. orpo: ORPO (arXiv 2403.07691), supervised "
+        "fine-tuning on the chosen answer and an odds ratio loss, without a reference model",
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the chosen loss compares with a reference model."""
+        return PREFERENCE_LOSSES[self.loss_type].uses_reference
+
+    def loss_settings(self) -> dict[str, Any]:
+        """Return the chosen loss and its settings as keyword arguments of `dpo_loss_fn`."""
+        own = settings(PREFERENCE_LOSSES[self.loss_type])
+        return {"loss_type": self.loss_type} | {name: vars(self)[name] for name in own}
+
+    @check
+    def settings_of_other_losses(self) -> Iterator[Problem]:
+        """Yield a problem for each changed setting that belongs only to losses that are not chosen."""
+        return unused_settings(self, "loss_type", self.loss_type, PREFERENCE_LOSSES)
+
+    @forbid("label_smoothing", "is 0, with which loss_type=robust is the same as sigmoid; set it to a share above 0")
+    def nothing_to_be_robust_against(self) -> bool:
+        """Return whether the robust loss is chosen with a share of 0 swapped pairs."""
+        return self.loss_type == "robust" and self.label_smoothing == 0
+
+
+def make_preference_loss(name: str, **given: Any) -> PreferenceLoss:
+    """Make a preference loss from the keyword arguments of `dpo_loss_fn`.
+
+    Args:
+        name: Name of the loss in PREFERENCE_LOSSES.
+        given: Settings of the loss.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError: The name is unknown.
+        TypeError: A keyword is not a setting of this loss.
+    """
+    loss = make_chosen(PREFERENCE_LOSSES, "loss_type", name, given, {})
+    for keyword in given.keys() - settings(PREFERENCE_LOSSES[name]).keys():
+        raise TypeError(f"{keyword} has no effect with loss_type {name}; leave it out")
+    return loss
+
+
+def _log_sigmoid(x: Tensor) -> Tensor:
+    """Return log sigmoid(x), of the shape of `x`."""
+    from torch.nn.functional import logsigmoid
+
+    return logsigmoid(x)
+
+
+def _log_one_minus_exp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) for x < 0, exact for x near 0 and far below.
+
+    At x = 0, where the value is minus infinity, x is taken as -1e-7 and the gradient is 0: an answer whose every token
+    is certain has no odds.
+    """
+    x = x.clamp(max=-1e-7)
+    near = x > -0.6931471805599453
+    # Each branch gets only arguments that are far from its pole, so that its gradient is finite where it is not taken.
+    exact_near = (-x.where(near, x.new_tensor(-0.5)).expm1()).log()
+    exact_far = (-x.where(~near, x.new_tensor(-1.0)).exp()).log1p()
+    return exact_near.where(near, exact_far)

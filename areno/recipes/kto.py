@@ -1,0 +1,81 @@
+"""KTO: Kahneman-Tversky Optimization (arXiv 2402.01306) on single answers, each labelled desirable or undesirable.
+
+    python -m areno.recipes.kto --config-name=quickstart_kto
+
+    h    = sum over the answer's tokens of log(policy / ref)
+    z0   = max(0, mean over the step of h of mismatched answers), each the answer to another prompt of the step
+    loss = mean over rows of w (1 - sigmoid(beta (h - z0))), with z0 - h for undesirable answers        (sec. 4.1)
+
+The reference scores all rows before training. With ref.path=null the reference is the actor as it starts. z0 is
+estimated once for each step, before its update, so it does not depend on micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from areno.api.algorithms import Algorithm
+from areno.config.experiments import LossFn, UnpairedExperimentConfig
+from areno.config.models import ModelConfig
+from areno.launch import run_recipe
+from areno.schema.fields import forbid, setting
+
+if TYPE_CHECKING:
+    from areno.trainers.kto import KTOTrainer
+
+
+@dataclass(kw_only=True)
+class KTOActorConfig(ModelConfig):
+    """The actor of KTO, with the settings of its loss."""
+
+    beta: float = setting(
+        0.1,
+        help="Beta of KTO, the factor on the log-ratio of policy to reference model. A larger beta keeps the policy "
+        "closer to the reference model",
+        gt=0,
+    )
+    desirable_weight: float = setting(
+        1.0,
+        help="Weight of desirable answers in the loss (lambda_D). The paper suggests weights with which both kinds of "
+        "answers count about the same: with three times as many undesirable answers, set this to 3",
+        gt=0,
+    )
+    undesirable_weight: float = setting(1.0, help="Weight of undesirable answers in the loss (lambda_U)", gt=0)
+
+
+@dataclass(kw_only=True)
+class KTOConfig(UnpairedExperimentConfig):
+    """Kahneman-Tversky Optimization, on labelled answers."""
+
+    actor: KTOActorConfig = setting(help="The model that is trained")
+
+    def loss_fn(self) -> LossFn:
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments.
+
+        The loop adds the reference point of each step.
+        """
+        from areno.loss_fns import kto_loss_fn
+
+        actor = self.actor
+        weights = {"desirable_weight": actor.desirable_weight, "undesirable_weight": actor.undesirable_weight}
+        return partial(kto_loss_fn, beta=actor.beta, **weights)
+
+    @forbid("train_dataset.batch_size", "is 1, but the reference point of KTO needs answers to other prompts; raise it")
+    def nothing_to_mismatch(self) -> bool:
+        """Return whether a step has a single row, which cannot be paired with the answer to another prompt."""
+        return self.train_dataset.batch_size < 2
+
+
+def loop() -> type[KTOTrainer]:
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
+    from areno.trainers.kto import KTOTrainer
+
+    return KTOTrainer
+
+
+ALGORITHM = Algorithm(name="kto", config=KTOConfig, loop=loop, default="quickstart_kto")
+
+if __name__ == "__main__":
+    run_recipe("areno.recipes.kto")

@@ -1,0 +1,79 @@
+"""Reward models: a score for each answer, learned from ranked answers (Bradley-Terry; arXiv 2203.02155).
+
+    python -m areno.recipes.rw --config-name=quickstart_rw
+
+    r    = output of the score head at the last token of prompt and answer
+    loss = mean over comparisons of -log sigmoid(r_1 - r_2 - margin_coef m) + center_coef (r_1 + r_2)^2
+
+r_1 is the score of the better answer, r_2 that of the other, and m the margin, if the rows have margins. A checkpoint
+is a ...ForSequenceClassification model with one label, which transformers loads, and which reward.path reads in GRPO,
+GSPO and PPO. If actor.path is a language model, its transformer starts with a score head of zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from areno.api.algorithms import Algorithm
+from areno.config.experiments import LossFn, RewardModelExperimentConfig
+from areno.config.models import ModelConfig
+from areno.launch import run_recipe
+from areno.schema.fields import forbid, setting
+
+if TYPE_CHECKING:
+    from areno.trainers.reward_model import RewardModelTrainer
+
+
+@dataclass(kw_only=True)
+class RewardModelActorConfig(ModelConfig):
+    """The reward model, with the settings of its loss."""
+
+    margin_coef: float = setting(
+        1.0,
+        help="Factor on the margins of comparisons (arXiv 2307.09288, eq. 2). A margin is the field margin of a pair, "
+        "or the difference between two ratings of a list of answers. Rows without these fields have no margins. 0: "
+        "margins are ignored",
+        ge=0,
+    )
+    center_coef: float = setting(
+        0.0,
+        help="Coefficient of the squared sum of the two scores of a comparison, which keeps the scores around 0 (arXiv "
+        "2312.09244). 0.01 is usual. 0: scores are not centred",
+        ge=0,
+    )
+
+    @forbid(
+        "use_lora",
+        "is true, but adapters leave the score head as it is, which a reward model must learn; set it to false",
+    )
+    def adapters_without_a_head(self) -> bool:
+        """Return whether adapters would be trained, which do not include the score head."""
+        return self.use_lora
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(RewardModelExperimentConfig):
+    """Training of a reward model, on ranked answers."""
+
+    actor: RewardModelActorConfig = setting(help="The reward model that is trained")
+
+    def loss_fn(self) -> LossFn:
+        """Return the loss function of the algorithm, with the settings of the actor as its keyword arguments."""
+        from areno.loss_fns import reward_model_loss_fn
+
+        return partial(reward_model_loss_fn, margin_coef=self.actor.margin_coef, center_coef=self.actor.center_coef)
+
+
+def loop() -> type[RewardModelTrainer]:
+    """Return the training loop. It is imported only here, because the import would delay `--help`."""
+    from areno.trainers.reward_model import RewardModelTrainer
+
+    return RewardModelTrainer
+
+
+ALGORITHM = Algorithm(name="rw", config=RewardModelConfig, loop=loop, default="quickstart_rw")
+
+if __name__ == "__main__":
+    run_recipe("areno.recipes.rw")

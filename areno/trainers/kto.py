@@ -1,0 +1,225 @@
+"""The training loop of KTO, which trains on labelled answers and estimates the reference point of each step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from areno.config.experiments import UnpairedExperimentConfig
+from areno.data.loader import BatchLoader
+from areno.run.run import fault_tolerant
+from areno.tracking.console import Progress, log_stage
+from areno.trainers.loop import RowLoop
+from areno.trainers.rows import token_rows
+from areno.trainers.update import measure_loss, update
+from areno.types import AnswersItem, TrainSequence
+
+logger = logging.getLogger("areno")
+
+
+@dataclass
+class _Scores:
+    """Scores of the reference model for one set.
+
+    Attributes:
+        rows: Index of a row in the dataset -> log-probabilities of all its tokens, (n_tokens,) float32.
+        mismatched: (index of the prompt, index of the answer) -> log-probability of the answer to another prompt.
+    """
+
+    rows: dict[int, np.ndarray] = field(default_factory=dict)
+    mismatched: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
+    """Trains a model with KTO on labelled answers. Use it as a context manager, or call close()."""
+
+    needs, kind = UnpairedExperimentConfig, "kto"
+    headline = ("train/loss", "train/accuracy", "train/margin", "train/kl")
+    _has_reference = False
+
+    @fault_tolerant
+    def fit(self) -> float:
+        """Train for all steps of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
+        """
+        run = self.run
+        self.score_reference()
+        for batch in run.steps():
+            with run.clock.phase("kl"):
+                point = self.reference_point(batch.items, self._scores)
+            rows = [_with_scores(item, self._scores) for item in batch.items]
+            stats = update(self.setup, rows, loss_fn=partial(self.setup.loss_fn, reference_point=point))
+            stats |= {"kl": point, "margin": stats["rewards_chosen_mean"] - stats["rewards_rejected_mean"]}
+            run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
+            run.log_skipped(batch)
+            run.end_step(stats)
+        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
+        return run.progress.result("eval_accuracy", "accuracy", 5)
+
+    def reference_point(self, items: Sequence[AnswersItem], scores: _Scores) -> float:
+        """Estimate the reference point z0 of a step under the current policy.
+
+        The estimate is the mean of log(policy / reference) over the mismatched answers of the step, or 0 if it is
+        negative. It does not depend on how the rows are divided into micro-batches and over devices.
+
+        Args:
+            items: The rows of the step.
+            scores: Scores of the reference model for their set.
+
+        Returns:
+            z0 in nats. 0 for a step with a single row.
+        """
+        if len(items) < 2:
+            return 0.0
+        rows, keys = self._mismatched(items)
+        ours = self._answer_logprobs("actor", rows)
+        theirs = np.array([scores.mismatched[key] for key in keys])
+        return max(0.0, float((ours - theirs).mean()))
+
+    def _mismatched(self, items: Sequence[AnswersItem]) -> tuple[list[TrainSequence], list[tuple[int, int]]]:
+        """Return a row for each prompt with the answer of the row before it, and (prompt, answer) indices as keys.
+
+        The first prompt gets the last answer. Answers are cut off at the context length of the model.
+        """
+        most, rows, keys = self.setup.trainer.info.context_len, [], []
+        for own, other in zip(items, [items[-1], *items[:-1]], strict=True):
+            (prompt, _), (_, answer) = _split(own.rows[0]), _split(other.rows[0])
+            tokens = np.concatenate([prompt[0], answer[0]])[:most]
+            mask = np.concatenate([prompt[1], answer[1]])[:most]
+            rows.append(TrainSequence(tokens=tokens, prompt_mask=mask))
+            keys.append((own.index, other.index))
+        return rows, keys
+
+    def _answer_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> np.ndarray:
+        """Return the log-probability of each row's trained tokens under a role's model, float64 (rows,)."""
+        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
+        pairs = zip(rows, scored, strict=True)
+        return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
+
+    def score_reference(self) -> None:
+        """Compute the reference log-probabilities of all rows and mismatched answers of the run.
+
+        A second call does nothing. Call this before the first update. If ref.path is not set, no second model is
+        loaded, and the actor in its current state serves as the reference model.
+        """
+        if self._has_reference:
+            return
+        self._has_reference, setup = True, self.setup
+        self._scores = _Scores()
+        self._valid_scores = {name: _Scores() for name in setup.valid_loaders}
+        role, started = "ref" if setup.roles else "actor", time.monotonic()
+        if setup.roles:
+            setup.trainer.ensure_roles(setup.roles)
+        log_stage("score_start", role="ref")
+        self._score(role, self._batches_to_train(), len(setup.loader.rows), self._scores)
+        for name, valid in setup.valid_loaders.items():
+            self._score(role, _in_order(valid), len(valid.rows), self._valid_scores[name])
+        log_stage("score_end", role="ref")
+        found = [self._scores, *self._valid_scores.values()]
+        counts = [sum(len(each.rows) for each in found), sum(len(each.mismatched) for each in found)]
+        text = "reference log-probabilities: %d rows and %d mismatched answers in %.1f s"
+        logger.info(text, *counts, time.monotonic() - started)
+        if setup.roles:
+            setup.trainer.release_role(role)
+
+    def _batches_to_train(self) -> Iterator[list[AnswersItem]]:
+        """Yield the batches of the whole run.
+
+        The data loader is read for this, and set back to its earlier position.
+        """
+        config, loader = self.setup.config, self.setup.loader
+        limits = [config.total_train_steps]
+        if config.total_train_n_seqs is not None:
+            limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
+        n_batches = min((limit for limit in limits if limit is not None), default=None)
+        before = loader.state_dict()
+        for batch in itertools.islice(loader.epochs(config.total_train_epochs), n_batches):
+            yield batch.items
+        loader.load_state_dict(before)
+
+    def _score(self, role: str, batches: Iterable[Sequence[AnswersItem]], n_rows: int, out: _Scores) -> None:
+        """Add the scores of a role's model for batches to `out`. What is known already is not computed again."""
+        with Progress("reference", n_rows, unit="rows") as progress:
+            n_tokens = 0
+            for items in batches:
+                new = [item for item in items if item.index not in out.rows]
+                rows = token_rows([item.rows[0] for item in new])
+                for item, values in zip(new, self.setup.trainer.score_logprobs(role, rows, 1.0), strict=True):
+                    out.rows[item.index] = np.asarray(values, np.float32)
+                    n_tokens += len(values)
+                if len(items) > 1:
+                    pairs = zip(*self._mismatched(items), strict=True)
+                    apart = [(row, key) for row, key in pairs if key not in out.mismatched]
+                    sums = self._answer_logprobs(role, [row for row, _ in apart])
+                    out.mismatched |= {key: float(value) for (_, key), value in zip(apart, sums, strict=True)}
+                progress.update(len(out.rows), n_tokens)
+
+    def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
+        """Compute the metrics of a validation set of labelled answers.
+
+        Args:
+            name: Name of the validation set.
+            loader: Loader of the rows of the set.
+
+        Returns:
+            loss, accuracy and margin, as in training (see kto_loss_fn), and kl, the reference point. The reference
+            point of a set is the mean over its batches.
+        """
+        scores, rows, points, weights = self._valid_scores[name], [], [], []
+        for items in _in_order(loader):
+            points.append(self.reference_point(items, scores))
+            weights.append(len(items))
+            rows += [_with_scores(item, scores) for item in items]
+        logprobs = self.setup.trainer.score_logprobs("actor", token_rows(rows), 1.0)
+        point = float(np.average(points, weights=weights))
+        measured = measure_loss(partial(self.setup.loss_fn, reference_point=point), rows, logprobs)
+        means = {}
+        for label in (True, False):
+            of_label = [
+                (np.asarray(values) - row.ref_logprobs)[~np.asarray(row.prompt_mask)].sum()
+                for row, values in zip(rows, logprobs, strict=True)
+                if (row.reward > 0.5) == label
+            ]
+            means[label] = float(np.mean(of_label)) if of_label else 0.0
+        margin = self.setup.loss_fn.keywords["beta"] * (means[True] - means[False])  # type: ignore[attr-defined]
+        return {"loss": measured["loss"], "accuracy": measured["accuracy"], "margin": margin, "kl": point}
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the actor on valid_dataset and log the metrics as eval/*.
+
+        Returns:
+            The metrics by name. Empty without valid_dataset.
+        """
+        if self.setup.valid_loaders:
+            self.score_reference()  # with the loaded actor, before a resumed run loads its state into the actor
+        return super().evaluate()
+
+
+def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
+    """Yield the rows of a validation set in batches, in the order of the dataset.
+
+    The order decides which answers are mismatched, so it must be the same in every evaluation.
+    """
+    items = loader.items()
+    while batch := list(itertools.islice(items, loader.config.batch_size)):
+        yield batch
+
+
+def _split(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Return (tokens, prompt_mask) of the prompt of a row, and of its answer, which begins with a trained token."""
+    tokens, mask = np.asarray(row.tokens), np.asarray(row.prompt_mask)
+    start = max(1, int(np.argmin(mask)))
+    return (tokens[:start], mask[:start]), (tokens[start:], mask[start:])
+
+
+def _with_scores(item: AnswersItem, scores: _Scores) -> TrainSequence:
+    """Return a copy of the row of an item, with the log-probabilities of the reference model."""
+    return replace(item.rows[0], ref_logprobs=scores.rows[item.index])

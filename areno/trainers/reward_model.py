@@ -1,0 +1,146 @@
+"""The training loop of reward models, which learn to rank the answers to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from areno.config.experiments import RewardModelExperimentConfig
+from areno.data.loader import BatchLoader
+from areno.models.registry import load_config
+from areno.run.run import fault_tolerant
+from areno.trainers.loop import RowLoop
+from areno.trainers.update import measure_loss, update
+from areno.types import AnswersItem, TrainSequence
+
+_BINS = 10  # of the calibration error
+
+
+class RewardModelTrainer(RowLoop[RewardModelExperimentConfig]):
+    """Trains a reward model on ranked answers. Use it as a context manager, or call close()."""
+
+    needs, kind = RewardModelExperimentConfig, "rw"
+    headline = ("train/loss", "train/accuracy", "train/margin")
+
+    @fault_tolerant
+    def fit(self) -> float:
+        """Train for all steps of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
+        """
+        run = self.run
+        for batch in run.steps():
+            rows, n_answers = self.rows(batch.items)
+            stats = update(self.setup, rows, rows_per_unit=n_answers)
+            run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
+            run.log_skipped(batch)
+            run.end_step(stats)
+        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
+        return run.progress.result("eval_accuracy", "accuracy", 5)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The padding token that is ignored at the end of a row, as transformers ignores it. None ignores none."""
+        actor = self.setup.trainer.engine.spec.actor
+        own = load_config(actor.path, "value").hf.get("pad_token_id")
+        return actor.pad_token_id if own is None else own
+
+    def rows(self, items: Sequence[AnswersItem]) -> tuple[list[TrainSequence], int]:
+        """Return the training rows of a step.
+
+        Args:
+            items: The rows of the dataset, each with two or more answers.
+
+        Returns:
+            (rows, K): K adjacent rows for each item, where K is the largest number of answers of an item. Items with
+            fewer answers are filled up with short rows that are not trained.
+        """
+        n_answers, pad, found = max(len(item.rows) for item in items), self.pad_token_id, []
+        for item in items:
+            found += [_scored_row(row, pad) for row in item.rows]
+            found += [_filler(found[-1])] * (n_answers - len(item.rows))
+        return found, n_answers
+
+    def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
+        """Compute the metrics of a validation set of ranked answers.
+
+        Args:
+            name: Name of the validation set. Not used.
+            loader: Loader of the rows of the set.
+
+        Returns:
+            loss, accuracy, margin and confidence, as in training (see reward_model_loss_fn). rewards_mean is the mean
+            score. calibration_error is the expected calibration error: comparisons are put in 10 bins by the confidence
+            of the model, and the differences between mean confidence and accuracy are averaged over the bins, weighted
+            by their numbers of comparisons.
+        """
+        items = [item for batch in loader.batches() for item in batch.items]
+        rows, n_answers = self.rows(items)
+        own = [np.asarray(row.tokens)[:-1].tolist() for row in rows]  # without the token at which training reads
+        scores = self.setup.trainer.score_rewards("actor", own)
+        values = [[0.0] * len(tokens) + [score] for tokens, score in zip(own, scores, strict=True)]
+        measured = measure_loss(self.setup.loss_fn, rows, values, rows_per_unit=n_answers)
+        present = [score for row, score in zip(rows, scores, strict=True) if not np.all(row.prompt_mask)]
+        pairs = _comparisons(rows, scores, n_answers)
+        return {
+            **{name: measured[name] for name in ("loss", "accuracy", "margin", "confidence")},
+            "calibration_error": calibration_error(pairs),
+            "rewards_mean": float(np.mean(present)),
+        }
+
+
+def calibration_error(margins: Sequence[float]) -> float:
+    """Compute the expected calibration error of comparisons (arXiv 1706.04599 eq. 3) with 10 bins.
+
+    Args:
+        margins: For each comparison, the score of the preferred answer minus that of the other.
+
+    Returns:
+        The mean over comparisons of |accuracy - mean confidence| of their bin. The confidence of a comparison is
+        sigmoid(|margin|), from 0.5 to 1. A comparison with a margin of 0 counts as half right.
+    """
+    apart = np.asarray(margins, np.float64)
+    confidence, right = 1 / (1 + np.exp(-np.abs(apart))), (np.sign(apart) + 1) / 2
+    bins = np.minimum(((confidence - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
+    of_bins = [np.abs(right[bins == each].sum() - confidence[bins == each].sum()) for each in range(_BINS)]
+    return float(np.sum(of_bins) / max(1, len(apart)))
+
+
+def _comparisons(rows: Sequence[TrainSequence], scores: Sequence[float], n_answers: int) -> list[float]:
+    """Return the score of the preferred answer minus that of the other, for each comparison of `n_answers` rows."""
+    found = []
+    for start in range(0, len(rows), n_answers):
+        of_unit = [place for place in range(start, start + n_answers) if not np.all(rows[place].prompt_mask)]
+        for one, other in combinations(of_unit, 2):
+            sign = np.sign(rows[one].reward - rows[other].reward)
+            if sign:
+                found.append(float(sign * (scores[one] - scores[other])))
+    return found
+
+
+def _scored_row(row: TrainSequence, pad: int | None) -> TrainSequence:
+    """Return the row whose score is trained.
+
+    The row ends with the last token of the answer, as a row of a rollout does, and without padding tokens. One token is
+    added: the value before it is the output at the last token of the answer, which is the score.
+    """
+    tokens, trained = np.asarray(row.tokens), ~np.asarray(row.prompt_mask)
+    tokens = tokens[: int(np.flatnonzero(trained)[-1]) + 1]
+    kept = np.flatnonzero(tokens != pad)
+    tokens = tokens[: kept[-1] + 1 if kept.size else 1]
+    tokens = np.append(tokens, tokens[-1])
+    mask = np.ones(len(tokens), bool)
+    mask[-1] = False
+    level = 0.0 if row.returns is None else float(np.asarray(row.returns)[-1])
+    returns = np.full(len(tokens), level, np.float32)
+    return TrainSequence(tokens=tokens, prompt_mask=mask, reward=float(row.reward), returns=returns)
+
+
+def _filler(row: TrainSequence) -> TrainSequence:
+    """Return two tokens of a row, none of them trained."""
+    return TrainSequence(
+        tokens=np.asarray(row.tokens)[:2], prompt_mask=np.ones(2, bool), returns=np.zeros(2, np.float32)
+    )
