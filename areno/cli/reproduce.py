@@ -56,7 +56,7 @@ class Bands:
 
 REPRODUCTIONS: dict[str, dict[str, Bands]] = {
     "countdown": {"cpu": Bands(), "gpu": Bands()},
-    "arithmetic": {"cpu": Bands(factor=1.5), "gpu": Bands(factor=1.5)},
+    "arithmetic": {"cpu": Bands(), "gpu": Bands()},
 }
 """Name -> size -> bands. docs/learning.md has the same bands."""
 

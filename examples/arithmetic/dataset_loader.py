@@ -9,8 +9,8 @@ the graph. An answer counts one thing after another:
 
 Every word and every number is one token. Counts are from 1 to `largest`.
 
-The demonstrations (`demonstrations`) come from a careless pupil. In each step, with the probability SLIP, the pupil
-reads a wrong count or miscalculates by 1, and goes on with the wrong count.
+The demonstrations come from a careless pupil. Where a sentence says "fewer" or "times", the pupil adds with the
+probability CONFUSED. Every result is wrong by 1 with the probability SLIP. The pupil goes on with the wrong count.
 
 Sets of things are divided over the splits: a set of things that occurs in one of the splits "sft", "train"
 (reinforcement learning) and "test" occurs in no other. So no problem is in two splits. The argument `operations` is
@@ -59,7 +59,8 @@ THINGS = [
     "wasps",
 ]
 SHARES = {"sft": 50, "train": 30, "test": 20}  # percent of the sets of things
-SLIP = 0.25  # chance of a mistake in a step
+CONFUSED = 0.75  # chance to add instead of subtracting or multiplying
+SLIP = 0.05  # chance of a result that is wrong by 1
 CHUNK = 10_000  # rows that one process makes at a time
 
 
@@ -96,7 +97,7 @@ def make_node(draw, thing, known, unused, largest):
     order = [*draw.sample(unused, len(unused)), *draw.sample(list(known), len(known))]
     first, second = order[0], next((other for other in order if other != order[0]), None)
     number = draw.randint(1, 9)
-    kind = draw.choice(["more", "fewer", "times", "sum", "sum", "sum"])
+    kind = draw.choice(["more", "fewer", "times", "sum"])
     if kind == "sum" and second is not None:
         text, sign, operands = f"as many {thing} as {first} and {second} together", "+", (first, second)
     elif kind == "times":
@@ -141,20 +142,20 @@ def make_problem(draw, split, operations, largest):
                 return f"{' '.join(sentences)} how many {unused[0]} ?", nodes
 
 
-def answer(nodes, compute=lambda values, sign, known: (values, calculate(values[0], sign, values[1]))):
+def answer(nodes, compute=lambda values, sign: (sign, calculate(values[0], sign, values[1]))):
     """Return the answer to a problem.
 
     Args:
         nodes: The nodes of the problem, from `make_problem`.
-        compute: Function (values of the operands, sign, counts so far) that returns the values and the result to write.
+        compute: Function (values of the operands, sign) that returns the sign and the result to write.
     """
     known, parts = {}, []
     for thing, sign, operands in nodes:
         values = [known.get(operand, operand) for operand in operands]
         known[thing] = values[0]
         if sign:
-            values, known[thing] = compute(values, sign, known)
-            parts.append(f"{thing} = {values[0]} {sign} {values[1]} = {known[thing]} .")
+            written, known[thing] = compute(values, sign)
+            parts.append(f"{thing} = {values[0]} {written} {values[1]} = {known[thing]} .")
         else:
             parts.append(f"{thing} = {known[thing]} .")
     return " ".join(parts)
@@ -163,14 +164,10 @@ def answer(nodes, compute=lambda values, sign, known: (values, calculate(values[
 def careless(draw, largest):
     """Return a function for `answer` that computes as the careless pupil does."""
 
-    def compute(values, sign, known):
-        values, luck = list(values), draw.random()
-        if luck < SLIP / 2:
-            values[draw.randrange(2)] = draw.choice(list(known.values()))
-        result = calculate(values[0], sign, values[1])
-        if SLIP / 2 <= luck < SLIP:
-            result += draw.choice([-1, 1])
-        return values, min(max(result, 1), largest)
+    def compute(values, sign):
+        sign = "+" if draw.random() < CONFUSED else sign
+        slip = draw.choice([-1, 1]) if draw.random() < SLIP else 0
+        return sign, min(max(calculate(values[0], sign, values[1]) + slip, 0), largest)
 
     return compute
 

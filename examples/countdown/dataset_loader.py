@@ -9,7 +9,7 @@ counts. An attempt is a list of steps. Each step replaces two of the values that
 
 An attempt may leave numbers unused. Values are positive whole numbers of at most three digits.
 
-The demonstrations (`traces`) come from a careless searcher. It takes most steps at random, overlooks most chances to
+The demonstrations come from a careless searcher. It takes most steps at random, overlooks most chances to
 reach the target, and often gives up after a failed attempt. A model that has learned from the demonstrations searches
 in the same way, so it solves few problems. Reinforcement learning can make it look closer and try longer.
 
@@ -26,7 +26,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 SHARES = {"sft": 50, "train": 30, "test": 20}  # percent of the sets of numbers
-SIGHT = 0.2  # chance to notice a step that reaches the target
 GIVE_UP = 0.45  # chance to stop after a failed attempt
 ABANDON = 0.1  # chance to abandon an attempt after a step
 MOST_ATTEMPTS = 8
@@ -88,13 +87,16 @@ def make_problem(draw, split, numbers, largest, targets, easy):
                     return given, target
 
 
-def attempt(draw, given, target, limit):
-    """Return (text, whether the target was reached) of one attempt of the careless searcher."""
+def attempt(draw, given, target, limit, sight):
+    """Return (text, whether the target was reached) of one attempt of the careless searcher.
+
+    sight: chance to notice a step that reaches the target, if there is one.
+    """
     values, text = list(given), []
     while len(values) > 1:
         i, j = draw.sample(range(len(values)), 2)
         steps = steps_of(values[i], values[j], limit)
-        if draw.random() < SIGHT:
+        if draw.random() < sight:
             pairs = [(a, b) for b in range(len(values)) for a in range(b)]
             hits = [step for a, b in pairs for step in steps_of(values[a], values[b], limit) if step[1] == target]
             steps = hits or steps
@@ -110,33 +112,33 @@ def attempt(draw, given, target, limit):
     return " ".join(text), False
 
 
-def make_trace(draw, given, target, limit):
+def make_trace(draw, given, target, limit, sight):
     """Return the text of a demonstration: attempts until one reaches the target, or until the searcher gives up."""
     lines = []
     while True:
-        text, found = attempt(draw, given, target, limit)
+        text, found = attempt(draw, given, target, limit, sight)
         lines.append(text)
         if found or len(lines) == MOST_ATTEMPTS or draw.random() < GIVE_UP:
             return "\n".join(lines)
 
 
-def make_rows(split, numbers, largest, targets, easy, traces, chunk, count):
-    """Return `count` rows. They depend on the arguments alone."""
+def make_rows(split, numbers, largest, targets, easy, sight, chunk, count):
+    """Return `count` rows. They depend on the arguments alone. If `sight` is None, the rows have no demonstrations."""
     draw = random.Random(f"{split} {chunk}")
     limit = 10 ** len(str(targets[1]))
     rows = []
     for _ in range(count):
         given, target = make_problem(draw, split, numbers, largest, targets, easy)
         row = {"prompt": f"{','.join(map(str, given))}={target}\n", "solutions": str(target)}
-        if traces:
-            row = {"prompt": row["prompt"], "response": make_trace(draw, given, target, limit)}
+        if sight is not None:
+            row = {"prompt": row["prompt"], "response": make_trace(draw, given, target, limit, sight)}
         rows.append(row)
     return rows
 
 
-def load_rows(split, count, numbers, largest, targets, easy, traces):
+def load_rows(split, count, numbers, largest, targets, easy, sight):
     """Return `count` rows. If they are many, several processes make them."""
-    arguments = [split, numbers, largest, tuple(targets), easy, traces]
+    arguments = [split, numbers, largest, tuple(targets), easy, sight]
     chunks = [(*arguments, chunk, min(CHUNK, count - start)) for chunk, start in enumerate(range(0, count, CHUNK))]
     if len(chunks) == 1:
         return make_rows(*chunks[0])
@@ -152,12 +154,12 @@ def in_a_process(arguments):
 
 def load_dataset(split, count=20_000, numbers=4, largest=50, targets=(100, 999), easy=0.2):
     """Return rows for reinforcement learning and evaluation: prompt, and the target as its solution."""
-    return load_rows(split, count, numbers, largest, targets, easy, traces=False)
+    return load_rows(split, count, numbers, largest, targets, easy, sight=None)
 
 
-def demonstrations(split, count=400_000, numbers=4, largest=50, targets=(100, 999), easy=0.2):
+def demonstrations(split, count=400_000, numbers=4, largest=50, targets=(100, 999), easy=0.2, sight=0.2):
     """Return rows for supervised fine-tuning: prompt and response."""
-    return load_rows("sft" if split == "train" else split, count, numbers, largest, targets, easy, traces=True)
+    return load_rows("sft" if split == "train" else split, count, numbers, largest, targets, easy, sight)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,20 @@ import re
 import xml.etree.ElementTree
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from areno.api import get_algorithm
+from areno.api import Algorithm
 from areno.cli.__main__ import main
 from areno.cli.reproduce import REPRODUCTIONS, Bands, smoothed, svg
+from areno.files.user_code import load_module
 from areno.launch import yaml_files
+from areno.launch.compose import load
+from areno.recipes.grpo import GRPOConfig
 from areno.tracking.reader import RunReader
+from areno.trainers.rows import outcome_advantages
+from areno.types import TrainSequence
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -169,17 +175,7 @@ SHUFFLED = ROOT / "examples/algorithms/shuffled_grpo.py"
 
 
 def test_shuffled_advantages_are_those_of_grpo_in_another_order() -> None:
-    import numpy as np
-
-    from areno.api import Algorithm
-    from areno.files.user_code import load_module
-    from areno.trainers.rows import outcome_advantages
-    from areno.types import TrainSequence
-
-    config = get_algorithm("grpo").config
-    from areno.launch.compose import load
-
-    actor = load(config, "quickstart").actor  # type: ignore[attr-defined]
+    actor = load(GRPOConfig, "quickstart").actor
     rows = [
         TrainSequence(prompt_mask=[True] + [False] * length, tokens=[3] * (length + 1), reward=float(length % 3 == 0))
         for length in range(1, 41)
