@@ -156,7 +156,7 @@ def test_a_failed_run_ends_the_command(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_countdown_learns_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_learns_countdown_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "countdown", "--size=cpu", "-o", "run"]) == 0
 
