@@ -25,6 +25,7 @@ COMMANDS = {
         "train": "start a training run",
         "evaluate": "score a checkpoint on data, with the reward of its run",
         "serve": "serve a checkpoint with an OpenAI-compatible API",
+        "reproduce": "make a base model and its reinforcement learning from nothing, and judge the result",
     },
     "look at runs": {
         "runs": "list runs with their date, state, best result and duration",
@@ -46,7 +47,7 @@ COMMANDS = {
 """Heading -> command -> help."""
 
 # These import torch or Hydra before their first output, which takes seconds.
-_SLOW = {"train", "evaluate", "serve", "replay", "env", "bench"}
+_SLOW = {"train", "evaluate", "serve", "reproduce", "replay", "env", "bench"}
 _WITH_COMMAND = {"plan"}  # their own options are followed by another command
 _SILENT = {"--cfg", "stats_logger.console=quiet"}
 

@@ -35,7 +35,17 @@ RECIPES = {
 # The recipes a task is for, and what the user has to say.
 TASKS: dict[str, tuple[list[str], list[str]]] = {
     "agents_base": (["sft"], []),
+    "arithmetic": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
+    "arithmetic_base": (["sft"], []),
+    "arithmetic_base_cpu": (["sft"], []),
+    "arithmetic_cpu": (["grpo", "gspo"], ["actor.path=folder"]),
+    "arithmetic_ppo": (["ppo"], ["actor.path=folder"]),
     "chat": (["sft"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
+    "countdown": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
+    "countdown_base": (["sft"], []),
+    "countdown_base_cpu": (["sft"], []),
+    "countdown_cpu": (["grpo", "gspo"], ["actor.path=folder"]),
+    "countdown_ppo": (["ppo"], ["actor.path=folder"]),
     "environment": (["grpo", "gspo", "ppo"], ["actor.path=folder", "agent.fn=verifiers:wordle"]),
     "gsm8k": (["grpo", "gspo", "ppo"], []),
     "preferences": (["dpo"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),

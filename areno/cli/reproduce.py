@@ -1,0 +1,301 @@
+"""The command `areno reproduce`, which makes a base model and its reinforcement learning from nothing, and judges both.
+
+Each reproduction is two runs of files in conf/, and the bands in which their results are expected. A size (`cpu` or
+`gpu`) differs from the other one only in these files: `countdown_base_cpu` and `countdown_cpu` instead of
+`countdown_base` and `countdown`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
+
+SIZES = ("cpu", "gpu")
+ALGORITHMS = ("grpo", "gspo")
+SOLVED, REWARD = "eval/accuracy", "rollout/rewards_mean"
+
+
+@dataclass(frozen=True)
+class Bands:
+    """The results that are expected of a reproduction. Rates are shares of sampled answers to the test problems.
+
+    Attributes:
+        base: Smallest and largest solve rate of the base model. None: not measured yet, so it is not judged.
+        trained: Smallest and largest solve rate after reinforcement learning. None: not measured yet.
+        factor: The solve rate must grow at least by this factor.
+    """
+
+    base: tuple[float, float] | None = None
+    trained: tuple[float, float] | None = None
+    factor: float = 2.0
+
+    def judge(self, base: float, trained: float) -> Iterator[tuple[bool, str]]:
+        """Yield (whether it is met, text) for each expectation.
+
+        Args:
+            base: Solve rate of the base model.
+            trained: Solve rate after reinforcement learning.
+        """
+        for name, rate, band in (("base model", base, self.base), ("after RL", trained, self.trained)):
+            if band is not None:
+                met = band[0] <= rate <= band[1]
+                yield met, f"solve rate, {name}: {rate:.3f}; expected {band[0]:g} to {band[1]:g}"
+        grown = trained / base if base else float("inf") if trained else 0.0
+        yield grown >= self.factor, f"growth of the solve rate: {grown:.2f} times; expected at least {self.factor:g}"
+
+
+REPRODUCTIONS: dict[str, dict[str, Bands]] = {
+    "countdown": {"cpu": Bands(base=(0.07, 0.22), trained=(0.15, 0.5), factor=1.4), "gpu": Bands()},
+    "arithmetic": {"cpu": Bands(base=(0.07, 0.25), trained=(0.13, 0.45), factor=1.3), "gpu": Bands()},
+}
+"""Name -> size -> bands. docs/learning.md has the same bands."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `areno reproduce` to its parser.
+
+    Args:
+        parser: Parser of `areno reproduce`, to which the arguments are added.
+    """
+    parser.description = (
+        "Trains a base model from random weights on demonstrations with many mistakes, improves it by reinforcement "
+        "learning, draws the curve, and says whether the results are in the expected bands. Needs no network. The exit "
+        "code is 1 if a result is outside of its band."
+    )
+    names = ", ".join(REPRODUCTIONS)
+    parser.add_argument("name", metavar="NAME", help=f"the task: {names}")
+    parser.add_argument(
+        "--size", default="auto", help="auto, cpu or gpu (default: gpu if there is a CUDA device, otherwise cpu)"
+    )
+    parser.add_argument("--algo", default="grpo", help=f"{' or '.join(ALGORITHMS)} (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of both runs (default: %(default)s)")
+    parser.add_argument(
+        "-o", "--output", metavar="FOLDER", help="new folder for both runs (default: outputs/reproduce/NAME-SIZE-sSEED)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue an interrupted reproduction in its folder; finished runs stay"
+    )
+    parser.add_argument(
+        "--base",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="other setting of the base model's training, such as total_train_epochs=2. Repeat it for more settings",
+    )
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="key=value", help="other settings of the reinforcement learning"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make both runs, write the curve, and print the verdict.
+
+    Args:
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code: 0 if all results are in their bands, otherwise 1.
+
+    Raises:
+        ConfigError: The command line is wrong.
+        ArenoError: One of the runs failed.
+    """
+    name, size, output = _checked(arguments)
+    suffix = "" if size == "gpu" else f"_{size}"
+    common = [f"cluster.fileroot={_quoted(output.parent)}", f"experiment_name={_quoted(output.name)}"]
+    common += [f"seed={arguments.seed}", f"engine.device={'cuda' if size == 'gpu' else 'cpu'}"]
+    started = time.monotonic()
+    _run("sft", f"{name}_base{suffix}", [*common, "trial_name=base", *arguments.base])
+    base_seconds = time.monotonic() - started
+    model = output / "base" / "checkpoints" / "latest"
+    own = [f"actor.path={_quoted(model)}", f"trial_name={arguments.algo}", *arguments.settings]
+    _run(arguments.algo, f"{name}{suffix}", [*common, *own])
+    seconds = {"base": base_seconds, "rl": time.monotonic() - started - base_seconds}
+    result = _result(output / arguments.algo, REPRODUCTIONS[name][size])
+    result |= {"name": name, "size": size, "seed": arguments.seed, "algo": arguments.algo, "seconds": seconds}
+    _write(output, result)
+    _show(output, result)
+    return 0 if all(met for met, _ in result["verdict"]) else 1
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[str, str, Path]:
+    """Check the command line, and return (name, size, output folder).
+
+    Raises:
+        ConfigError: A name is unknown, the device is missing, or the output exists without --resume, or not with it.
+    """
+    import torch
+
+    problems = []
+    for what, value, known in (
+        ("NAME", arguments.name, tuple(REPRODUCTIONS)),
+        ("--size", arguments.size, ("auto", *SIZES)),
+        ("--algo", arguments.algo, ALGORITHMS),
+    ):
+        if value not in known:
+            hint = did_you_mean(value, known, f"; there are {', '.join(known)}")
+            problems.append(Problem(what, "there is no {!r}{}", value, hint))
+    size = arguments.size
+    if size == "auto":
+        size = "gpu" if torch.cuda.is_available() else "cpu"
+    elif size == "gpu" and not torch.cuda.is_available():
+        problems.append(Problem("--size", "gpu needs a CUDA device, and there is none; use --size cpu"))
+    folder = arguments.output or f"outputs/reproduce/{arguments.name}-{size}-s{arguments.seed}"
+    output = Path(folder).expanduser().absolute()
+    if output.exists() and not arguments.resume:
+        text = "{} exists; name another folder, or continue its runs with --resume"
+        problems.append(Problem("--output", text, output))
+    elif arguments.resume and not output.is_dir():
+        problems.append(Problem("--resume", "there is no folder {}; start without --resume", output))
+    problems += _of_settings([*arguments.base, *arguments.settings])
+    if problems:
+        raise ConfigError(problems)
+    return arguments.name, size, output
+
+
+_FIXED = {
+    "seed": "; use --seed",
+    "engine.device": "; use --size",
+    "actor.path": " to the base model",
+    "trial_name": "; use --output",
+    "experiment_name": "; use --output",
+    "cluster.fileroot": "; use --output",
+}
+"""Settings that the user cannot give -> what to do instead."""
+
+
+def _of_settings(settings: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problems with settings from the command line: those that are no key=value, or set by the command."""
+    for setting in settings:
+        key, equals, _ = setting.lstrip("+").partition("=")
+        if not equals:
+            yield Problem("", "{!r} is not a setting; expected key=value", setting)
+        elif key in _FIXED:
+            yield Problem(key, "is set by areno reproduce{}", _FIXED[key])
+
+
+def _run(recipe: str, config_name: str, settings: Sequence[str]) -> None:
+    """Make or resume a run in a process of its own, so that all memory of a device is free for the next run.
+
+    Raises:
+        ArenoError: The run failed.
+        KeyboardInterrupt: The run was interrupted.
+    """
+    words = ["-m", f"areno.recipes.{recipe}", f"--config-name={config_name}", *settings]
+    print(f"runs: {shlex.join(['python', *words])}", flush=True)
+    code = subprocess.run([sys.executable, *words], check=False).returncode
+    if code in (130, 143):
+        raise KeyboardInterrupt
+    if code:
+        raise ArenoError("the run of {} failed with exit code {}; its messages are above", config_name, code)
+
+
+def _quoted(path: Any) -> str:
+    return '"' + str(path).replace('"', '\\"') + '"'
+
+
+def _result(folder: Path, bands: Bands) -> dict[str, Any]:
+    """Return the curve, the evaluations and the verdict of the reinforcement learning in a run folder."""
+    from areno.tracking.reader import RunReader
+
+    reader = RunReader(folder)
+    metrics = reader.metrics()
+    evaluations = {
+        name.removeprefix("eval/"): (series.values[0], series.values[-1])
+        for name, series in metrics.items()
+        if name.startswith("eval/") and len(series.values) > 1
+    }
+    if "accuracy" not in evaluations:
+        raise ArenoError("{} has no evaluation before and after training; remove the folder and start again", folder)
+    curve = metrics[REWARD]
+    return {
+        "curve": {"steps": curve.steps, "rewards": curve.values},
+        "evaluations": evaluations,
+        "verdict": list(bands.judge(*evaluations["accuracy"])),
+    }
+
+
+def _write(output: Path, result: dict[str, Any]) -> None:
+    """Write result.json and curve.svg."""
+    from areno.files.durable import atomic_write_text
+
+    atomic_write_text(output / "result.json", json.dumps(result, indent=2) + "\n")
+    title = f"{result['name']}, {result['algo']}, seed {result['seed']}, on a {result['size'].upper()}"
+    atomic_write_text(output / "curve.svg", svg(title, result["curve"]["steps"], result["curve"]["rewards"]))
+
+
+def svg(title: str, steps: Sequence[int], rewards: Sequence[float]) -> str:
+    """Return an SVG picture of the mean reward against the step, with the mean over nine steps as a thick line.
+
+    Args:
+        title: Text above the picture.
+        steps: Steps in ascending order, at least one.
+        rewards: Mean reward of each step.
+    """
+    left, top, width, height = 50, 40, 700, 300
+    most_x, most_y = max(steps), max(*rewards, 0.1)
+
+    def points(values: Sequence[float]) -> str:
+        return " ".join(
+            f"{left + width * step / most_x:.1f},{top + height * (1 - value / most_y):.1f}"
+            for step, value in zip(steps, values, strict=True)
+        )
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + 80} {height + 90}" font-family="sans-serif">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="{left}" y="24" font-size="16">{title}</text>',
+    ]
+    for part in range(5):
+        y, value = top + height * (1 - part / 4), most_y * part / 4
+        lines.append(f'<line x1="{left}" x2="{left + width}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        lines.append(f'<text x="{left - 6}" y="{y + 4}" font-size="12" text-anchor="end">{value:.2f}</text>')
+        x = left + width * part / 4
+        lines.append(
+            f'<text x="{x}" y="{top + height + 18}" font-size="12" text-anchor="middle">{most_x * part // 4}</text>'
+        )
+    lines += [
+        f'<text x="{left + width / 2}" y="{top + height + 40}" font-size="13" text-anchor="middle">step</text>',
+        f'<polyline points="{points(rewards)}" fill="none" stroke="#1f5fa8" stroke-opacity="0.35"/>',
+        f'<polyline points="{points(smoothed(rewards))}" fill="none" stroke="#1f5fa8" stroke-width="2.5"/>',
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
+    """Return the mean of each value and its neighbours.
+
+    Args:
+        values: The values.
+        reach: Number of neighbours on each side.
+    """
+    windows = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _show(output: Path, result: dict[str, Any]) -> None:
+    steps, rewards = result["curve"]["steps"], result["curve"]["rewards"]
+    print("\nmean reward of the sampled answers")
+    size = max(1, len(rewards) // 10)
+    for start in range(0, len(rewards), size):
+        part = rewards[start : start + size]
+        mean, last = sum(part) / len(part), steps[min(start + size, len(steps)) - 1]
+        print(f"  steps {steps[start]:>4} to {last:<4} {mean:.3f} {'#' * round(50 * mean)}")
+    print("\ntest problems             base model   after RL")
+    for name, (before, after) in result["evaluations"].items():
+        print(f"  {name:<24}{before:>10.3f} {after:>10.3f}")
+    seconds = result["seconds"]
+    print(f"\ntime: base model {seconds['base']:.0f} s, reinforcement learning {seconds['rl']:.0f} s")
+    for met, text in result["verdict"]:
+        print(f"{'met    ' if met else 'NOT MET'} {text}")
+    print(f"curve: {output / 'curve.svg'}; numbers: {output / 'result.json'}")

@@ -1,0 +1,78 @@
+"""Write the tokenizer and config.json of the models of this example: Qwen3 shapes, a token for each word and number.
+
+    python examples/arithmetic/make_shape.py FOLDER [SIZE]
+
+SIZE is `gpu` (25 million parameters, the default) or `cpu` (0.3 million). The SFT recipe trains the weights:
+
+    python -m areno.recipes.sft --config-name=arithmetic_base actor.path=FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from dataset_loader import THINGS
+
+WORDS = [
+    "there",
+    "are",
+    "more",
+    "fewer",
+    "times",
+    "as",
+    "many",
+    "than",
+    "and",
+    "together",
+    "how",
+    ".",
+    "?",
+    "=",
+    "+",
+    "-",
+    "*",
+]
+TOKENS = ["<pad>", "<eos>", "<unk>", *WORDS, *THINGS, *map(str, range(100))]
+SHAPES = {
+    "gpu": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "cpu": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+}
+
+
+def main(folder, size="gpu"):
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=512
+    ).save_pretrained(folder)
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=len(TOKENS),
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        **SHAPES[size],
+    ).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,193 @@
+"""`areno reproduce`: two runs from nothing, a curve and a verdict; mistakes are found before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areno.api import Algorithm
+from areno.cli.__main__ import main
+from areno.cli.reproduce import REPRODUCTIONS, Bands, smoothed, svg
+from areno.files.user_code import load_module
+from areno.launch import yaml_files
+from areno.launch.compose import load
+from areno.recipes.grpo import GRPOConfig
+from areno.tracking.reader import RunReader
+from areno.trainers.rows import outcome_advantages
+from areno.types import TrainSequence
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "--base=total_train_steps=1",
+    "--base=train_dataset.dataset_kwargs.count=64",
+    "total_train_steps=2",
+    "train_dataset.dataset_kwargs.count=64",
+    "train_dataset.batch_size=4",
+    "gconfig.n_samples=2",
+    "gconfig.max_new_tokens=8",
+    "valid_dataset.dataset_kwargs.count=4",
+    "reward.workers=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cuntdown"], "NAME: there is no 'cuntdown'; did you mean countdown?"),
+        (["go"], "NAME: there is no 'go'; there are countdown, arithmetic"),
+        (["countdown", "--size=huge"], "--size: there is no 'huge'; there are auto, cpu, gpu"),
+        (["countdown", "--algo=grop"], "--algo: there is no 'grop'; did you mean grpo?"),
+        (["countdown", "--size=cpu", "-o", "there"], "--output: .*/there exists; name another folder, or continue"),
+        (["countdown", "--size=cpu", "-o", "none", "--resume"], "--resume: there is no folder .*/none; start without"),
+        (["countdown", "--size=cpu", "seed=2"], "seed: is set by areno reproduce; use --seed"),
+        (["countdown", "--size=cpu", "--base=actor.path=x"], "actor.path: is set by areno reproduce"),
+        (["countdown", "--size=cpu", "fast"], "'fast' is not a setting; expected key=value"),
+    ],
+)
+def test_mistakes_are_found_at_the_door(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_all_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "go", "--size=huge", "--algo=x", "seed=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 4 problems")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_size_gpu_needs_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "countdown", "--size=gpu"]) == 2
+    assert "--size: gpu needs a CUDA device, and there is none; use --size cpu" in capsys.readouterr().err
+
+
+def test_each_reproduction_has_its_tasks() -> None:
+    for name, sizes in REPRODUCTIONS.items():
+        assert set(sizes) == {"cpu", "gpu"}
+        for suffix in ("", "_cpu"):
+            assert yaml_files.recipes(yaml_files.tasks()[f"{name}_base{suffix}"]) == ["sft"]
+            assert {"grpo", "gspo"} <= set(yaml_files.recipes(yaml_files.tasks()[f"{name}{suffix}"]))
+
+
+@pytest.mark.parametrize(
+    ("base", "trained", "met"),
+    [
+        (0.10, 0.20, [True, True, True]),
+        (0.10, 0.19, [True, True, False]),
+        (0.04, 0.20, [False, True, True]),
+        (0.10, 0.41, [True, False, True]),
+        (0.0, 0.2, [False, True, True]),
+        (0.0, 0.0, [False, False, False]),
+    ],
+)
+def test_the_verdict(base: float, trained: float, met: list[bool]) -> None:
+    bands = Bands(base=(0.05, 0.15), trained=(0.15, 0.40), factor=2)
+    assert [each for each, _ in bands.judge(base, trained)] == met
+    assert [each for each, _ in Bands(factor=2).judge(base, trained)] == met[2:]
+
+
+def test_the_curve_is_a_picture() -> None:
+    picture = xml.etree.ElementTree.fromstring(svg("title", [1, 2, 3], [0.0, 0.5, 1.0]))
+    raw, smooth = (line.attrib["points"].split() for line in picture.iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(raw) == len(smooth) == 3
+    heights = [float(point.split(",")[1]) for point in raw]
+    assert heights == sorted(heights, reverse=True)
+    assert smoothed([0, 0, 9, 0, 0], reach=1) == [0, 3, 3, 3, 0]
+    assert svg("title", [1], [0.0])
+
+
+def test_the_page_has_the_bands() -> None:
+    page = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
+    for name, sizes in REPRODUCTIONS.items():
+        for size, bands in sizes.items():
+            cells = [f"{band[0]:g} to {band[1]:g}" if band else "not measured" for band in (bands.base, bands.trained)]
+            assert f"| `{name}` | {size} | {cells[0]} | {cells[1]} | {bands.factor:g} |" in page
+
+
+@pytest.mark.slow
+def test_two_runs_and_their_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A base model of one step solves nothing: the verdict is no. A second start repeats no run."""
+    monkeypatch.chdir(tmp_path)
+    words = ["reproduce", "countdown", "--size=cpu", "--seed=3", *TINY]
+    assert main(words) == 1
+    output = tmp_path / "outputs/reproduce/countdown-cpu-s3"
+    said = capfd.readouterr().out
+    assert "NOT MET growth of the solve rate: 0.00 times" in said
+    result = json.loads((output / "result.json").read_text())
+    assert result["curve"]["steps"] == [1, 2]
+    assert (result["size"], result["seed"], result["algo"]) == ("cpu", 3, "grpo")
+    assert {"accuracy", "pass@4"} <= set(result["evaluations"])
+    assert (output / "curve.svg").exists()
+    for run in ("base", "grpo"):
+        assert RunReader(output / run).config["seed"] == 3
+    assert RunReader(output / "grpo").config["actor"]["path"] == str(output / "base/checkpoints/latest")
+    before = (output / "grpo/logs/metrics.jsonl").read_bytes()
+    assert main([*words, "--resume"]) == 1
+    assert (output / "grpo/logs/metrics.jsonl").read_bytes() == before
+    assert json.loads((output / "result.json").read_text())["evaluations"] == result["evaluations"]
+
+
+@pytest.mark.slow
+def test_a_failed_run_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "countdown", "--size=cpu", "--base=actor.optimzer.lr=1"]) == 1
+    error = capfd.readouterr().err
+    assert "actor.optimzer: unknown key" in error
+    assert "the run of countdown_base_cpu failed with exit code 2" in error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_cpu_learns_countdown_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "countdown", "--size=cpu", "-o", "run"]) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", REPRODUCTIONS)
+def test_a_gpu_learns_from_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", name, "--size=gpu", "-o", "run"]) == 0
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert sum(result["seconds"].values()) < 600
+
+
+SHUFFLED = ROOT / "examples/algorithms/shuffled_grpo.py"
+
+
+def test_shuffled_advantages_are_those_of_grpo_in_another_order() -> None:
+    actor = load(GRPOConfig, "quickstart").actor
+    rows = [
+        TrainSequence(prompt_mask=[True] + [False] * length, tokens=[3] * (length + 1), reward=float(length % 3 == 0))
+        for length in range(1, 41)
+    ]
+    groups = [row // 8 for row in range(40)]
+    [algorithm] = [each for each in vars(load_module(str(SHUFFLED), "test")).values() if isinstance(each, Algorithm)]
+    assert algorithm.advantage_fn is not None
+    found, expected = algorithm.advantage_fn(rows, groups, actor), outcome_advantages(rows, groups, actor)
+    assert [array.size for array in found] == list(range(1, 41))
+    assert all(np.ptp(array) == 0 for array in found)
+    first = np.array([array[0] for array in found]), np.array([array[0] for array in expected])
+    assert not np.array_equal(*first)
+    assert np.array_equal(np.sort(first[0]), np.sort(first[1]))
+    again = algorithm.advantage_fn(rows, groups, actor)
+    assert all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
