@@ -28,9 +28,9 @@ PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the ho
 class Decoder:
     """Continuous batching over a paged KV cache. Uses the weights that training updates in place, without a copy.
 
-    The device is one step ahead of the host: a step is launched before the tokens of the previous step are read. So a
-    sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU, steps run in the same
-    order. A completion depends only on its request, not on other requests in the batch.
+    With `runs_ahead`, the device is one step ahead of the host: a step is launched before the tokens of the previous
+    step are read. So a sequence that ends with a stop token may run one more step, whose token is dropped. A completion
+    depends only on its request, not on other requests in the batch.
 
     Args:
         model: The model.
@@ -48,6 +48,8 @@ class Decoder:
         compile_grammar: Compiles the grammar of a request. If None, requests with grammars are refused.
         stream_every_s: Least number of seconds between partial outputs, except for the first token of a sample.
         keeps_routes: Whether the output of a finished sample contains the experts that its tokens were routed to.
+        runs_ahead: Whether a step is launched before the tokens of the previous step are read. On a CPU, which computes
+            a step at its launch, this would only cost time.
 
     Attributes:
         limits: Limits of the requests that the decoder accepts.
@@ -75,6 +77,7 @@ class Decoder:
         compile_grammar: Callable[[str], Grammar] | None = None,
         stream_every_s: float = 0.0,
         keeps_routes: bool = False,
+        runs_ahead: bool = True,
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
@@ -103,6 +106,7 @@ class Decoder:
             grammars=compile_grammar is not None,
         )
         self.weights_version = 0
+        self._runs_ahead = runs_ahead
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
@@ -199,7 +203,7 @@ class Decoder:
         self._outputs, self._awaiting = [], []
 
     def step(self) -> list[GenerationOutput]:
-        """Launch one step on the device, then read the tokens of the previous step.
+        """Launch one step, then read the tokens of the previous step or, without `runs_ahead`, of this step.
 
         Returns:
             An output with the whole completion for each finished sample, and outputs with new tokens for unfinished
@@ -213,6 +217,8 @@ class Decoder:
         launched = self.runner.launch(self._scheduler.schedule())
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
+        if not self._runs_ahead:
+            self._collect()
         outputs, self._outputs = self._outputs, []
         for output, routes in awaiting:  # copied after a step that has ended by now
             output.routes = routes.wait()

@@ -3,7 +3,7 @@
 A step samples one token for every running sequence, and prefills up to `max_prefill_tokens` prompt tokens. Therefore a
 long prompt does not stop running sequences, and running sequences do not stop prefill. Sequences are admitted first
 come, first served. The lists of running, prefilling and waiting sequences are sorted by age, the oldest first. A
-sequence with a grammar runs only in every second step, because its next mask needs its last token on the host.
+sequence with a grammar waits while its last token has not arrived on the host, because its next mask needs the token.
 
 When blocks run out, the youngest sequence is preempted: its blocks are freed, and it waits to be recomputed. The oldest
 sequence always continues, so there is no deadlock. This requires that each sequence fits into the cache alone, which
