@@ -162,9 +162,9 @@ _STANDALONE = (
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
     "saving the run state during a step. agents: the cost of a rollout by agents. serve: the speed that clients get "
-    "over HTTP. driver: the time that simulated devices wait for the driver. host: the host time of a decoding step against the "
-    "number of rows, without the device's work. sft: the share of a step of supervised "
-    "fine-tuning that is not the device's work. grid: the settings that tune.enabled chooses against a grid of "
+    "over HTTP. driver: the time that simulated devices wait for the driver. host: the host time of a decoding step "
+    "against the number of rows, without the device's work. sft: the share of a step of supervised fine-tuning that is "
+    "not the device's work. grid: the settings that tune.enabled chooses against a grid of "
     "settings, with lengths that are drawn up to --prompt-len and --new-tokens"
 )
 
