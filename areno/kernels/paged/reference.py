@@ -10,6 +10,7 @@ T rows of the block table, of W block numbers each; G prefix groups of at most R
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -105,10 +106,10 @@ def decode_attention(
     if window not in batch.places:  # the first layer with this window
         batch.places[window] = _places(batch, kv_blocks.shape[1] - 1, kv_blocks.shape[2], window)
     stored_B, read_N, mask_BL = batch.places[window]
-    cached = kv_blocks.flatten(1, 2)
-    for part, new in zip(cached, (k_BKC, v_BKC), strict=True):
+    for part, new in zip(kv_blocks.flatten(1, 2), (k_BKC, v_BKC), strict=True):
         part.index_copy_(0, stored_B, new)
-    k_BKLC, v_BKLC = cached.index_select(1, read_N).view(2, n_rows, -1, n_kv_heads, head_dim).transpose(2, 3)
+    units = kv_blocks.view(2, -1, mask_BL.shape[1] * n_rows // len(read_N) * n_kv_heads * head_dim)
+    k_BKLC, v_BKLC = units.index_select(1, read_N).view(2, n_rows, -1, n_kv_heads, head_dim).transpose(2, 3)
     if batch.fixed_order:
         last_B1 = (batch.lengths_B - 1).unsqueeze(1)
         return padded_attention(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B1, window).squeeze(2)
@@ -121,18 +122,20 @@ def decode_attention(
 
 
 def _places(batch: PagedBatch, scratch: int, block_size: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices in the cache at which a decoding step writes and reads. An index is block * S + offset.
+    """Return where in the cache a decoding step writes and reads.
+
+    Positions are read in units of several positions of a block, because a copy of many short pieces is slow.
 
     Args:
         batch: block tables and lengths of the rows.
-        scratch: index of the scratch block, which is read in place of positions that a row does not attend to. These
-            may lie in blocks of other rows, which may hold NaN.
+        scratch: index of the scratch block, which is read in place of units that a row does not attend to. These may
+            lie in blocks of other rows, which may hold NaN.
         block_size: S, the number of positions in a block.
         window: size of the sliding window, or None.
 
     Returns:
-        (B,) int64, where each row's new token is stored. (B * L,) int64, the L positions that are read of each row.
-        (B, L) bool, whether the row attends to the position.
+        (B,) int64, the place block * S + offset where each row's new token is stored. The units that are read of each
+        row, flattened, int64. (B, L) bool, which of the L positions in these units the row attends to.
     """
     last_B, table_BW = batch.lengths_B - 1, batch.table_TW[batch.slots_B]
     stored_B = table_BW.gather(1, (last_B // block_size)[:, None]).squeeze(1).long() * block_size + last_B % block_size
@@ -144,6 +147,9 @@ def _places(batch: PagedBatch, scratch: int, block_size: int, window: int | None
     mask_BL = positions_L < batch.lengths_B[:, None]
     if window is not None:
         mask_BL &= positions_L >= batch.lengths_B[:, None] - window
-    blocks_BL = table_BW[:, :width].long().repeat_interleave(block_size, 1)[:, :n_read]
-    read_BL = torch.where(mask_BL, blocks_BL * block_size + positions_L % block_size, scratch * block_size)
-    return stored_B, read_BL.flatten(), mask_BL
+    unit = math.gcd(block_size, _VECTOR)
+    per_block, starts_U = block_size // unit, positions_L[::unit]
+    units_BU = table_BW[:, starts_U // block_size].long() * per_block + starts_U % block_size // unit
+    is_read_BU = mask_BL.view(len(mask_BL), -1, unit).any(-1)
+    read_BU = torch.where(is_read_BU, units_BU, scratch * per_block)
+    return stored_B, read_BU.flatten(), mask_BL
