@@ -223,8 +223,6 @@ class Setup(Generic[Config]):
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
             plan = replace(plan, spec=replace(plan.spec, planned=at_once, profiling=self.run.tracer.spec))
-            stack.callback(gc.unfreeze)
-            gc.freeze()  # a garbage collection that scans all imported modules and rows would delay a step by 0.2 s
             self.trainer = models.trainer = self._load(stack, plan, at_once)
             self._resources = stack.pop_all()
 
@@ -342,6 +340,8 @@ class Setup(Generic[Config]):
         Raises:
             WorkerLost: A worker is lost, and either no retry is left or the workers are local processes.
         """
+        stack.callback(gc.unfreeze)
+        gc.freeze()  # a garbage collection that scans all imported modules and rows would delay a step by 0.2 s
         while True:
             try:
                 with ExitStack() as trying:
