@@ -24,6 +24,7 @@ from areno.bench.arguments import PLAIN, Settings, parse
 from areno.bench.device import measured_rates
 from areno.bench.driver import driver_page, run_driver
 from areno.bench.grid import grid_page, run_grid
+from areno.bench.host import host_page, run_host
 from areno.bench.other_contenders import TransformersContender, VllmContender
 from areno.bench.report import page, record
 from areno.bench.rows import run_sft, sft_page
@@ -41,6 +42,7 @@ _STANDALONE = {
     "agents": run_agents,
     "serve": run_serving,
     "driver": run_driver,
+    "host": run_host,
     "sft": run_sft,
     "grid": run_grid,
 }
@@ -81,7 +83,7 @@ def show(settings: Settings) -> None:
         found = run(settings, Path(folder))
     agents_page = partial(sampling_page, title="rollout", base="direct")
     pages = {"sampling": sampling_page, "state": states_page, "agents": agents_page, "serve": serving_page}
-    pages |= {"driver": driver_page, "sft": sft_page, "grid": grid_page}
+    pages |= {"driver": driver_page, "host": host_page, "sft": sft_page, "grid": grid_page}
     to_text = pages.get(settings.kind, page)
     print(json.dumps(found) if settings.json else to_text(found))
 

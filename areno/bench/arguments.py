@@ -141,7 +141,9 @@ def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float
     )
 
 
-Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver", "sft", "grid"]
+Kind = Literal[
+    "rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver", "host", "sft", "grid"
+]
 
 _TRAINS = ("train", "step", "state", "grid")
 _WITH_TEXT = ("sampling", "agents", "serve", "driver", "sft", "grid")
@@ -153,14 +155,16 @@ _STANDALONE = (
     "agents",
     "serve",
     "driver",
+    "host",
     "sft",
     "grid",
 )  # kinds of work that are not compared with other libraries
 _WORKS = (
     "step: rollout, then one GSPO step on its samples. sampling: the cost of sampling settings. state: the cost of "
     "saving the run state during a step. agents: the cost of a rollout by agents. serve: the speed that clients get "
-    "over HTTP. driver: the time that simulated devices wait for the driver. sft: the share of a step of supervised "
-    "fine-tuning that is not the device's work. grid: the settings that tune.enabled chooses against a grid of "
+    "over HTTP. driver: the time that simulated devices wait for the driver. host: the host time of a decoding step "
+    "against the number of rows, without the device's work. sft: the share of a step of supervised fine-tuning that is "
+    "not the device's work. grid: the settings that tune.enabled chooses against a grid of "
     "settings, with lengths that are drawn up to --prompt-len and --new-tokens"
 )
 

@@ -171,6 +171,7 @@ class Worker:
                 compile_grammar=lambda text: self._grammars.compile(text),
                 stream_every_s=_STREAM_EVERY_S,
                 keeps_routes=self.spec.routing_replay,
+                runs_ahead=self.context.device.type != "cpu",
             )
 
     def _max_running(self, spec: RolloutSpec) -> int:

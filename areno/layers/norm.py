@@ -42,6 +42,18 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x.float(), factor.shape, factor, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.tp.copy_in(self.weight), self.eps)
 
+    def joined(self, other: RMSNorm, x_NJD: Tensor, n_own: int) -> Tensor:
+        """Return the norm of float32 queries and keys side by side, outside autograd: few operations, the same bits.
+
+        Args:
+            other: the norm of the other heads, of the same type and size.
+            x_NJD: the heads of N tokens.
+            n_own: the number of heads, from the first on, whose norm this is. The others have the norm `other`.
+        """
+        size, n_other = len(self.weight), x_NJD.shape[1] - n_own
+        factors_JD = torch.cat((self.weight.expand(n_own, size), other.weight.expand(n_other, size)))
+        return F.rms_norm(x_NJD, (size,), None, self.eps).mul_(1.0 + factors_JD if self.plus_one else factors_JD)
+
     # Methods for fused layers, outside autograd and with Triton.
 
     def add_and_norm(self, x_ND: Tensor, delta_ND: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -166,13 +166,20 @@ def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
     Returns:
         (N, H, D) in the dtype of x.
     """
+    if not torch.is_grad_enabled():
+        return _turn(x_NHD, cos_N1F, sin_N1F)
     return _Rotate.apply(x_NHD, cos_N1F, sin_N1F)  # type: ignore[return-value]
 
 
 def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    a_NHF, b_NHF = x_NHD.float().chunk(2, dim=-1)
-    turned = torch.cat((a_NHF * cos_N1F - b_NHF * sin_N1F, b_NHF * cos_N1F + a_NHF * sin_N1F), dim=-1)
-    return turned.to(x_NHD.dtype)
+    """Return the rotated x. Few operations on large parts, because small models spend much of their time here."""
+    x_NHD, dtype = x_NHD.float(), x_NHD.dtype
+    a_NHF, b_NHF = x_NHD.chunk(2, dim=-1)
+    turned_NHD = torch.empty(x_NHD.shape, dtype=torch.float32, device=x_NHD.device)
+    first_NHF, second_NHF = turned_NHD.chunk(2, dim=-1)
+    torch.mul(a_NHF, cos_N1F, out=first_NHF).sub_(b_NHF * sin_N1F)
+    torch.mul(b_NHF, cos_N1F, out=second_NHF).add_(a_NHF * sin_N1F)
+    return turned_NHD.to(dtype)
 
 
 class _Rotate(torch.autograd.Function):

@@ -36,6 +36,7 @@ _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _MAX_TIMEOUTS = 4  # per process without an answer, before the rest is given up, which could take hours
 _LOOK_S = 0.5
 _BATCH_WAIT_S = 0.001  # between turns, so that one turn handles several answers
+_CHUNK_S = 0.005  # a process with a fast function gets the calls of at least so many seconds, or it waits for turns
 QUIET_S = 600.0  # a function that has answered before is given up only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
@@ -50,6 +51,10 @@ class RewardPool(WorkerPool[RewardConfig]):
             uses the functions of `config.fn`.
         tracebacks: Whether the message of an error is the traceback instead of one line.
         n_devices: The number of device workers. Each needs a CPU core, so the default number of processes is lower.
+
+    Attributes:
+        call_s: The mean seconds of a call, as `_Calls.call_s` had it at the end of the last `Scoring`. Infinity before
+            the first one.
     """
 
     section, module = "reward", "areno.rewards.process"
@@ -62,6 +67,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         super().__init__(config, shown_names(config, function), config.workers or default_workers(n_devices))
         self._given, self._tracebacks = function, tracebacks
         self._has_answered = False
+        self.call_s = math.inf  # the mean of the last step
 
     def _build_first_message(self) -> tuple[Any, ...]:
         """Return (functions, setting to name in errors, time limit in seconds, tracebacks), for each process."""
@@ -162,7 +168,7 @@ class Scoring(AbstractContextManager["Scoring"]):
     """
 
     def __init__(self, pool: RewardPool):
-        self._pool, self._calls = pool, _Calls()
+        self._pool, self._calls = pool, _Calls(pool.call_s)
         self._added: deque[tuple[int, Record]] = deque()
         self._turns = 0  # the number of iterations of the thread
         self._is_last = self._is_dropped = False
@@ -244,15 +250,20 @@ class Scoring(AbstractContextManager["Scoring"]):
                 pool.wait(calls, self._wake, *([0.0] if self._added else []))
                 pool.check_progress(calls)
                 self._turns += 1
-                time.sleep(_BATCH_WAIT_S)
+                if not self._added:
+                    time.sleep(_BATCH_WAIT_S)
         except BaseException as error:
             self._error = error
         finally:
+            pool.call_s = calls.call_s
             pool.drop_calls()  # a late answer would count for one of the next samples
 
 
 class _Calls:
     """The samples of one `Scoring`, with their outcomes. Each sample has the number that was given to `Scoring.add`.
+
+    Args:
+        call_s: The expected seconds of a call, until the first one is answered. Infinity if nothing is known.
 
     Attributes:
         outcomes: Number of each scored sample -> its outcome.
@@ -266,7 +277,8 @@ class _Calls:
         answered_at: The time (time.monotonic) of the last outcome that was no timeout.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call_s: float) -> None:
+        self._expected_call_s, self._busy_ns = call_s, 0
         self.outcomes: dict[int, RewardOutcome] = {}
         self.spans: dict[int, tuple[int, int]] = {}
         self.n_open = 0
@@ -296,6 +308,7 @@ class _Calls:
         `answer` is (status, reward or None, message, parts of the reward), and `span` is (start, end) of the call.
         """
         self.spans[position] = span
+        self._busy_ns += span[1] - span[0]
         status, value, text, parts = answer
         self.settle(position, RewardOutcome(value, status, text, parts))
 
@@ -320,7 +333,8 @@ class _Calls:
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
         """Choose the samples to send to an idle process, and return (number, pickled record) for each of them.
 
-        The chunks get smaller towards the end, so that all processes finish at about the same time.
+        The chunks get smaller towards the end, so that all processes finish at about the same time. If calls are fast,
+        a chunk has those of at least _CHUNK_S seconds, because each chunk also waits for the driver.
 
         Args:
             n_workers: How many processes there are.
@@ -330,9 +344,16 @@ class _Calls:
             position = self.alone.popleft()
             return [(position, self._payloads[position])]
         largest, n_shares = (_MAX_TOGETHER, n_workers) if is_async else (_MAX_CHUNK, 4 * n_workers)
-        size = min(largest, math.ceil(len(self.waiting) / n_shares))
+        n_waiting = len(self.waiting)
+        least = min(_CHUNK_S / max(self.call_s, 1e-9), math.ceil(n_waiting / n_workers))
+        size = min(largest, max(math.ceil(n_waiting / n_shares), int(least)))
         positions = [self.waiting.popleft() for _ in range(size)]
         return [(position, self._payloads[position]) for position in positions]
+
+    @property
+    def call_s(self) -> float:
+        """The mean seconds of the answered calls, with the wait for the driver. As expected before the first answer."""
+        return 1e-9 * self._busy_ns / len(self.spans) if self.spans else self._expected_call_s
 
     def give_up(self, outcome: RewardOutcome) -> None:
         """Record the same outcome for every sample that has none yet."""

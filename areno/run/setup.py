@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -339,6 +340,8 @@ class Setup(Generic[Config]):
         Raises:
             WorkerLost: A worker is lost, and either no retry is left or the workers are local processes.
         """
+        stack.callback(gc.unfreeze)
+        gc.freeze()  # a garbage collection that scans all imported modules and rows would delay a step by 0.2 s
         while True:
             try:
                 with ExitStack() as trying:

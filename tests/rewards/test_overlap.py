@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from areno.api.metrics import Stopwatch
 from areno.api.session import ExpectedLengths
 from areno.config.rollout import RewardConfig
 from areno.data.encode import decode_all
-from areno.rewards.pool import RewardPool, Scoring
+from areno.rewards.pool import RewardPool, Scoring, _Calls
 from areno.trainers import score
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes import pool as cores
@@ -80,6 +81,23 @@ def test_outcomes_are_there_before_all_samples_are(pool: Callable[..., RewardPoo
     assert [found[place].value for place in range(6)] == [1.0, None, 3.0, None, 5.0, 100_000.0]
     assert "no" in found[1].message
     assert "ended its process (exit code 3)" in found[3].message
+
+
+@pytest.mark.parametrize(("call_s", "sizes"), [(1.0, [8, 7, 7, 6]), (1e-5, [32, 16, 8, 4]), (1e-3, [8, 7, 7, 6])])
+def test_fast_calls_are_sent_many_at_a_time(call_s: float, sizes: list[int]) -> None:
+    calls = _Calls(call_s)
+    for position in range(64):
+        calls.add(position, record("a"))
+    assert [len(calls.next_chunk(2, is_async=False)) for _ in sizes] == sizes
+
+
+def test_a_pool_knows_the_time_of_a_call_from_the_step_before(pool: Callable[..., RewardPool]) -> None:
+    one = pool(workers=1)
+    assert one.call_s == math.inf
+    one.outcomes([record("a")] * 40)
+    assert 0 < one.call_s < 1
+    with one.scoring() as scoring:
+        assert scoring._calls.call_s == one.call_s
 
 
 def test_a_slow_call_times_out_while_nobody_waits(pool: Callable[..., RewardPool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 import transformers
 
+from areno.api import get_algorithm
+from areno.launch.compose import load
+from areno.trainers.policy_only import PolicyOnlyTrainer
 from tests.helpers.recipe_runs import ROOT, command, graded_reward, metrics, rollouts, series, train, without_times
 
 DATA = ROOT.parent / "shared/data"
@@ -242,3 +246,12 @@ def test_checkpoint_continues(tmp_path):
     before, after = series(first, "eval/accuracy")
     assert after != before
     assert series(second, "eval/accuracy")[0] == after
+
+
+def test_garbage_collections_of_a_run_leave_out_what_was_there_before_the_models(tmp_path: Path) -> None:
+    config = load(get_algorithm("grpo").config, "quickstart", ["engine.device=cpu", "valid_dataset=null"])
+    before = gc.get_freeze_count()
+    with PolicyOnlyTrainer(config, run_dir=tmp_path / "run") as trainer:
+        assert gc.get_freeze_count() > before + 10_000
+        assert gc.is_tracked(trainer.setup.trainer.engine)
+    assert gc.get_freeze_count() == 0

@@ -52,6 +52,62 @@ class AttentionSplit:
     splits: tuple[int, int]
 
 
+@dataclass(slots=True)
+class PrefixGroups:
+    """The shared-prefix groups of a batch. Without windows, they stay while the batch has the same rows.
+
+    Attributes:
+        shared_lens_B: int64, as in AttentionSplit.
+        rows_GR: `prefix_groups_GR` of AttentionSplit.
+        shared_lens: The number of shared positions of each group, also if the groups are not used.
+    """
+
+    shared_lens_B: np.ndarray
+    rows_GR: np.ndarray | None
+    shared_lens: list[int]
+
+
+def prefix_groups(
+    sequences: list[Sequence],
+    block_size: int,
+    *,
+    group_size: int,
+    max_groups: int,
+    fixed_order: bool = False,
+    has_windows: bool = False,
+) -> PrefixGroups:
+    """Find the shared-prefix groups of a batch. The arguments are those of `split_attention`.
+
+    Args:
+        sequences: The sequences, one for each row of the batch.
+        block_size: Number of tokens in a KV block.
+        group_size: Largest number of rows in a group.
+        max_groups: Largest number of groups. 0 for no groups.
+        fixed_order: Whether attention uses the fixed split borders of `kernels.fixed_order`.
+        has_windows: Whether some layers have sliding windows.
+    """
+    shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
+    shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
+    rows_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
+    shared_lens: list[int] = []
+    n_saved = 0
+    for rows in _rows_by_prompt(sequences, shareable, block_size) if max_groups else ():
+        if has_windows:  # the first row's blocks serve the group; the shortest row has all blocks that others see
+            rows.sort(key=lambda row: sequences[row].n_kv)
+        n_shared = shareable(sequences[rows[0]].n_prompt)
+        for start in range(0, len(rows), group_size):
+            group = rows[start : start + group_size]
+            if len(group) == 1 or len(shared_lens) == max_groups:
+                break
+            rows_GR[len(shared_lens), : len(group)] = group
+            shared_lens_B[group] = n_shared
+            shared_lens.append(n_shared)
+            n_saved += (len(group) - 1) * n_shared
+    if n_saved > MIN_SAVING * len(sequences):
+        return PrefixGroups(shared_lens_B, rows_GR, shared_lens)
+    return PrefixGroups(np.zeros_like(shared_lens_B), None, shared_lens)
+
+
 def split_attention(
     sequences: list[Sequence],
     block_size: int,
@@ -62,6 +118,8 @@ def split_attention(
     n_multiprocessors: int,
     fixed_order: bool = False,
     has_windows: bool = False,
+    lengths_B: np.ndarray | None = None,
+    groups: PrefixGroups | None = None,
 ) -> AttentionSplit:
     """Divide the attention of a decode step into splits, which the kernel computes in parallel.
 
@@ -78,33 +136,27 @@ def split_attention(
         fixed_order: Whether to use the fixed split borders of `kernels.fixed_order` (for `engine.exact`). In the
             result, `split_lens[1]` is then the length of only the first split of a group.
         has_windows: Whether some layers have sliding windows, so that sequences may have freed blocks.
+        lengths_B: int64, the positions of each row, which are `n_kv` of its sequence. None reads the sequences.
+        groups: The shared-prefix groups of the same rows, if known from an earlier step. None finds them.
     """
-    shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
-    shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
-    prefix_groups_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
-    shared_lens: list[int] = []
-    n_saved = 0
-    for rows in _rows_by_prompt(sequences, shareable, block_size):
-        if has_windows:  # the first row's blocks serve the group; the shortest row has all blocks that others see
-            rows.sort(key=lambda row: sequences[row].n_kv)
-        n_shared = shareable(sequences[rows[0]].n_prompt)
-        for start in range(0, len(rows), group_size):
-            group = rows[start : start + group_size]
-            if len(group) == 1 or len(shared_lens) == max_groups:
-                break
-            prefix_groups_GR[len(shared_lens), : len(group)] = group
-            shared_lens_B[group] = n_shared
-            shared_lens.append(n_shared)
-            n_saved += (len(group) - 1) * n_shared
-    uses_groups = n_saved > MIN_SAVING * len(sequences)
-    if not uses_groups:
-        shared_lens_B[:] = 0
+    if groups is None:
+        groups = prefix_groups(
+            sequences,
+            block_size,
+            group_size=group_size,
+            max_groups=max_groups,
+            fixed_order=fixed_order,
+            has_windows=has_windows,
+        )
+    if lengths_B is None:
+        lengths_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64)
+    shared_lens_B, prefix_groups_GR, shared_lens = groups.shared_lens_B, groups.rows_GR, groups.shared_lens
+    uses_groups = prefix_groups_GR is not None
     longest_shared = max(shared_lens) if uses_groups else 0
-    own_lens_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_lens_B
+    own_lens_B = lengths_B - shared_lens_B
     per_split = n_heads / (_SPLITS_PER_MULTIPROCESSOR * n_multiprocessors)
     if fixed_order:
         first_split_len = max(SPAN, int(sum(shared_lens) * per_split) // SPAN * SPAN)
-        lengths_B = own_lens_B + shared_lens_B
         # Of a row that shares none, the positions up to SPAN are one part.
         n_first_spans_B = np.where(shared_lens_B > 0, n_spans(shared_lens_B), n_spans(np.minimum(lengths_B, SPAN)) - 1)
         own_splits = int((n_spans(lengths_B) - n_first_spans_B).max())
@@ -113,7 +165,7 @@ def split_attention(
         )
         splits = _power_of_two(own_splits), _power_of_two(shared_splits)
         split_lens = np.array([SPAN, first_split_len], dtype=np.int64)
-        return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, split_lens, splits)
+        return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, splits)
     own_split_len, own_splits = _split_len_and_count(
         int(own_lens_B.max()), own_lens_B.sum() * per_split, _MAX_OWN_SPLIT_LEN
     )
@@ -123,9 +175,7 @@ def split_attention(
         wanted = max(wanted, min(2 * wanted, _SHORT_SHARED_SPLIT_LEN))
         shared_split_len, shared_splits = _split_len_and_count(longest_shared, wanted, _MAX_SHARED_SPLIT_LEN)
     split_lens = np.array([own_split_len, shared_split_len], dtype=np.int64)
-    return AttentionSplit(
-        shared_lens_B, prefix_groups_GR if uses_groups else None, split_lens, (own_splits, shared_splits)
-    )
+    return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, (own_splits, shared_splits))
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from areno.engine.decoder.block_manager import BlockManager, KVLayout
@@ -14,6 +16,7 @@ from areno.engine.decoder.grammar import Grammar
 from areno.engine.decoder.runner import PendingTokens, Runner
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
+from areno.engine.decoder.slots import STAGED
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
@@ -25,12 +28,34 @@ MAX_STOP_STRINGS = 64  # sets of them that are remembered
 PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
 
 
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """Which sequences report their new tokens after a step.
+
+    Attributes:
+        tells: Whether enough time has passed since the last partial outputs of streams.
+        ends_piece: Whether the step is the last one of a piece.
+    """
+
+    tells: bool
+    ends_piece: bool
+
+    def reports(self, sequence: Sequence) -> bool:
+        """Return whether an unfinished sequence reports its new tokens.
+
+        Args:
+            sequence: The sequence.
+        """
+        request = sequence.request
+        return (self.ends_piece and request.pieces) or (request.stream and (self.tells or sequence.n_streamed == 0))
+
+
 class Decoder:
     """Continuous batching over a paged KV cache. Uses the weights that training updates in place, without a copy.
 
-    The device is one step ahead of the host: a step is launched before the tokens of the previous step are read. So a
-    sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU, steps run in the same
-    order. A completion depends only on its request, not on other requests in the batch.
+    With `runs_ahead`, the device is one step ahead of the host: a step is launched before the tokens of the previous
+    step are read. So a sequence that ends with a stop token may run one more step, whose token is dropped. A completion
+    depends only on its request, not on other requests in the batch.
 
     Args:
         model: The model.
@@ -48,6 +73,8 @@ class Decoder:
         compile_grammar: Compiles the grammar of a request. If None, requests with grammars are refused.
         stream_every_s: Least number of seconds between partial outputs, except for the first token of a sample.
         keeps_routes: Whether the output of a finished sample contains the experts that its tokens were routed to.
+        runs_ahead: Whether a step is launched before the tokens of the previous step are read. On a CPU, which computes
+            a step at its launch, this would only cost time.
 
     Attributes:
         limits: Limits of the requests that the decoder accepts.
@@ -75,6 +102,7 @@ class Decoder:
         compile_grammar: Callable[[str], Grammar] | None = None,
         stream_every_s: float = 0.0,
         keeps_routes: bool = False,
+        runs_ahead: bool = True,
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # kept: results for tokens serve later requests
@@ -103,6 +131,7 @@ class Decoder:
             grammars=compile_grammar is not None,
         )
         self.weights_version = 0
+        self._runs_ahead = runs_ahead
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
@@ -199,7 +228,7 @@ class Decoder:
         self._outputs, self._awaiting = [], []
 
     def step(self) -> list[GenerationOutput]:
-        """Launch one step on the device, then read the tokens of the previous step.
+        """Launch one step, then read the tokens of the previous step or, without `runs_ahead`, of this step.
 
         Returns:
             An output with the whole completion for each finished sample, and outputs with new tokens for unfinished
@@ -213,6 +242,8 @@ class Decoder:
         launched = self.runner.launch(self._scheduler.schedule())
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
+        if not self._runs_ahead:
+            self._collect()
         outputs, self._outputs = self._outputs, []
         for output, routes in awaiting:  # copied after a step that has ended by now
             output.routes = routes.wait()
@@ -242,30 +273,63 @@ class Decoder:
         if tells := now - self._streamed_at >= self._stream_every_s:
             self._streamed_at = now
         self._n_collected += bool(in_flight)
-        ends_piece = self._n_collected % PIECE_STEPS == 0
+        streams = _Streams(tells, self._n_collected % PIECE_STEPS == 0)
         for pending in in_flight:
-            for sequence, token, logprob, top in zip(pending.sequences, *pending.wait(), strict=True):
-                if sequence.finish_reason is not None:  # stopped or aborted with this token in flight
-                    continue
-                if not math.isfinite(logprob):
-                    self._fail(sequence)
-                    finished.append(sequence)
-                    continue
-                self._n_generated += 1
-                if sequence.accept(token, logprob, self._in_flight_version, top):
-                    finished.append(sequence)
-                elif (ends_piece and sequence.request.pieces) or (
-                    sequence.request.stream and (tells or sequence.n_streamed == 0)
-                ):
-                    self._outputs.append(sequence.output())
-                # The last token is an input of the next step, so its own keys and values are not in the cache yet.
-                self._scheduler.register(sequence, len(sequence.tokens) - 1)
+            finished += self._accept(pending, streams)
         if finished:
             cache = self.runner.routes
+            for each in finished:
+                each.settle()
             # While the blocks are theirs: what comes to the device later may write over them.
             routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
             self._scheduler.remove_finished()
             self._finish(finished, routes)
+
+    def _accept(self, pending: PendingTokens, streams: _Streams) -> list[Sequence]:
+        """Give arrived tokens to their sequences, and queue partial outputs.
+
+        Most sequences are not touched: their tokens are written to the slots' table.
+
+        Returns:
+            The sequences that end with their token, in the order of the batch.
+        """
+        table, slots_B = self._scheduler.table, pending.slots_B
+        tokens_B, logprobs_B = pending.wait()
+        # A sequence that stopped or was aborted with this token in flight has left its slot.
+        is_wanted_B = table.owner[slots_B] == pending.owners_B
+        by_host_B = is_wanted_B & (table.needs_host[slots_B] | ~np.isfinite(logprobs_B))
+        plain = np.flatnonzero(is_wanted_B & ~by_host_B)
+        plain_slots = slots_B[plain]
+        table.stage(plain_slots, tokens_B[plain], logprobs_B[plain], self._in_flight_version)
+        self._n_generated += len(plain)
+        n_new = table.n_new[plain_slots]
+        stops, is_last = table.has_stopped(plain_slots, tokens_B[plain]), n_new >= table.max_new[plain_slots]
+        # The last token is an input of the next step, so its own keys and values are not in the cache yet.
+        fills_block = table.n_prompt[plain_slots] + n_new - 1 >= table.register_at[plain_slots]
+        needed = stops | is_last | fills_block | (table.n_staged[plain_slots] == STAGED)
+        reasons = dict(zip(plain[needed].tolist(), zip(stops[needed], is_last[needed], strict=True), strict=True))
+        by_host = np.flatnonzero(by_host_B).tolist()
+        top = pending.top() if by_host else []
+        finished: list[Sequence] = []
+        for row in sorted([*reasons, *by_host]):
+            sequence = pending.sequences[row]
+            if row in reasons:
+                stopped, ended = reasons[row]
+                sequence.settle()
+                sequence.finish_reason = "stop" if stopped else "length" if ended else None
+            elif not math.isfinite(logprobs_B[row]):
+                self._fail(sequence)
+                finished.append(sequence)
+                continue
+            else:
+                self._n_generated += 1
+                ended = sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row])
+                if not ended and streams.reports(sequence):
+                    self._outputs.append(sequence.output())
+            if sequence.finish_reason is not None:
+                finished.append(sequence)
+            self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
+        return finished
 
     def _fail(self, sequence: Sequence) -> None:
         """Finish a sample whose newest token has a NaN or infinite log-probability, with finish_reason "error".

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.engine.decoder.attention_split import split_attention
+from areno.engine.decoder.attention_split import PrefixGroups, prefix_groups, split_attention
 from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import DecodeGraphs
@@ -114,6 +114,8 @@ class PendingTokens:
 
     Attributes:
         sequences: The sequences that get a token.
+        slots_B: int64, their slots.
+        owners_B: int64, entry `owner` of these slots in the SlotTable at the launch.
         sampled: (2 + 2K, len(sequences)) float64 on the host: token, log-probability, then the ids and the
             log-probabilities of the K most likely tokens. K is 0 if no sequence requests most likely tokens. Valid
             after `ready`.
@@ -121,20 +123,24 @@ class PendingTokens:
     """
 
     sequences: list[Sequence]
+    slots_B: np.ndarray
+    owners_B: np.ndarray
     sampled: Tensor
     ready: torch.cuda.Event | None
 
-    def wait(self) -> tuple[list[int], list[float], list[TokenScores]]:
-        """Wait for the copy, and return three lists with an entry for each of `sequences`.
-
-        Returns:
-            The sampled tokens, their log-probabilities, and lists of the most likely tokens as (token id,
-            log-probability) pairs. The last lists are empty if no sequence requests most likely tokens.
-        """
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the copy, and return the sampled tokens (int64) and their log-probabilities (float64), (B,) each."""
         if self.ready is not None:
             self.ready.synchronize()
-        tokens, logprobs, *top = self.sampled.numpy()
-        return tokens.astype(np.int64).tolist(), logprobs.tolist(), token_scores(np.array(top), len(tokens))
+        sampled = self.sampled.numpy()
+        return sampled[0].astype(np.int64), sampled[1]
+
+    def top(self) -> list[TokenScores]:
+        """Return, for each sequence, the most likely tokens as (token id, log-probability) pairs. Call `wait` first.
+
+        The lists are empty if no sequence requests most likely tokens.
+        """
+        return token_scores(self.sampled.numpy()[2:], len(self.sequences))
 
 
 class Runner:
@@ -177,6 +183,7 @@ class Runner:
         if keeps_routes and model.routing is not None:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
+        self._last_groups: tuple[np.ndarray | None, PrefixGroups | None] = (None, None)
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.cache.tables)
@@ -282,18 +289,26 @@ class Runner:
         """
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
-        self._upload_slots(prefilled + scheduled.decode)
-        if (masks := self.sampler.pack_masks(prefilled + scheduled.decode)) is not None:
+        table = scheduled.table
+        slots_of_prefilled = np.array([sequence.slot for sequence in prefilled], dtype=np.int64)
+        self._upload_slots(prefilled, scheduled.grown)
+        if (
+            self.sampler.has_masks
+            or table.has_grammar[scheduled.slots_B].any()
+            or table.has_grammar[slots_of_prefilled].any()
+        ) and (masks := self.sampler.pack_masks(prefilled + scheduled.decode)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
         if scheduled.chunks:
             with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
                 out = self._prefill(scheduled.chunks, prefilled)
             if prefilled:
-                pending.append(self._download(prefilled, out))
+                owners_B = table.owner[slots_of_prefilled]
+                pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
         if scheduled.decode:
             with phase("decode", samples=len(scheduled.decode)):
-                out = self._launch_decode(scheduled.decode)
-            pending.append(self._download(scheduled.decode, out))
+                out = self._launch_decode(scheduled)
+            owners_B = table.owner[scheduled.slots_B]
+            pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, *self._download(out)))
         return pending
 
     def _upload(self, array: np.ndarray) -> Tensor:
@@ -311,23 +326,27 @@ class Runner:
         """
         return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
 
-    def _download(self, sequences: list[Sequence], out: Tensor) -> PendingTokens:
-        """Start copying the sampled tokens `out` to the host, without waiting."""
+    def _download(self, out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start copying the sampled tokens `out` to the host, without waiting.
+
+        Returns the tensor on the host, and the event that marks the end of the copy.
+        """
         if self.device.type != "cuda":
-            return PendingTokens(sequences, out, None)
+            return out, None
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         host.copy_(out, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return PendingTokens(sequences, host, ready)
+        return host, ready
 
-    def _upload_slots(self, sequences: list[Sequence]) -> None:
-        """Copy new block-table entries, and the sampling settings of sequences with a new slot, to the device."""
-        new = [sequence for sequence in sequences if sequence.block_tables.n_uploaded == 0]
+    def _upload_slots(self, new: list[Sequence], grown: list[Sequence]) -> None:
+        """Copy new block-table entries, and the sampling settings of sequences with a new slot, to the device.
+
+        `new` are the sequences that sample their first token in their slot, and `grown` others that got a block.
+        """
         entries: list[tuple[int, int, int, int]] = []
-        for sequence in sequences:
-            if sequence.block_tables.n_uploaded * self.blocks.block_size < sequence.block_tables.capacity:
-                entries += sequence.block_tables.new_entries(sequence.slot)
+        for sequence in (*new, *grown):
+            entries += sequence.block_tables.new_entries(sequence.slot)
         if entries:
             tables, slots, columns, blocks = self._upload_columns(entries)
             self.cache.tables[tables, slots, columns] = blocks.int()
@@ -461,32 +480,34 @@ class Runner:
                     follower.prompt_logprobs = leader.prompt_logprobs
             start += n_tokens
 
-    def _launch_decode(self, sequences: list[Sequence]) -> Tensor:
-        """Launch a decoding step for these sequences, as a CUDA graph if possible.
+    def _launch_decode(self, scheduled: SchedulerOutput) -> Tensor:
+        """Launch the decode pass of a step, as a CUDA graph if possible.
 
         Returns:
             (2, B) float64, tokens and log-probabilities. If a sequence needs LogitEdits, (2 + 2K, B): the ids and
             the log-probabilities of the K most likely tokens follow.
         """
-        n_rows = len(sequences)
-        rows = np.zeros((4, n_rows), dtype=np.int64)
-        rows[0] = [sequence.slot for sequence in sequences]
-        rows[1] = [sequence.n_kv - 1 for sequence in sequences]
-        rows[2] = [sequence.n_sampled - 1 for sequence in sequences]
+        sequences, slots_B, table = scheduled.decode, scheduled.slots_B, scheduled.table
+        n_rows, lengths_B = len(sequences), table.n_kv[slots_B]
+        rows = np.empty((4, n_rows), dtype=np.int64)
+        rows[0], rows[1], rows[2] = slots_B, lengths_B - 1, table.n_sampled[slots_B] - 1
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
+        max_groups = max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0
         split = split_attention(
             sequences,
             self.cache.block_size,
             group_size=self.group_size,
             n_multiprocessors=self.n_multiprocessors,
-            max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
+            max_groups=max_groups,
             n_heads=self.cache.n_heads,
             fixed_order=self.fixed_order,
             has_windows=self.blocks.has_windows,
+            lengths_B=lengths_B,
+            groups=self._groups_of(scheduled, max_groups),
         )
         rows[3] = split.shared_lens_B
-        flags = self.sampler.flags(sequences)
-        edits = LogitEdits.of(sequences, self._upload)
+        flags = self.sampler.flags_of(table, slots_B)
+        edits = LogitEdits.of(sequences, self._upload) if table.needs_edits[slots_B].any() else None
         if self.graphs is not None and edits is None:
             return self.graphs.run(rows, split, flags)
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
@@ -494,6 +515,22 @@ class Runner:
         return self._decode(
             self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
         )
+
+    def _groups_of(self, scheduled: SchedulerOutput, max_groups: int) -> PrefixGroups:
+        """Return the shared-prefix groups of the decode pass: those of the last step if the batch is the same."""
+        batch, groups = self._last_groups
+        if batch is not scheduled.slots_B or self.blocks.has_windows:
+            groups = prefix_groups(
+                scheduled.decode,
+                self.cache.block_size,
+                group_size=self.group_size,
+                max_groups=max_groups,
+                fixed_order=self.fixed_order,
+                has_windows=self.blocks.has_windows,
+            )
+            self._last_groups = scheduled.slots_B, groups
+        assert groups is not None
+        return groups
 
     def _decode(
         self,

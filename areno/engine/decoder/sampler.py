@@ -19,6 +19,7 @@ from torch import Tensor
 
 from areno.engine.decoder.grammar import masks
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.slots import SlotTable
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_slots
 from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned
@@ -67,6 +68,21 @@ class SlotSampler:
             n_banned=self.tensors.banned.shape[1] if any(sequence.bans_stop for sequence in sequences) else 0,
             penalized=any(sequence.is_penalized for sequence in sequences),
             masked=any(sequence.grammar is not None for sequence in sequences),
+        )
+
+    def flags_of(self, table: SlotTable, slots_B: np.ndarray) -> SamplingFlags:
+        """Return the sampling operations that at least one of these slots needs, as `flags` does for sequences.
+
+        Args:
+            table: The numbers of all slots.
+            slots_B: The slots.
+        """
+        may_stop_B = table.n_sampled[slots_B] > table.min_new[slots_B]
+        return SamplingFlags(
+            filtered=bool(table.is_filtered[slots_B].any()),
+            n_banned=0 if may_stop_B.all() else self.tensors.banned.shape[1],
+            penalized=bool(table.is_penalized[slots_B].any()),
+            masked=bool(table.has_grammar[slots_B].any()),
         )
 
     @staticmethod
@@ -152,6 +168,11 @@ class SlotSampler:
         counts = self.tensors.counts
         counts[slots] = 0
         counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some slot has a mask with cleared bits."""
+        return bool(self._masked_slots)
 
     def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the grammar masks that must be written before a batch is sampled.

@@ -3,7 +3,7 @@
 A step samples one token for every running sequence, and prefills up to `max_prefill_tokens` prompt tokens. Therefore a
 long prompt does not stop running sequences, and running sequences do not stop prefill. Sequences are admitted first
 come, first served. The lists of running, prefilling and waiting sequences are sorted by age, the oldest first. A
-sequence with a grammar runs only in every second step, because its next mask needs its last token on the host.
+sequence with a grammar waits while its last token has not arrived on the host, because its next mask needs the token.
 
 When blocks run out, the youngest sequence is preempted: its blocks are freed, and it waits to be recomputed. The oldest
 sequence always continues, so there is no deadlock. This requires that each sequence fits into the cache alone, which
@@ -18,8 +18,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from areno.engine.decoder.block_manager import BlockManager, BlockTables, PrefixMatch
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.slots import SlotTable
 from areno.types import GenerationRequest
 
 
@@ -97,10 +100,16 @@ class SchedulerOutput:
     Attributes:
         chunks: Chunks of prompts. May be empty.
         decode: Sequences that sample one token each in the decode pass. May be empty.
+        slots_B: int64, slot of each sequence in `decode`. The same array as in the last step if the batch is the same.
+        grown: Those of `decode` that got a KV block in this step.
+        table: The numbers of all slots.
     """
 
     chunks: list[Chunk]
     decode: list[Sequence]
+    slots_B: np.ndarray
+    grown: list[Sequence]
+    table: SlotTable
 
 
 class Scheduler:
@@ -117,6 +126,7 @@ class Scheduler:
         waiting: Sequences without a slot, the oldest first.
         prefilling: Prompts that are partly computed.
         running: Sequences that decode.
+        table: The numbers of all sequences that have a slot.
         n_preemptions: Number of preempted sequences so far.
         n_cached_tokens: Number of prompt tokens found in the prefix cache so far.
     """
@@ -127,6 +137,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Prefill] = []
         self.running: list[Sequence] = []
+        self.table = SlotTable(max_running)
+        self._running_slots: np.ndarray | None = None  # of `running`, until it changes
         self._slots = list(range(max_running))[::-1]
         self._prefilled: list[Sequence] = []  # sequences of the last step's chunks, only with windows
         self.n_preemptions = 0
@@ -148,7 +160,8 @@ class Scheduler:
         If so, the caller first reads the tokens of the previous step, because they may finish some sequences and
         free their blocks.
         """
-        return sum(map(self._needs_block, self.running)) * self.blocks.blocks_over_all_groups > self.blocks.n_available
+        n_needed = int(np.count_nonzero(self.table.needs_block(self._slots_of_running())))
+        return n_needed * self.blocks.blocks_over_all_groups > self.blocks.n_available
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
@@ -157,12 +170,11 @@ class Scheduler:
         the planned step.
         """
         self._release_skipped_of_prefilled()
-        decode = self._grow_running()
+        decode, slots_B, grown = self._grow_running()
         chunks = self._next_chunks()
-        for sequence in decode:
-            sequence.n_kv += 1
-            sequence.n_sampled += 1
-        return SchedulerOutput(chunks, decode)
+        self.table.n_kv[slots_B] += 1
+        self.table.n_sampled[slots_B] += 1
+        return SchedulerOutput(chunks, decode, slots_B, grown, self.table)
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Add the full blocks of a sequence to the prefix cache. Does nothing if the prefix cache is not used.
@@ -173,7 +185,9 @@ class Scheduler:
                 after the planned step.
         """
         if self.reuses_prefixes and n_tokens >= (sequence.block_tables.n_registered + 1) * self.blocks.block_size:
+            sequence.settle()
             sequence.block_tables.register(sequence.tokens, n_tokens)
+            self.table.register_at[sequence.slot] = (sequence.block_tables.n_registered + 1) * self.blocks.block_size
 
     def remove_finished(self) -> None:
         """Remove the running sequences that have a finish reason, and free their slots and blocks."""
@@ -181,6 +195,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self._release(sequence)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        self._running_slots = None
 
     def abort(self, request_id: int) -> list[Sequence]:
         """Remove the unfinished sequences of a request.
@@ -231,30 +246,42 @@ class Scheduler:
         while self.prefilling or self.running:
             self._preempt_youngest()
 
-    def _needs_block(self, sequence: Sequence) -> bool:
-        """Return whether a sequence will decode further and its KV blocks have no room for the next position."""
-        return sequence.n_kv == sequence.block_tables.capacity and not sequence.reached_max_new
+    def _slots_of_running(self) -> np.ndarray:
+        """Return the slots of the running sequences, (B,) int64. The same array until `running` changes."""
+        if self._running_slots is None:
+            self._running_slots = np.array([sequence.slot for sequence in self.running], dtype=np.int64)
+        return self._running_slots
 
-    def _grow_running(self) -> list[Sequence]:
-        """Return the sequences that decode in this step, the oldest first, after allocating their missing blocks.
+    def _grow_running(self) -> tuple[list[Sequence], np.ndarray, list[Sequence]]:
+        """Allocate the missing blocks of the sequences that decode in this step.
 
         Preempts the youngest sequences if blocks run out.
+
+        Returns:
+            The sequences that decode, the oldest first, their slots, and those that got a block.
         """
-        decode: list[Sequence] = []
-        for sequence in list(self.running):
-            # slot < 0: preempted for an older one
-            if sequence.reached_max_new or sequence.awaits_token or sequence.slot < 0:
+        running, slots_B, table = self.running, self._slots_of_running(), self.table
+        if not running:
+            return [], slots_B, []
+        decodes_B = ~(table.is_done(slots_B) | table.awaits_token(slots_B))
+        rows = np.flatnonzero(decodes_B & table.needs_block(slots_B)).tolist()
+        grown: list[Sequence] = []
+        for sequence in [running[row] for row in rows]:
+            if sequence.slot < 0:  # preempted for an older one
                 continue
-            if self._needs_block(sequence):
-                if self.blocks.has_windows:
-                    sequence.block_tables.release_skipped(sequence.n_kv)
-                while self.blocks.n_available < self.blocks.blocks_over_all_groups and sequence.slot >= 0:
-                    self._preempt_youngest()
-                if sequence.slot < 0:
-                    continue
+            if self.blocks.has_windows:
+                sequence.block_tables.release_skipped(sequence.n_kv)
+            while self.blocks.n_available < self.blocks.blocks_over_all_groups and sequence.slot >= 0:
+                self._preempt_youngest()
+            if sequence.slot >= 0:
                 sequence.block_tables.append_blocks()
-            decode.append(sequence)
-        return decode
+                table.capacity[sequence.slot] = sequence.block_tables.capacity
+                grown.append(sequence)
+        # Those that were preempted are the youngest, so the rows of the others are as before.
+        decodes_B, slots_B = decodes_B[: len(running)], self._slots_of_running()
+        if decodes_B.all():
+            return list(running), slots_B, grown
+        return [running[row] for row in np.flatnonzero(decodes_B).tolist()], slots_B[decodes_B], grown
 
     def _release_skipped_of_prefilled(self) -> None:
         """Free those KV blocks of the last step's prefill that lie before the sliding window of later tokens."""
@@ -281,7 +308,9 @@ class Scheduler:
             for sequence in prefill.sequences:
                 sequence.enter("decode")
                 sequence.n_sampled += 1
+                sequence.begin_decode(self.reuses_prefixes, self.blocks.block_size)
                 self.running.append(sequence)
+                self._running_slots = None
         if self.blocks.has_windows:
             self._prefilled = [each for chunk in chunks for each in chunk.prefill.sequences]
         return chunks
@@ -340,7 +369,8 @@ class Scheduler:
         self.waiting.popleft()
         leader.block_tables = BlockTables(self.blocks)
         n_taken = leader.block_tables.allocate_prompt(match, n_tokens)
-        leader.n_kv, leader.slot = match.n_group_blocks * size, self._slots.pop()
+        leader.join(self.table, self._slots.pop())
+        leader.n_kv = match.n_group_blocks * size
         leader.enter("prefill")
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
@@ -353,7 +383,7 @@ class Scheduler:
                 follower.block_tables = BlockTables(self.blocks)
                 if n_own:
                     follower.block_tables.allocate_last_block()
-                follower.slot = self._slots.pop()
+                follower.join(self.table, self._slots.pop())
                 follower.n_cached = leader.n_cached
                 follower.enter("prefill")
                 prefill.followers.append(follower)
@@ -377,8 +407,9 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         """Preempt the youngest sequence, or all sequences of the youngest prefill."""
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
+        self._running_slots = None
         for sequence in reversed(victims):
-            assert sequence.n_sampled == len(sequence.logprobs), "preempted with a token in flight"
+            assert sequence.n_sampled == sequence.n_new, "preempted with a token in flight"
             self._release(sequence)
             sequence.enter("preempted")
             self.waiting.appendleft(sequence)

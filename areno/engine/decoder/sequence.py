@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from areno import trace
 from areno.engine.decoder.block_manager import BlockTables
 from areno.engine.decoder.grammar import GrammarState
+from areno.engine.decoder.slots import NEVER, SlotTable
 from areno.types import FinishReason, GenerationOutput, GenerationRequest, TokenScores
 
 Detokenize = Callable[[list[int]], str]
@@ -78,7 +79,8 @@ logger = logging.getLogger("areno")
 class Sequence:
     """One sample of a request, as the host knows it.
 
-    A token is first sampled on the device, and arrives on the host later.
+    A token is first sampled on the device, and arrives on the host later. While the sequence is in the batch, its
+    numbers are in a SlotTable, and so are its newest tokens until `settle` appends them to the lists here.
 
     Attributes:
         request: The request.
@@ -86,7 +88,8 @@ class Sequence:
         key: Seed of the sample's random numbers.
         max_new: Largest number of completion tokens, the minimum of all limits.
         stop_ids: Token ids that end the completion.
-        tokens: Token ids of the prompt and of the completion so far.
+        tokens: Token ids of the prompt and of the completion so far, without those that `settle` would append. The same
+            holds for the other lists.
         stop_strings: Search for stop strings. None if the request has none.
         grammar: State of the grammar after the last token that has arrived. None without a grammar.
         logprobs: Log-probability of each completion token.
@@ -95,10 +98,9 @@ class Sequence:
         prompt_logprobs: For each scored prompt token, (log-probability, most likely tokens). Empty unless requested.
         n_cached: Number of prompt tokens found in the prefix cache when the sample was first admitted.
         n_streamed: Number of completion tokens already returned in partial outputs.
-        n_sampled: Number of completion tokens sampled on the device, including tokens that have not arrived.
         finish_reason: None while the sample is unfinished.
         slot: Row of the sequence in the block tables and sampling settings on the device. -1 while it waits.
-        n_kv: Number of positions whose keys and values are in the cache after the planned step.
+        table: The numbers of all slots. None while the sequence is not in the batch.
         block_tables: KV blocks of the sequence. Only set while it has a slot.
         needs_edits: Whether sampling needs LogitEdits, as for a logit bias, min-p or top log-probabilities.
         phases: (name, start) of each phase so far, such as "prefill". Empty unless the run is traced.
@@ -118,12 +120,13 @@ class Sequence:
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
     n_cached: int = 0
     n_streamed: int = 0
-    n_sampled: int = 0
     finish_reason: FinishReason | None = None
     phases: list[tuple[str, int]] = field(default_factory=list)
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
-    n_kv: int = 0  # positions whose keys and values are in the cache, or will be when the planned step has run
+    table: SlotTable | None = None
+    _n_kv: int = field(default=0, init=False)
+    _n_sampled: int = field(default=0, init=False)
     block_tables: BlockTables = field(init=False)  # its blocks, there while it has a slot
     needs_edits: bool = field(init=False)  # whether its draws need more than the sampling kernel: see LogitEdits
 
@@ -139,6 +142,78 @@ class Sequence:
         """
         if trace.active:
             self.phases.append((phase, trace.now()))
+
+    def join(self, table: SlotTable, slot: int) -> None:
+        """Enter the batch.
+
+        Args:
+            table: The numbers of all slots.
+            slot: A free slot, which the sequence gets.
+        """
+        table.take(slot, self.stop_ids)
+        table.n_kv[slot], table.n_sampled[slot], table.n_new[slot] = self._n_kv, self._n_sampled, len(self.logprobs)
+        table.n_prompt[slot], table.max_new[slot], table.min_new[slot] = self.n_prompt, self.max_new, self.min_new
+        table.is_filtered[slot], table.is_penalized[slot] = self.is_filtered, self.is_penalized
+        table.has_grammar[slot], table.needs_edits[slot] = self.grammar is not None, self.needs_edits
+        request = self.request
+        table.needs_host[slot] = bool(
+            self.grammar is not None
+            or self.stop_strings is not None
+            or request.top_logprobs
+            or request.stream
+            or request.pieces
+        )
+        self.table, self.slot = table, slot
+
+    def begin_decode(self, reuses_prefixes: bool, block_size: int) -> None:
+        """Note the KV blocks that the sequence has after its prefill.
+
+        Args:
+            reuses_prefixes: Whether full blocks enter the prefix cache.
+            block_size: Number of tokens in a block.
+        """
+        assert self.table is not None
+        self.table.capacity[self.slot] = self.block_tables.capacity
+        self.table.register_at[self.slot] = (
+            (self.block_tables.n_registered + 1) * block_size if reuses_prefixes else NEVER
+        )
+
+    def settle(self) -> None:
+        """Append the staged tokens to the lists of the sequence."""
+        if self.table is not None and self.table.n_staged[self.slot]:
+            tokens, logprobs, versions = self.table.unstage(self.slot)
+            self.tokens += tokens
+            self.logprobs += logprobs
+            self.versions += versions
+
+    @property
+    def n_kv(self) -> int:
+        """Number of positions whose keys and values are in the cache after the planned step."""
+        return self._n_kv if self.table is None else int(self.table.n_kv[self.slot])
+
+    @n_kv.setter
+    def n_kv(self, value: int) -> None:
+        if self.table is None:
+            self._n_kv = value
+        else:
+            self.table.n_kv[self.slot] = value
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of completion tokens sampled on the device, including tokens that have not arrived."""
+        return self._n_sampled if self.table is None else int(self.table.n_sampled[self.slot])
+
+    @n_sampled.setter
+    def n_sampled(self, value: int) -> None:
+        if self.table is None:
+            self._n_sampled = value
+        else:
+            self.table.n_sampled[self.slot] = value
+
+    @property
+    def n_new(self) -> int:
+        """Number of completion tokens that have arrived."""
+        return len(self.logprobs) if self.table is None else int(self.table.n_new[self.slot])
 
     @property
     def blocks(self) -> list[int]:
@@ -175,20 +250,6 @@ class Sequence:
         return self.request.prompt_logprobs and len(self.prompt_logprobs) < self.n_prompt - 1
 
     @property
-    def reached_max_new(self) -> bool:
-        """Whether `max_new` tokens have been sampled, even if the last ones have not arrived."""
-        return self.n_sampled >= self.max_new
-
-    @property
-    def awaits_token(self) -> bool:
-        """Whether the next token cannot be sampled yet.
-
-        The mask of a grammar depends on the previous token. If that token was sampled on the device but not yet
-        copied to the host, the mask cannot be computed.
-        """
-        return self.grammar is not None and self.n_sampled > len(self.logprobs)
-
-    @property
     def min_new(self) -> int:
         """Number of completion tokens that must be sampled before a token in `stop_ids` is allowed."""
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
@@ -213,9 +274,12 @@ class Sequence:
         Returns:
             Whether the sequence ends with this token. `finish_reason` is set then.
         """
+        self.settle()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.table is not None:
+            self.table.n_new[self.slot] += 1
         if self.request.top_logprobs and top is not None:
             self.top_logprobs.append(top[: self.request.top_logprobs])
         n_new = len(self.logprobs)
@@ -243,8 +307,14 @@ class Sequence:
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self) -> None:
-        """Forget the slot and the KV blocks, for a sequence that finishes or is preempted. Arrived tokens stay."""
-        self.slot, self.n_kv = -1, 0
+        """Leave the batch: forget the slot and the KV blocks. For a sequence that finishes or is preempted.
+
+        Arrived tokens stay.
+        """
+        self.settle()
+        if (table := self.table) is not None:
+            self._n_sampled, table.owner[self.slot] = int(table.n_sampled[self.slot]), 0
+        self.table, self.slot, self._n_kv = None, -1, 0
         if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
         del self.block_tables
@@ -255,6 +325,7 @@ class Sequence:
         Returns:
             The whole completion if the sample is finished. Otherwise the completion tokens since the previous call.
         """
+        self.settle()
         if self.finish_reason is not None:
             self.enter("end")
         start = self.n_streamed if self.finish_reason is None else 0

@@ -16,6 +16,7 @@ import numpy as np
 from areno.engine.spec import WORTH_SHARING, SharePrefixes
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
+_LEAST_OF_SHORT = 4  # the same where all rows are short
 KEYS = 8  # copied keys of shared tokens take about as much memory as one computed token
 KEPT = 3  # computed tokens that take about as much memory as a token whose keys and gradients are kept in all layers
 WORTH_A_PASS = 0.05  # part of the tokens that a forward and a backward pass over prefixes must save
@@ -25,6 +26,15 @@ _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 Rows = Sequence[np.ndarray]
 Piece = tuple[list[int], int]
 """(indices of units, size), see `pieces`."""
+
+
+def least_shared(rows: Rows) -> int:
+    """Return the number of tokens in which rows must at least agree to share them: half of a row, but at most LEAST.
+
+    Args:
+        rows: int64 token ids of each row. There is at least one.
+    """
+    return min(LEAST, max(_LEAST_OF_SHORT, sum(map(len, rows)) // (2 * len(rows))))
 
 
 @dataclass(slots=True)
@@ -194,6 +204,7 @@ class _Tree:
         self.parent: list[int] = []
         self.first_row: list[int] = []
         self.leaf_of_row = [-1] * len(rows)
+        least = least_shared(rows)
         last = -1  # the last segment of the row before, in sorted order
         for index, common in sorted_rows(rows):
             length = len(rows[index])
@@ -206,7 +217,7 @@ class _Tree:
                 continue
             depth = 0
             if node >= 0:
-                if min(common, self.end[node]) - self.begin[node] < LEAST:
+                if min(common, self.end[node]) - self.begin[node] < least:
                     depth, node = self.begin[node], self.parent[node]
                 else:
                     depth = common
@@ -241,11 +252,12 @@ def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
 
     Yields:
         (index of a row, number of tokens that it has in common with the row before). The number is 0 for less than
-        LEAST tokens, unless both rows are equal.
+        `least_shared` tokens, unless both rows are equal.
     """
+    least = least_shared(rows)
     alike: dict[bytes, list[int]] = {}
     for index, row in enumerate(rows):
-        alike.setdefault(row[:LEAST].tobytes(), []).append(index)
+        alike.setdefault(row[:least].tobytes(), []).append(index)
     for of_head in alike.values():
         if len(of_head) > 1:
             # Bytes of equal tokens are equal, so the order of bytes puts common prefixes next to each other.
@@ -322,8 +334,10 @@ def _sizes(units: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
 
     Units with a common prefix are neighbours. The first row of a unit stands for it.
     """
-    for index, common in sorted_rows([unit[0] for unit in units]):
-        saved = max(0, common - LEAST + 1)  # at least so many tokens are shared, see _Tree
+    firsts = [unit[0] for unit in units]
+    least = least_shared(firsts)
+    for index, common in sorted_rows(firsts):
+        saved = max(0, common - least + 1)  # at least so many tokens are shared, see _Tree
         yield index, common, _size(units[index]) - saved + -(-saved // KEYS)
 
 
@@ -413,7 +427,10 @@ def shares_prefixes(rows: Rows, when: SharePrefixes) -> bool:
         rows: int64 token ids of each row.
         when: "auto" shares if enough tokens are saved, "on" if any are.
     """
-    if when == "off" or len({row[:LEAST].tobytes() for row in rows}) == len(rows):
+    if when == "off":
+        return False
+    least = least_shared(rows)
+    if len({row[:least].tobytes() for row in rows}) == len(rows):
         return False
     saved = sum(common for _, common in sorted_rows(rows))
     return saved >= (WORTH_SHARING * sum(map(len, rows)) if when == "auto" else 1)

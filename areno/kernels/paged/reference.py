@@ -10,7 +10,8 @@ T rows of the block table, of W block numbers each; G prefix groups of at most R
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor
 from areno.kernels.fixed_order import padded_attention
 
 GROUP_SIZE = 8  # largest number of rows in a prefix group
+_VECTOR = 16  # positions; the torch reference reads a multiple of them
 _FIXED_ORDER_QUERIES = 16  # for each key head of a prefix group; with more, fewer programs fit on a multiprocessor
 
 
@@ -62,6 +64,8 @@ class PagedBatch:
             speed, not the result.
         max_len: upper bound of lengths_B that the host knows. The torch reference reads no further. None means the
             whole width of the table. The Triton kernels read lengths_B on the device, so a CUDA graph stays valid.
+        places: window -> where the torch reference writes and reads, once the first layer with this window has
+            computed it.
     """
 
     table_TW: Tensor
@@ -74,6 +78,7 @@ class PagedBatch:
     fixed_order: bool = False
     pdl: bool = False
     max_len: int | None = None
+    places: dict[int | None, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False)
 
 
 def decode_attention(
@@ -97,28 +102,54 @@ def decode_attention(
         The output (B, H, C) in the dtype of q.
     """
     n_rows, n_heads, head_dim = q_BHC.shape
-    _, _, block_size, n_kv_heads, _ = kv_blocks.shape
-    last_B = batch.lengths_B - 1
-    slot_mapping_B = batch.table_TW[batch.slots_B, last_B // block_size].long() * block_size + last_B % block_size
+    n_kv_heads = kv_blocks.shape[3]
+    if window not in batch.places:  # the first layer with this window
+        batch.places[window] = _places(batch, kv_blocks.shape[1] - 1, kv_blocks.shape[2], window)
+    stored_B, read_N, mask_BL = batch.places[window]
     for part, new in zip(kv_blocks.flatten(1, 2), (k_BKC, v_BKC), strict=True):
-        part.index_copy_(0, slot_mapping_B, new)
-    width = batch.table_TW.shape[1] if batch.max_len is None else -(-batch.max_len // block_size)
-    positions_L = torch.arange(width * block_size, device=q_BHC.device)
-    mask_BL = positions_L < batch.lengths_B[:, None]
-    if window is not None:
-        mask_BL &= positions_L >= batch.lengths_B[:, None] - window
-    # Unused columns of the table may name blocks of other rows, which may hold NaN. Read the last block instead.
-    uses_BW = mask_BL.view(n_rows, width, block_size).any(-1)
-    index = torch.where(uses_BW, batch.table_TW[batch.slots_B, :width], kv_blocks.shape[1] - 1).flatten()
-    k_BKLC, v_BKLC = (
-        part.index_select(0, index).view(n_rows, width * block_size, n_kv_heads, head_dim).transpose(1, 2)
-        for part in kv_blocks
-    )
+        part.index_copy_(0, stored_B, new)
+    units = kv_blocks.view(2, -1, mask_BL.shape[1] * n_rows // len(read_N) * n_kv_heads * head_dim)
+    k_BKLC, v_BKLC = units.index_select(1, read_N).view(2, n_rows, -1, n_kv_heads, head_dim).transpose(2, 3)
     if batch.fixed_order:
-        return padded_attention(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B.unsqueeze(1), window).squeeze(2)
+        last_B1 = (batch.lengths_B - 1).unsqueeze(1)
+        return padded_attention(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B1, window).squeeze(2)
     # Query heads that share a key head become query positions, so keys and values are not repeated.
     q_BKGC = q_BHC.reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
     mask_B11L = mask_BL[:, None, None]
     return F.scaled_dot_product_attention(q_BKGC, k_BKLC, v_BKLC, attn_mask=mask_B11L).reshape(
         n_rows, n_heads, head_dim
     )
+
+
+def _places(batch: PagedBatch, scratch: int, block_size: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where in the cache a decoding step writes and reads.
+
+    Positions are read in units of several positions of a block, because a copy of many short pieces is slow.
+
+    Args:
+        batch: block tables and lengths of the rows.
+        scratch: index of the scratch block, which is read in place of units that a row does not attend to. These may
+            lie in blocks of other rows, which may hold NaN.
+        block_size: S, the number of positions in a block.
+        window: size of the sliding window, or None.
+
+    Returns:
+        (B,) int64, the place block * S + offset where each row's new token is stored. The units that are read of each
+        row, flattened, int64. (B, L) bool, which of the L positions in these units the row attends to.
+    """
+    last_B, table_BW = batch.lengths_B - 1, batch.table_TW[batch.slots_B]
+    stored_B = table_BW.gather(1, (last_B // block_size)[:, None]).squeeze(1).long() * block_size + last_B % block_size
+    width = table_BW.shape[1] if batch.max_len is None else -(-batch.max_len // block_size)
+    n_read = width * block_size
+    if batch.max_len is not None and not batch.fixed_order:  # a vector is filled, whatever the length of other rows
+        n_read = min(n_read, -(-batch.max_len // _VECTOR) * _VECTOR)
+    positions_L = torch.arange(n_read, device=last_B.device)
+    mask_BL = positions_L < batch.lengths_B[:, None]
+    if window is not None:
+        mask_BL &= positions_L >= batch.lengths_B[:, None] - window
+    unit = math.gcd(block_size, _VECTOR)
+    per_block, starts_U = block_size // unit, positions_L[::unit]
+    units_BU = table_BW[:, starts_U // block_size].long() * per_block + starts_U % block_size // unit
+    is_read_BU = mask_BL.view(len(mask_BL), -1, unit).any(-1)
+    read_BU = torch.where(is_read_BU, units_BU, scratch * per_block)
+    return stored_B, read_BU.flatten(), mask_BL

@@ -122,7 +122,12 @@ def check(of: Decoder, device: str = "cpu") -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"n_blocks": 14, "block_size": 5, "max_prefill_tokens": 20}, {"max_prefill_tokens": 5, "max_running": 3}],
+    [
+        {},
+        {"runs_ahead": False},
+        {"n_blocks": 14, "block_size": 5, "max_prefill_tokens": 20},
+        {"max_prefill_tokens": 5, "max_running": 3},
+    ],
 )
 def test_the_draw_is_that_of_the_allowed_tokens_and_the_logprob_the_policys(settings: dict[str, int]) -> None:
     of = decoder(**settings)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
 from areno.engine.decoder.graphs import bucket_sizes
+from areno.engine.decoder.runner import PendingTokens
+from areno.engine.decoder.scheduler import SchedulerOutput
 from areno.errors import EngineError
 from areno.kernels.sampling.reference import sample_key, uniform
 from areno.models.registry import build_model
@@ -121,6 +124,23 @@ def test_joining_late_changes_nothing() -> None:
         for _ in range(3):
             outputs |= {(output.request_id, output.sample): output for output in decoder.step()}
     assert_same(outputs | run(decoder), mixed_outputs())
+
+
+def test_a_decoder_that_does_not_run_ahead_computes_no_token_that_it_drops() -> None:
+    decoder, computed = make_decoder(runs_ahead=False), []
+    launch = decoder.runner.launch
+
+    def counting(scheduled: SchedulerOutput) -> list[PendingTokens]:
+        pending = launch(scheduled)
+        computed.append(sum(len(each.sequences) for each in pending))
+        return pending
+
+    with mock.patch.object(decoder.runner, "launch", counting):
+        for item in MIXED:
+            decoder.submit(item)
+        outputs = run(decoder)
+    assert_same(outputs, mixed_outputs())
+    assert sum(computed) == sum(len(output.tokens) for output in outputs.values())
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [1, 5, 16])

@@ -186,3 +186,16 @@ def test_the_number_of_micro_batches_of_a_step_does_not_depend_on_sharing() -> N
     update = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=60), gradient_accumulation_steps=2)
     on, off = (share_steps(rows, update, share_prefixes=share)[0] for share in ("on", "off"))
     assert [len(step.micro_batches) for step in on] == [len(step.micro_batches) for step in off] == [2, 2]
+
+
+@pytest.mark.parametrize(("length", "n_shared"), [(10, 6), (13, 6), (14, 0), (64, 0)])
+def test_rows_share_half_of_their_tokens_or_sixteen(
+    monkeypatch: pytest.MonkeyPatch, length: int, n_shared: int
+) -> None:
+    monkeypatch.setattr(prefixes, "LEAST", 16)
+    head, others = list(range(6)), iter(range(100, 10_000))
+    rows = [np.array([*head, *itertools.islice(others, length - 6)]) for _ in range(8)]
+    assert n_computed(rows) == 8 * length - 7 * n_shared
+    assert shares_prefixes(rows, "auto") == (n_shared > 0)
+    long = [np.concatenate([np.arange(20), row]) for row in rows]
+    assert n_computed(long) == 8 * (length + 20) - 7 * 26

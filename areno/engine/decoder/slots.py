@@ -1,0 +1,132 @@
+"""The state of the sequences in the batch as numpy arrays, with one entry for each slot. Contains no tensors.
+
+A decoding step touches every sequence, so a Python object for each sequence would make its cost grow with the batch.
+The scheduler, the runner and the decoder therefore read and write these arrays. A `Sequence` is touched when it enters
+or leaves the batch, grows into a new KV block, ends, or needs the host for each token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+STAGED = 128  # arrived tokens of a slot that are kept here, before the sequence takes them over
+NEVER = 1 << 62
+
+
+class SlotTable:
+    """Numbers of the sequences in the batch, and their newest tokens.
+
+    Args:
+        n_slots: Largest number of sequences in the batch.
+
+    Attributes:
+        owner: Number of the admission that gave the slot to its sequence. 0 for a free slot. It tells whether a token
+            in flight is for the sequence that has the slot now.
+        n_kv: Number of positions whose keys and values are in the cache after the planned step.
+        n_sampled: Number of completion tokens sampled on the device, including tokens that have not arrived.
+        n_new: Number of completion tokens that have arrived on the host.
+        n_prompt: Number of prompt tokens.
+        max_new: Largest number of completion tokens.
+        min_new: Number of completion tokens before which a stop token is not allowed.
+        capacity: Number of positions that have KV blocks.
+        register_at: Number of tokens at which the next KV block is full and enters the prefix cache.
+        needs_host: Whether the sequence must see each of its tokens, as with a grammar, stop strings or streaming.
+        has_grammar: Whether the sequence has a grammar.
+        is_filtered: Whether top-k or top-p restricts the sampled tokens.
+        is_penalized: Whether a frequency or presence penalty changes the logits.
+        needs_edits: Whether sampling needs LogitEdits.
+        stop_ids: (n_slots, n) tokens that end the completion, padded with -1.
+        n_staged: Number of tokens in the arrays below.
+        tokens: (n_slots, STAGED) the arrived tokens that the sequence has not taken over.
+        logprobs: (n_slots, STAGED) their log-probabilities.
+        versions: (n_slots, STAGED) the versions of the weights that sampled them.
+    """
+
+    def __init__(self, n_slots: int):
+        self._n_admitted = 0
+
+        def numbers() -> np.ndarray:
+            return np.zeros(n_slots, dtype=np.int64)
+
+        def flags() -> np.ndarray:
+            return np.zeros(n_slots, dtype=bool)
+
+        self.owner, self.n_kv, self.n_sampled, self.n_new, self.n_prompt = (numbers() for _ in range(5))
+        self.max_new, self.min_new, self.capacity, self.register_at = (numbers() for _ in range(4))
+        self.needs_host, self.has_grammar, self.is_filtered, self.is_penalized = (flags() for _ in range(4))
+        self.needs_edits, self.n_staged = flags(), numbers()
+        self.stop_ids = np.full((n_slots, 1), -1, dtype=np.int64)
+        self.tokens, self.versions = (np.empty((n_slots, STAGED), dtype=np.int64) for _ in range(2))
+        self.logprobs = np.empty((n_slots, STAGED), dtype=np.float64)
+
+    def take(self, slot: int, stop_ids: frozenset[int]) -> None:
+        """Give a slot to a new sequence, whose other entries the caller sets.
+
+        Args:
+            slot: A free slot.
+            stop_ids: Tokens that end the sequence.
+        """
+        self._n_admitted += 1
+        self.owner[slot], self.n_staged[slot] = self._n_admitted, 0
+        if (more := len(stop_ids) - self.stop_ids.shape[1]) > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
+
+    def is_done(self, slots_B: np.ndarray) -> np.ndarray:
+        """Return whether `max_new` tokens have been sampled, even if the last ones have not arrived, (B,) bool.
+
+        Args:
+            slots_B: The slots.
+        """
+        return self.n_sampled[slots_B] >= self.max_new[slots_B]
+
+    def needs_block(self, slots_B: np.ndarray) -> np.ndarray:
+        """Return whether a sequence will decode further and its blocks have no room for the next position, (B,) bool.
+
+        Args:
+            slots_B: The slots.
+        """
+        return (self.n_kv[slots_B] == self.capacity[slots_B]) & ~self.is_done(slots_B)
+
+    def awaits_token(self, slots_B: np.ndarray) -> np.ndarray:
+        """Return whether the next token needs the mask of a grammar whose last token has not arrived, (B,) bool.
+
+        Args:
+            slots_B: The slots.
+        """
+        return self.has_grammar[slots_B] & (self.n_sampled[slots_B] > self.n_new[slots_B])
+
+    def stage(self, slots_B: np.ndarray, tokens_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> None:
+        """Append an arrived token to each of B slots, which have room for it.
+
+        Args:
+            slots_B: The slots, each at most once.
+            tokens_B: int64 tokens.
+            logprobs_B: float64 log-probabilities.
+            version: Version of the weights that sampled the tokens.
+        """
+        staged_B = self.n_staged[slots_B]
+        self.tokens[slots_B, staged_B] = tokens_B
+        self.logprobs[slots_B, staged_B] = logprobs_B
+        self.versions[slots_B, staged_B] = version
+        self.n_staged[slots_B] = staged_B + 1
+        self.n_new[slots_B] += 1
+
+    def has_stopped(self, slots_B: np.ndarray, tokens_B: np.ndarray) -> np.ndarray:
+        """Return whether a token ends its sequence, (B,) bool.
+
+        Args:
+            slots_B: The slots.
+            tokens_B: The newest token of each slot.
+        """
+        return (self.stop_ids[slots_B] == tokens_B[:, None]).any(1)
+
+    def unstage(self, slot: int) -> tuple[list[int], list[float], list[int]]:
+        """Remove and return the staged tokens of a slot, their log-probabilities and their versions.
+
+        Args:
+            slot: The slot.
+        """
+        n, self.n_staged[slot] = int(self.n_staged[slot]), 0
+        return self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist(), self.versions[slot, :n].tolist()
