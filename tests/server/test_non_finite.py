@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 import torch
@@ -30,9 +31,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = PendingTokens.wait
 
     def poisoned(self: PendingTokens) -> Any:
-        tokens, logprobs, top = wait(self)
-        bad = [POISON in sequence.request.prompt for sequence in self.sequences]
-        return tokens, [math.nan if one else number for one, number in zip(bad, logprobs, strict=True)], top
+        tokens_B, logprobs_B = wait(self)
+        return tokens_B, np.where([POISON in each.request.prompt for each in self.sequences], np.nan, logprobs_B)
 
     monkeypatch.setattr(PendingTokens, "wait", poisoned)
 
