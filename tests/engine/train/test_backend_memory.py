@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -65,8 +67,9 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
         return forward(*args, **how)
 
     monkeypatch.setattr(backend.model, "forward", short_of_memory)
-    free = range(0, 2**34, 10_000)
-    enough = next(n for n in free if KeptLayers(backend.model, lambda n=n: n).count(80) == 2)
+    sizes = itertools.count(step=100_000)
+    growing = KeptLayers(backend.model, lambda: next(sizes))
+    enough = 100_000 * next(n for n in itertools.count() if growing.count(80) == 2)
     backend.kept_layers = KeptLayers(backend.model, lambda: enough)
     stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
     assert stats == pytest.approx(expected)
