@@ -184,6 +184,9 @@ class Roles:
     def __getitem__(self, name: str) -> Role:
         return self._roles[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._roles
+
     @property
     def actor(self) -> Transformer:
         """The model of the actor."""

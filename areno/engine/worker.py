@@ -311,13 +311,13 @@ class Worker:
             spec: Description of the model.
 
         Returns:
-            Whether rows can share prefixes in this model.
+            Whether rows can share prefixes in this model. False if another rank could not load the model.
         """
         self.end_rollout(drop=True)
         self.states.forget()
         self.roles.load(name, spec)
         self._set_threads()
-        return self.roles[name].backend.model.config.shares_prefixes
+        return name in self.roles and self.roles[name].backend.model.config.shares_prefixes
 
     def release_role(self, name: str) -> None:
         """Free the memory of a role."""

@@ -58,11 +58,14 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         """
         if self._has_reference:
             return
-        self._has_reference = True
         self.ref_scores: Scores = {}
         self.valid_ref_scores: dict[str, Scores] = {name: {} for name in self.setup.valid_loaders}  # by set
-        if not self.setup.config.needs_reference():
-            return
+        if self.setup.config.needs_reference():
+            self._score_all()
+        self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
+
+    def _score_all(self) -> None:
+        """Compute the reference log-probabilities of all pairs, with the reference model or with the actor."""
         role = "ref" if self.setup.roles else "actor"
         if self.setup.roles:
             self.setup.trainer.ensure_roles(self.setup.roles)

@@ -112,7 +112,7 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
         """
         if self._has_reference:
             return
-        self._has_reference, setup = True, self.setup
+        setup = self.setup
         self._scores = _Scores()
         self._valid_scores = {name: _Scores() for name in setup.valid_loaders}
         role, started = "ref" if setup.roles else "actor", time.monotonic()
@@ -129,6 +129,7 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
         logger.info(text, *counts, time.monotonic() - started)
         if setup.roles:
             setup.trainer.release_role(role)
+        self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
 
     def _batches_to_train(self) -> Iterator[list[AnswersItem]]:
         """Yield the batches of the whole run.

@@ -45,6 +45,8 @@ def test_two_ranks_train_as_one_does(recipe: str, more: list[str], seen: set[str
                     rows = scalars[metric.replace("computed_tokens", "row_tokens")]
                     assert value <= steps[step][metric] <= rows, (name, step, metric)
                     continue
+                if recipe == "dpo" and step < 2 and metric.endswith("/accuracy"):
+                    continue  # the policy is the reference before the first update, so rounding decides
                 # Log-probabilities of several units are rounded at 5e-7. Differences between two log-probabilities
                 # (ratios, and DPO's rewards and margins) have the same error however small they are.
                 of_differences = ("logp", "ratio", "rewards_chosen", "rewards_rejected", "margin")

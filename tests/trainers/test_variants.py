@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areno.api import get_algorithm
+from areno.launch.compose import load
 from tests.helpers.algorithms_page import commands
-from tests.helpers.policy_runs import MODEL, groups, play, trained
+from tests.helpers.policy_runs import MODEL, groups, play, trained, watched
 from tests.helpers.variant_runs import MOVING, Variant, advantages, close, on_policy_loss, rewards
 
 
@@ -232,6 +234,12 @@ def test_commands_of_the_page_run(section: str, command: str, tmp_path: Path) ->
     words = shlex.split(command)
     settings = [word for word in words[3:] if "--" not in word]
     recipe = words[2].removeprefix("areno.recipes.")
+    if recipe in ("kto", "rw"):
+        of_rows = get_algorithm(recipe)
+        config = load(of_rows.config, f"quickstart_{recipe}", ["total_train_steps=2", *settings])
+        run = watched(tmp_path / "run", lambda: of_rows.trainer(config, tmp_path / "run"))
+        assert all(math.isfinite(value) for value in run.series("train/loss"))
+        return
     n_tokens = ["gconfig.max_new_tokens=120"] if any("overlong_tokens" in word for word in words) else []
     n_tokens += ["actor.overlong_tokens=100"] if n_tokens else []
     task = "quickstart_ppo" if recipe == "ppo" else "quickstart"
