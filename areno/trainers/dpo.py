@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -12,74 +10,52 @@ import numpy as np
 
 from areno.config.experiments import PreferenceExperimentConfig
 from areno.data.loader import BatchLoader
-from areno.run.run import fault_tolerant
-from areno.tracking.console import Progress, log_stage
-from areno.trainers.loop import RowLoop
+from areno.tracking.console import Progress
+from areno.trainers.loop import ReferencedLoop
 from areno.trainers.rows import token_rows
 from areno.trainers.update import measure_loss, update
 from areno.types import PairItem, TrainSequence
-
-logger = logging.getLogger("areno")
 
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 """Number of a pair -> log-probabilities of all tokens of its chosen and its rejected row, (n_tokens,) float32 each."""
 
 
-class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
+class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
     """Trains a model with DPO on chosen and rejected answers. Use it as a context manager, or call close()."""
 
     needs, kind = PreferenceExperimentConfig, "dpo"
-    headline = ("train/loss", "train/accuracy", "train/margin")
-    _has_reference = False
 
-    @fault_tolerant
-    def fit(self) -> float:
-        """Train for all steps of the run.
+    def train_step(self, items: Sequence[PairItem]) -> dict[str, float]:
+        """Train on a batch of pairs.
+
+        Args:
+            items: The pairs.
 
         Returns:
-            The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
+            The statistics of the step by name.
         """
-        run = self.run
-        self.score_reference()
-        for batch in run.steps():
-            rows = [row for item in batch.items for row in _rows(item, self.ref_scores.get(item.index))]
-            stats = update(self.setup, rows, rows_per_unit=2)
-            run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
-            run.log_skipped(batch)
-            run.end_step(stats)
-        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
-        return run.progress.result("eval_accuracy", "accuracy", 5)
+        rows = [row for item in items for row in _rows(item, self.ref_scores.get(item.index))]
+        return update(self.setup, rows, rows_per_unit=2)
 
-    def score_reference(self) -> None:
-        """Compute the reference log-probabilities of every pair that the run uses. A second call does nothing.
-
-        Call this before the first update. If ref.path is not set, no second model is loaded, and the actor in its
-        current state serves as the reference model. If the loss uses no reference model, nothing is computed.
-        """
-        if self._has_reference:
-            return
+    def clear_scores(self) -> None:
+        """Make empty tables of scores, for the training pairs and for each validation set."""
         self.ref_scores: Scores = {}
         self.valid_ref_scores: dict[str, Scores] = {name: {} for name in self.setup.valid_loaders}  # by set
-        if self.setup.config.needs_reference():
-            self._score_all()
-        self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
 
-    def _score_all(self) -> None:
-        """Compute the reference log-probabilities of all pairs, with the reference model or with the actor."""
-        role = "ref" if self.setup.roles else "actor"
-        if self.setup.roles:
-            self.setup.trainer.ensure_roles(self.setup.roles)
-        started = time.monotonic()
-        log_stage("score_start", role="ref")
+    def score_all(self, role: str) -> str:
+        """Compute the reference log-probabilities of every pair that the run uses.
+
+        Args:
+            role: Role of the model that scores.
+
+        Returns:
+            The number of pairs, for the log.
+        """
         self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
         for name, valid in self.setup.valid_loaders.items():
             batches = _batched(valid.items(), valid.config.batch_size)
             self._score(role, batches, len(valid.rows), self.valid_ref_scores[name])
-        log_stage("score_end", role="ref")
-        n_pairs = len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))
-        logger.info("reference log-probabilities: %d pairs in %.1f s", n_pairs, time.monotonic() - started)
-        if self.setup.roles:
-            self.setup.trainer.release_role(role)
+        return f"{len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))} pairs"
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
         """Yield the pairs that this run trains on, each once, in batches.
@@ -87,12 +63,8 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         The data loader is read for this, and set back to its earlier position.
         """
         config, loader = self.setup.config, self.setup.loader
-        limits = [config.total_train_steps]
-        if config.total_train_n_seqs is not None:
-            limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
-        n_batches = min((limit for limit in limits if limit is not None), default=None)
         before, seen = loader.state_dict(), set()
-        for batch in itertools.islice(loader.batches(), n_batches):
+        for batch in itertools.islice(loader.batches(), self.n_batches()):
             seen.update(item.index for item in batch.items)
             yield batch.items
         more_epochs = loader.epoch != before["epoch"] and config.total_train_epochs > 1
@@ -139,16 +111,6 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         ranked = (np.sign(np.subtract(answers[0::2], answers[1::2])) + 1) / 2
         kept = {name: measured[name] for name in ("loss", "accuracy", "margin")}
         return kept | {"ranking_accuracy": float(ranked.mean())}
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the actor on valid_dataset and log the metrics as eval/*.
-
-        Returns:
-            The metrics by name. Empty without valid_dataset.
-        """
-        if self.setup.valid_loaders:
-            self.score_reference()  # with the loaded actor, before a resumed run loads its state into the actor
-        return super().evaluate()
 
 
 def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:

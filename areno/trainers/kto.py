@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,14 +11,11 @@ import numpy as np
 
 from areno.config.experiments import UnpairedExperimentConfig
 from areno.data.loader import BatchLoader
-from areno.run.run import fault_tolerant
-from areno.tracking.console import Progress, log_stage
-from areno.trainers.loop import RowLoop
+from areno.tracking.console import Progress
+from areno.trainers.loop import ReferencedLoop
 from areno.trainers.rows import token_rows
 from areno.trainers.update import measure_loss, update
 from areno.types import AnswersItem, TrainSequence
-
-logger = logging.getLogger("areno")
 
 
 @dataclass
@@ -36,33 +31,26 @@ class _Scores:
     mismatched: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
+class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
     """Trains a model with KTO on labelled answers. Use it as a context manager, or call close()."""
 
     needs, kind = UnpairedExperimentConfig, "kto"
-    headline = ("train/loss", "train/accuracy", "train/margin", "train/kl")
-    _has_reference = False
+    headline = (*ReferencedLoop.headline, "train/kl")
 
-    @fault_tolerant
-    def fit(self) -> float:
-        """Train for all steps of the run.
+    def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
+        """Train on a batch of labelled answers.
+
+        Args:
+            items: The rows of the step.
 
         Returns:
-            The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
+            The statistics of the step by name.
         """
-        run = self.run
-        self.score_reference()
-        for batch in run.steps():
-            with run.clock.phase("kl"):
-                point = self.reference_point(batch.items, self._scores)
-            rows = [_with_scores(item, self._scores) for item in batch.items]
-            stats = update(self.setup, rows, loss_fn=partial(self.setup.loss_fn, reference_point=point))
-            stats |= {"kl": point, "margin": stats["rewards_chosen_mean"] - stats["rewards_rejected_mean"]}
-            run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
-            run.log_skipped(batch)
-            run.end_step(stats)
-        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
-        return run.progress.result("eval_accuracy", "accuracy", 5)
+        with self.run.clock.phase("kl"):
+            point = self.reference_point(items, self._scores)
+        rows = [_with_scores(item, self._scores) for item in items]
+        stats = update(self.setup, rows, loss_fn=partial(self.setup.loss_fn, reference_point=point))
+        return stats | {"kl": point, "margin": stats["rewards_chosen_mean"] - stats["rewards_rejected_mean"]}
 
     def reference_point(self, items: Sequence[AnswersItem], scores: _Scores) -> float:
         """Estimate the reference point z0 of a step under the current policy.
@@ -104,32 +92,26 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
         pairs = zip(rows, scored, strict=True)
         return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
 
-    def score_reference(self) -> None:
+    def clear_scores(self) -> None:
+        """Make empty tables of scores, for the training rows and for each validation set."""
+        self._scores = _Scores()
+        self._valid_scores = {name: _Scores() for name in self.setup.valid_loaders}
+
+    def score_all(self, role: str) -> str:
         """Compute the reference log-probabilities of all rows and mismatched answers of the run.
 
-        A second call does nothing. Call this before the first update. If ref.path is not set, no second model is
-        loaded, and the actor in its current state serves as the reference model.
+        Args:
+            role: Role of the model that scores.
+
+        Returns:
+            The numbers of rows and of mismatched answers, for the log.
         """
-        if self._has_reference:
-            return
-        setup = self.setup
-        self._scores = _Scores()
-        self._valid_scores = {name: _Scores() for name in setup.valid_loaders}
-        role, started = "ref" if setup.roles else "actor", time.monotonic()
-        if setup.roles:
-            setup.trainer.ensure_roles(setup.roles)
-        log_stage("score_start", role="ref")
-        self._score(role, self._batches_to_train(), len(setup.loader.rows), self._scores)
-        for name, valid in setup.valid_loaders.items():
+        self._score(role, self._batches_to_train(), len(self.setup.loader.rows), self._scores)
+        for name, valid in self.setup.valid_loaders.items():
             self._score(role, _in_order(valid), len(valid.rows), self._valid_scores[name])
-        log_stage("score_end", role="ref")
         found = [self._scores, *self._valid_scores.values()]
-        counts = [sum(len(each.rows) for each in found), sum(len(each.mismatched) for each in found)]
-        text = "reference log-probabilities: %d rows and %d mismatched answers in %.1f s"
-        logger.info(text, *counts, time.monotonic() - started)
-        if setup.roles:
-            setup.trainer.release_role(role)
-        self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
+        n_rows, n_mismatched = sum(len(each.rows) for each in found), sum(len(each.mismatched) for each in found)
+        return f"{n_rows} rows and {n_mismatched} mismatched answers"
 
     def _batches_to_train(self) -> Iterator[list[AnswersItem]]:
         """Yield the batches of the whole run.
@@ -137,17 +119,13 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
         The data loader is read for this, and set back to its earlier position.
         """
         config, loader = self.setup.config, self.setup.loader
-        limits = [config.total_train_steps]
-        if config.total_train_n_seqs is not None:
-            limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
-        n_batches = min((limit for limit in limits if limit is not None), default=None)
         before = loader.state_dict()
-        for batch in itertools.islice(loader.epochs(config.total_train_epochs), n_batches):
+        for batch in itertools.islice(loader.epochs(config.total_train_epochs), self.n_batches()):
             yield batch.items
         loader.load_state_dict(before)
 
     def _score(self, role: str, batches: Iterable[Sequence[AnswersItem]], n_rows: int, out: _Scores) -> None:
-        """Add the scores of a role's model for batches to `out`. What is known already is not computed again."""
+        """Score the rows and the mismatched answers of batches that `out` does not have yet, and add them to `out`."""
         with Progress("reference", n_rows, unit="rows") as progress:
             n_tokens = 0
             for items in batches:
@@ -193,16 +171,6 @@ class KTOTrainer(RowLoop[UnpairedExperimentConfig]):
         margin = self.setup.loss_fn.keywords["beta"] * (means[True] - means[False])  # type: ignore[attr-defined]
         return {"loss": measured["loss"], "accuracy": measured["accuracy"], "margin": margin, "kl": point}
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the actor on valid_dataset and log the metrics as eval/*.
-
-        Returns:
-            The metrics by name. Empty without valid_dataset.
-        """
-        if self.setup.valid_loaders:
-            self.score_reference()  # with the loaded actor, before a resumed run loads its state into the actor
-        return super().evaluate()
-
 
 def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
     """Yield the rows of a validation set in batches, in the order of the dataset.
@@ -215,7 +183,7 @@ def _in_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
 
 
 def _split(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Return (tokens, prompt_mask) of the prompt of a row, and of its answer, which begins with a trained token."""
+    """Split a row at its first trained token, and return (tokens, prompt_mask) of the prompt and of the answer."""
     tokens, mask = np.asarray(row.tokens), np.asarray(row.prompt_mask)
     start = max(1, int(np.argmin(mask)))
     return (tokens[:start], mask[:start]), (tokens[start:], mask[start:])

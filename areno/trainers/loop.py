@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from areno.config.experiments import ExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.config.experiments import (
+    ExperimentConfig,
+    LossFn,
+    PolicyExperimentConfig,
+    ReferencedExperimentConfig,
+)
 from areno.data.loader import BatchLoader
 from areno.data.row_schema import RowKind
+from areno.run.run import fault_tolerant
 from areno.run.setup import Config, RewardFns, Setup
+from areno.tracking.console import log_stage
 from areno.tracking.tracker import Tracker
 from areno.trainers.collect import evaluate_policy
 from areno.trainers.rows import AdvantageFn
 
 Self = TypeVar("Self", bound="Loop[Any]")  # typing has it from Python 3.11 on
 PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)
+ReferencedConfig = TypeVar("ReferencedConfig", bound=ReferencedExperimentConfig)
+
+logger = logging.getLogger("areno")
 
 
 class Loop(Generic[Config]):
@@ -98,6 +110,108 @@ class RowLoop(Loop[Config]):
     ):
         rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
         super().__init__(config, run_dir=run_dir, trackers=trackers, **rows)
+
+
+class AnswerLoop(RowLoop[Config]):
+    """Base class of loops that train on given answers and measure the accuracy and the margin of each step."""
+
+    headline = ("train/loss", "train/accuracy", "train/margin")
+
+    @fault_tolerant
+    def fit(self) -> float:
+        """Train for all steps of the run.
+
+        Returns:
+            The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
+        """
+        run = self.run
+        self.prepare()
+        for batch in run.steps():
+            stats = self.train_step(batch.items)
+            run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
+            run.log_skipped(batch)
+            run.end_step(stats)
+        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
+        return run.progress.result("eval_accuracy", "accuracy", 5)
+
+    def prepare(self) -> None:
+        """Compute the numbers that the steps need. Called before the first step, again after the loss of a worker."""
+
+    def train_step(self, items: Sequence[Any]) -> dict[str, float]:
+        """Train on a batch of dataset rows.
+
+        Args:
+            items: The rows.
+
+        Returns:
+            The statistics of the step by name, with `accuracy` and `margin`.
+        """
+        raise NotImplementedError
+
+
+class ReferencedLoop(AnswerLoop[ReferencedConfig]):
+    """Base class of loops on answers that a reference model scores once, before training."""
+
+    _has_reference = False
+
+    def prepare(self) -> None:
+        """Compute the scores of the reference model."""
+        self.score_reference()
+
+    def score_reference(self) -> None:
+        """Compute the reference log-probabilities of everything that the run trains on. A second call does nothing.
+
+        Call this before the first update. If ref.path is not set, no second model is loaded, and the actor in its
+        current state serves as the reference model. If the loss uses no reference model, nothing is computed.
+        """
+        if self._has_reference:
+            return
+        self.clear_scores()
+        if self.setup.config.needs_reference():
+            role, trainer = "ref" if self.setup.roles else "actor", self.setup.trainer
+            if self.setup.roles:
+                trainer.ensure_roles(self.setup.roles)
+            started = time.monotonic()
+            log_stage("score_start", role="ref")
+            scored = self.score_all(role)
+            log_stage("score_end", role="ref")
+            logger.info("reference log-probabilities: %s in %.1f s", scored, time.monotonic() - started)
+            if self.setup.roles:
+                trainer.release_role(role)
+        self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
+
+    def clear_scores(self) -> None:
+        """Make empty tables of scores, for the training rows and for each validation set."""
+        raise NotImplementedError
+
+    def score_all(self, role: str) -> str:
+        """Fill the tables of scores.
+
+        Args:
+            role: Role of the model that scores.
+
+        Returns:
+            What was scored, such as "12 pairs", for the log.
+        """
+        raise NotImplementedError
+
+    def n_batches(self) -> int | None:
+        """Return the largest number of batches that the run trains on. None: as many as its epochs have."""
+        config = self.setup.config
+        limits = [config.total_train_steps]
+        if config.total_train_n_seqs is not None:
+            limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the actor on valid_dataset and log the metrics as eval/*.
+
+        Returns:
+            The metrics by name. Empty without valid_dataset.
+        """
+        if self.setup.valid_loaders:
+            self.score_reference()  # with the loaded actor, before a resumed run loads its state into the actor
+        return super().evaluate()
 
 
 class RewardLoop(Loop[PolicyConfig]):

@@ -10,36 +10,29 @@ import numpy as np
 from areno.config.experiments import RewardModelExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.models.registry import load_config
-from areno.run.run import fault_tolerant
-from areno.trainers.loop import RowLoop
+from areno.trainers.loop import AnswerLoop
 from areno.trainers.update import measure_loss, update
 from areno.types import AnswersItem, TrainSequence
 
 _BINS = 10  # of the calibration error
 
 
-class RewardModelTrainer(RowLoop[RewardModelExperimentConfig]):
+class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
     """Trains a reward model on ranked answers. Use it as a context manager, or call close()."""
 
     needs, kind = RewardModelExperimentConfig, "rw"
-    headline = ("train/loss", "train/accuracy", "train/margin")
 
-    @fault_tolerant
-    def fit(self) -> float:
-        """Train for all steps of the run.
+    def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
+        """Train on a batch of ranked answers.
+
+        Args:
+            items: The rows of the dataset, each with two or more answers.
 
         Returns:
-            The accuracy of the last evaluation. Without evaluation, the mean accuracy of the last 5 steps.
+            The statistics of the step by name.
         """
-        run = self.run
-        for batch in run.steps():
-            rows, n_answers = self.rows(batch.items)
-            stats = update(self.setup, rows, rows_per_unit=n_answers)
-            run.progress.keep(accuracy=stats["accuracy"], margin=stats["margin"])
-            run.log_skipped(batch)
-            run.end_step(stats)
-        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
-        return run.progress.result("eval_accuracy", "accuracy", 5)
+        rows, n_answers = self.rows(items)
+        return update(self.setup, rows, rows_per_unit=n_answers)
 
     @property
     def pad_token_id(self) -> int | None:
