@@ -28,6 +28,21 @@ _SHORT_SHARED_SPLIT_LEN = 256
 
 
 @dataclass(slots=True)
+class PrefixGroups:
+    """The shared-prefix groups of a batch. Without windows, they stay while the batch has the same rows.
+
+    Attributes:
+        shared_lens_B: int64, as in AttentionSplit.
+        rows_GR: `prefix_groups_GR` of AttentionSplit.
+        shared_lens: The number of shared positions of each group, also if the groups are not used.
+    """
+
+    shared_lens_B: np.ndarray
+    rows_GR: np.ndarray | None
+    shared_lens: list[int]
+
+
+@dataclass(slots=True)
 class AttentionSplit:
     """How the attention of one decode step is divided, as numpy arrays for a `kernels.paged.PagedBatch`.
 
@@ -44,27 +59,14 @@ class AttentionSplit:
         splits: The largest number of splits that any row has for its own positions, and that any group has for its
             shared positions. Both numbers are rounded up to powers of two, because a CUDA graph is captured for
             fixed `splits` and a fixed shape of prefix_groups_GR.
+        groups: The shared-prefix groups, for later steps with the same rows.
     """
 
     shared_lens_B: np.ndarray
     prefix_groups_GR: np.ndarray | None
     split_lens: np.ndarray
     splits: tuple[int, int]
-
-
-@dataclass(slots=True)
-class PrefixGroups:
-    """The shared-prefix groups of a batch. Without windows, they stay while the batch has the same rows.
-
-    Attributes:
-        shared_lens_B: int64, as in AttentionSplit.
-        rows_GR: `prefix_groups_GR` of AttentionSplit.
-        shared_lens: The number of shared positions of each group, also if the groups are not used.
-    """
-
-    shared_lens_B: np.ndarray
-    rows_GR: np.ndarray | None
-    shared_lens: list[int]
+    groups: PrefixGroups
 
 
 def prefix_groups(
@@ -165,7 +167,7 @@ def split_attention(
         )
         splits = _power_of_two(own_splits), _power_of_two(shared_splits)
         split_lens = np.array([SPAN, first_split_len], dtype=np.int64)
-        return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, splits)
+        return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, splits, groups)
     own_split_len, own_splits = _split_len_and_count(
         int(own_lens_B.max()), own_lens_B.sum() * per_split, _MAX_OWN_SPLIT_LEN
     )
@@ -175,7 +177,7 @@ def split_attention(
         wanted = max(wanted, min(2 * wanted, _SHORT_SHARED_SPLIT_LEN))
         shared_split_len, shared_splits = _split_len_and_count(longest_shared, wanted, _MAX_SHARED_SPLIT_LEN)
     split_lens = np.array([own_split_len, shared_split_len], dtype=np.int64)
-    return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, (own_splits, shared_splits))
+    return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, (own_splits, shared_splits), groups)
 
 
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.engine.decoder.attention_split import PrefixGroups, prefix_groups, split_attention
+from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.graphs import DecodeGraphs
@@ -300,7 +300,7 @@ class Runner:
             self.sampler.assign_masks(*map(self._upload, masks))
         if scheduled.chunks:
             with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
-                out = self._prefill(scheduled.chunks, prefilled)
+                out = self._prefill(scheduled, prefilled, slots_of_prefilled)
             if prefilled:
                 owners_B = table.owner[slots_of_prefilled]
                 pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, *self._download(out)))
@@ -355,16 +355,17 @@ class Runner:
             if (counts := SlotSampler.pack_counts(new)) is not None:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
-    def _prefill(self, chunks: list[Chunk], prefilled: list[Sequence]) -> Tensor:
+    def _prefill(self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray) -> Tensor:
         """Run one forward pass over prompt chunks, and sample a token for each sequence in `prefilled`.
 
-        `prefilled` contains the sequences whose prompts this pass completes.
+        `prefilled` contains the sequences whose prompts this pass completes, and `slots_B` their slots.
 
         Returns:
             (2, len(prefilled)) float64, tokens and log-probabilities. If a sequence needs LogitEdits, the ids and
             the log-probabilities of the most likely tokens follow in further rows. If `prefilled` is empty, the
             result is the hidden states, which the caller ignores.
         """
+        chunks = scheduled.chunks
         tokens: list[int] = []
         for chunk in chunks:
             tokens += chunk.prefill.leader.tokens[chunk.start : chunk.end]
@@ -411,11 +412,10 @@ class Runner:
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
         logits_KV = self.model.logits(hidden_ND[self._upload(cu_q[1:].astype(np.int64)[last] - 1)])
         prompt_of_row = np.repeat(np.arange(len(last)), [len(chunks[row].prefill.sequences) for row in last])
-        slots_B, index_B, prompts_B = self._upload(
-            np.array([[s.slot for s in prefilled], [s.n_sampled - 1 for s in prefilled], prompt_of_row], dtype=np.int64)
-        )
-        edits = LogitEdits.of(prefilled, self._upload)
-        return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
+        table, edits = scheduled.table, LogitEdits.of(prefilled, self._upload)
+        drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
+        on_device_B, index_B, prompts_B = self._upload(drawn)
+        return self._sample(logits_KV[prompts_B], on_device_B, index_B, self.sampler.flags(table, slots_B), edits)
 
     def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
         """Return `attend`, or for a model with recurrent layers a CachedAttend that computes these layers too.
@@ -492,21 +492,21 @@ class Runner:
         rows = np.empty((4, n_rows), dtype=np.int64)
         rows[0], rows[1], rows[2] = slots_B, lengths_B - 1, table.n_sampled[slots_B] - 1
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
-        max_groups = max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0
         split = split_attention(
             sequences,
             self.cache.block_size,
             group_size=self.group_size,
             n_multiprocessors=self.n_multiprocessors,
-            max_groups=max_groups,
+            max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
             n_heads=self.cache.n_heads,
             fixed_order=self.fixed_order,
             has_windows=self.blocks.has_windows,
             lengths_B=lengths_B,
-            groups=self._groups_of(scheduled, max_groups),
+            groups=self._known_groups(slots_B),
         )
+        self._last_groups = slots_B, split.groups
         rows[3] = split.shared_lens_B
-        flags = self.sampler.flags_of(table, slots_B)
+        flags = self.sampler.flags(table, slots_B)
         edits = LogitEdits.of(sequences, self._upload) if table.needs_edits[slots_B].any() else None
         if self.graphs is not None and edits is None:
             return self.graphs.run(rows, split, flags)
@@ -516,21 +516,14 @@ class Runner:
             self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
         )
 
-    def _groups_of(self, scheduled: SchedulerOutput, max_groups: int) -> PrefixGroups:
-        """Return the shared-prefix groups of the decode pass: those of the last step if the batch is the same."""
-        batch, groups = self._last_groups
-        if batch is not scheduled.slots_B or self.blocks.has_windows:
-            groups = prefix_groups(
-                scheduled.decode,
-                self.cache.block_size,
-                group_size=self.group_size,
-                max_groups=max_groups,
-                fixed_order=self.fixed_order,
-                has_windows=self.blocks.has_windows,
-            )
-            self._last_groups = scheduled.slots_B, groups
-        assert groups is not None
-        return groups
+    def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
+        """Return the shared-prefix groups of the last decode step if this step has the same sequences, else None.
+
+        Args:
+            slots_B: The slots of this step. The scheduler gives the same array while the sequences are the same.
+        """
+        last_slots_B, groups = self._last_groups
+        return groups if last_slots_B is slots_B and not self.blocks.has_windows else None
 
     def _decode(
         self,

@@ -61,17 +61,8 @@ class SlotSampler:
         self.masks_SW: Tensor | None = None
         self._masked_slots: set[int] = set()  # slots whose masks have cleared bits
 
-    def flags(self, sequences: list[Sequence]) -> SamplingFlags:
-        """Return the sampling operations that at least one of these sequences needs, such as top-k or a penalty."""
-        return SamplingFlags(
-            filtered=any(sequence.is_filtered for sequence in sequences),
-            n_banned=self.tensors.banned.shape[1] if any(sequence.bans_stop for sequence in sequences) else 0,
-            penalized=any(sequence.is_penalized for sequence in sequences),
-            masked=any(sequence.grammar is not None for sequence in sequences),
-        )
-
-    def flags_of(self, table: SlotTable, slots_B: np.ndarray) -> SamplingFlags:
-        """Return the sampling operations that at least one of these slots needs, as `flags` does for sequences.
+    def flags(self, table: SlotTable, slots_B: np.ndarray) -> SamplingFlags:
+        """Return the sampling operations that at least one of these slots needs, such as top-k or a penalty.
 
         Args:
             table: The numbers of all slots.

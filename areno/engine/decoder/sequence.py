@@ -254,14 +254,6 @@ class Sequence:
         """Number of completion tokens that must be sampled before a token in `stop_ids` is allowed."""
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
-    @property
-    def bans_stop(self) -> bool:
-        """Whether the token sampled in the planned step must not be in `stop_ids`.
-
-        Call this after `n_sampled` was incremented for this token.
-        """
-        return self.n_sampled <= self.min_new
-
     def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None) -> bool:
         """Append a token that has arrived from the device.
 
