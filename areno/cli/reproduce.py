@@ -40,7 +40,7 @@ class Bands:
     factor: float = 2.0
 
     def judge(self, base: float, trained: float) -> Iterator[tuple[bool, str]]:
-        """Yield (whether it is met, text) for each expectation.
+        """Compare solve rates with the bands, and yield (whether the rate is in its band, text) for each comparison.
 
         Args:
             base: Solve rate of the base model.
@@ -273,7 +273,7 @@ def svg(title: str, steps: Sequence[int], rewards: Sequence[float]) -> str:
 
 
 def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
-    """Return the mean of each value and its neighbours.
+    """Compute the moving average of values: the mean of each value and its neighbours.
 
     Args:
         values: The values.

@@ -61,10 +61,10 @@ class PreferenceLoss(Section):
 
 @dataclass(kw_only=True)
 class SmoothedLoss(PreferenceLoss):
-    """Base of the losses that expect a share of the pairs to be swapped.
+    """Base class of losses for pairs of which some may have chosen and rejected swapped by mistake.
 
     Attributes:
-        label_smoothing: Probability s that the chosen and the rejected answer of a pair are swapped.
+        label_smoothing: s in the formulas, the assumed probability that the two answers of a pair are swapped.
     """
 
     label_smoothing: float = setting(

@@ -316,7 +316,7 @@ def _pack_rows(rows: Sequence[Row], packed: PackedTokens, step: StepMicroBatches
 
 
 def _trained(rows: Sequence[Row]) -> np.ndarray:
-    """Return whether each token of rows is trained, bool."""
+    """Concatenate the `trained` masks of rows, bool."""
     return np.concatenate([row.trained for row in rows])
 
 
