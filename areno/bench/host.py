@@ -87,7 +87,7 @@ def _decoder_without_device(folder: str, n_rows: int) -> Decoder:
     def decode(rows: Tensor, *_: Any) -> Tensor:
         return torch.tensor([[2.0], [-1.0]], dtype=torch.float64).repeat(1, rows.shape[1])
 
-    def prefill(chunks: Any, prefilled: list[Any]) -> Tensor:
+    def prefill(scheduled: Any, prefilled: list[Any], slots: Any) -> Tensor:
         return decode(torch.empty(4, len(prefilled)))
 
     runner._decode, runner._prefill = decode, prefill  # type: ignore[method-assign]
