@@ -102,6 +102,7 @@ class Footprint:
         on_cuda: Whether the devices are GPUs, which have memory of their own.
         may_adapt: Whether error messages may suggest LoRA for the actor.
         host_bytes: Free host memory for each device. None if it is not known.
+        share_prefixes: Whether prefixes that rows share are computed once, by models that can do so.
     """
 
     models: tuple[Model, ...]
@@ -114,6 +115,7 @@ class Footprint:
     on_cuda: bool = True
     may_adapt: bool = False
     host_bytes: int | None = None
+    share_prefixes: bool = False
 
     @staticmethod
     def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
@@ -136,6 +138,7 @@ class Footprint:
             copies_a=uses_triton and not engine.exact,
             on_cuda=spec.devices[0].startswith("cuda"),
             may_adapt=may_have_adapters(spec, within),
+            share_prefixes=spec.share_prefixes != "off",
         )
 
     @property

@@ -22,7 +22,8 @@ _MOST_TOKENS = 2**17
 _LEAST_TOKENS = 256
 _LEAST_TOKENS_CPU = 512
 _CPU_BYTES = 2**27  # activations of a micro-batch on a CPU: larger ones no longer fit its caches, and are no faster
-_NEARLY_BEST = 1.02  # the smallest micro-batch within 2 % of the best one is chosen, because it leaves memory free
+_NEARLY_BEST = 1.02  # estimated times that differ by less count as equal
+_OF_GROUPS = 2  # so many times as large may a micro-batch be if its rows share prefixes
 
 # Fitted to training steps of models with 31M to 4B parameters on an H100.
 _FLOPS = 400e12  # FLOPs in a second, in large matrix products
@@ -85,8 +86,9 @@ class _Work:
 def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_bytes: int, cache_bytes: int) -> int:
     """Choose the largest number of tokens in a micro-batch of one model, on one device.
 
-    On a GPU, this is the smallest number whose estimated time per token is within 2 % of the best number that fits the
-    memory. On a CPU, it is the largest number whose activations take at most 128 MiB.
+    On a GPU, this is a number whose estimated time per token is within 2 % of the best number that fits the memory: the
+    smallest, because it leaves memory free. If rows share prefixes, the number may be twice as large, because more
+    groups of rows then fit a micro-batch. On a CPU, it is the largest number whose activations take at most 128 MiB.
 
     Args:
         footprint: The memory of all models.
@@ -104,7 +106,9 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
         small = [size for size in sizes if size <= max(_CPU_BYTES // of_token, _LEAST_TOKENS_CPU)]
         return small[-1]
     seconds = {size: work.seconds_per_token(size, room) for size in sizes}
-    return next(size for size in sizes if seconds[size] <= _NEARLY_BEST * min(seconds.values()))
+    nearly_best = [size for size in sizes if seconds[size] <= _NEARLY_BEST * min(seconds.values())]
+    larger = _OF_GROUPS if footprint.share_prefixes and model.config.shares_prefixes else 1
+    return max(size for size in nearly_best if size <= larger * nearly_best[0])
 
 
 def budgets_in_words(budgets: TokenBudgets) -> str:

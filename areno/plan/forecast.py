@@ -207,6 +207,7 @@ def forecast(
         engine=engine,
         mb_spec=config.actor.mb_spec,
         routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
+        share_prefixes=config.actor.share_prefixes,
     )
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}

@@ -24,6 +24,7 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.cost import LOGITS_CHUNK, PassBytes
 from tests.helpers.critics import critic, critic_rows, reference
+from tests.helpers.fused_layers import DELTA
 from tests.helpers.large_shapes import ACTOR, CRITIC, QWEN3_8B, REF
 from tests.helpers.tiny_backend import WHOLE, loss_and_gradient, make, make_rows
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, rollout, spec, train_on, train_rows
@@ -83,6 +84,15 @@ def test_small_models_get_large_micro_batches_and_large_models_what_fits() -> No
     footprint = Footprint(models=(large,), itemsize=2)
     assert 256 < budget(large, device=141 * 2**30) < budget(medium)
     assert footprint.resident + footprint.training_bytes(large, budget(large, device=141 * 2**30)) < 0.94 * 141 * 2**30
+
+
+def test_micro_batches_with_shared_prefixes_may_be_twice_as_large() -> None:
+    shared = {"share_prefixes": True}
+    for model in (replace(ACTOR, config=QWEN3_06B), replace(ACTOR, optimizer="adam_8bit")):
+        alone, larger = (budget(model, device=200 * 2**30, **more) for more in ({}, shared))
+        assert alone < larger <= 2 * alone
+    recurrent = replace(ACTOR, config=replace(QWEN3_06B, delta=DELTA))
+    assert budget(recurrent) == budget(recurrent, **shared)
 
 
 def test_memory_that_is_taken_makes_micro_batches_smaller() -> None:

@@ -176,7 +176,12 @@ AUTO_AND_OFF = ("actor.share_prefixes=auto", "actor.share_prefixes=off")
 
 def test_shared_prompts_shorten_training_and_scoring() -> None:
     """Of 8 samples with 256 prompt tokens and 256 new ones, 9 of 16 halves are computed."""
-    settings = ["actor.path=Qwen/Qwen3-4B", "actor.optimizer.type=adam_8bit", *KL]
+    settings = [
+        "actor.path=Qwen/Qwen3-4B",
+        "actor.optimizer.type=adam_8bit",
+        *KL,
+        "actor.mb_spec.max_tokens_per_mb=4096",
+    ]
     apart = predicted("grpo", *settings)
     shared = predicted("grpo", *settings, "actor.share_prefixes=auto")
     assert shared.phases[0].seconds == apart.phases[0].seconds
