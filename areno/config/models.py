@@ -183,8 +183,8 @@ class UpdatedModelConfig(Section):
     )
     share_prefixes: Literal["auto", "on", "off"] = setting(
         "auto",
-        help="Compute tokens with which several rows begin only once in training and scoring, such as the prompt of a "
-        "group. auto: if this saves at least a tenth of the tokens. Models with recurrent states never share",
+        help="Compute tokens with which several rows begin, such as a group's prompt, once in training and scoring. "
+        "auto: if this saves a tenth of the tokens and a twentieth of the time. Never with recurrent states",
         renamed_from="enable_tree_training",
     )
     offload: bool = setting(

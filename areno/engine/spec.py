@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,9 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.run import DecoderConfig, EngineConfig, Layout
 from areno.layers.config import AdapterSpec
+from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
+from areno.models.speed import tokens_in_launch, tokens_in_search
 from areno.schema.values import flat
 
 if TYPE_CHECKING:
@@ -26,6 +29,65 @@ OldLogprobs = Literal["recompute", "loglinear", "rollout"]
 SharePrefixes = Literal["auto", "on", "off"]
 """When training and scoring compute the prefixes that rows share once; see EngineSpec.share_prefixes."""
 WORTH_SHARING = 0.1  # share of the rows' tokens from which "auto" computes shared tokens once
+_SHARED_LAUNCH = 1.15  # how much longer the host launches the kernels of a pass with shared prefixes
+_FASTER = 0.95  # share of the time from which passes count as faster
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Decides when training or scoring with a model computes shared prefixes once.
+
+    Host times are given as the number of tokens that the device computes in them. They are 0 on a CPU.
+
+    Attributes:
+        when: The setting share_prefixes, or "off" if the model cannot share prefixes.
+        in_launch: Time in which the host launches the kernels of a pass.
+        in_search: Time in which the host looks for the shared prefix of a row.
+    """
+
+    when: SharePrefixes = "off"
+    in_launch: int = 0
+    in_search: float = 0.0
+
+    @staticmethod
+    def of(when: SharePrefixes, config: TransformerConfig, itemsize: int, *, trains: bool, on_cuda: bool) -> Sharing:
+        """Return the rule for a model.
+
+        Args:
+            when: The setting share_prefixes.
+            config: Shape of the model.
+            itemsize: Bytes of a weight.
+            trains: Whether the rule is for training. Otherwise it is for scoring.
+            on_cuda: Whether the model is on a GPU.
+        """
+        if not config.shares_prefixes or when == "off":
+            return Sharing()
+        if not on_cuda:
+            return Sharing(when)
+        cost = Cost.of(config, itemsize)
+        return Sharing(
+            when, tokens_in_launch(config, cost, trains=trains), tokens_in_search(config, cost, trains=trains)
+        )
+
+    def time(self, sizes: Iterable[int]) -> int:
+        """Estimate the time of passes, as a number of tokens.
+
+        Args:
+            sizes: Number of computed tokens of each pass.
+        """
+        return sum(max(self.in_launch, size) for size in sizes)
+
+    def is_faster(self, shared: Iterable[int], apart: Iterable[int], n_rows: int) -> bool:
+        """Return whether passes take less time with shared prefixes than without. True unless `when` is "auto".
+
+        Args:
+            shared: Number of computed tokens of each pass, with shared prefixes.
+            apart: The same without shared prefixes.
+            n_rows: Number of rows.
+        """
+        launch = round(_SHARED_LAUNCH * self.in_launch)
+        shared_time = replace(self, in_launch=launch).time(shared) + n_rows * self.in_search
+        return self.when != "auto" or shared_time < _FASTER * self.time(apart)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +207,7 @@ class EngineSpec:
             experts.
         mb_spec: Size of micro-batches in scoring, and in training if `Engine.train` gets no UpdateSpec.
         share_prefixes: When training and scoring compute the prefixes that rows share once: "on" if rows share any,
-            "auto" if this saves at least a tenth of the tokens, "off" never.
+            "auto" if this saves at least a tenth of the tokens and, by estimate, a twentieth of the time, "off" never.
         tokenizer_path: Folder of the tokenizer for stop strings and grammars, which is also copied into checkpoints. ""
             takes the tokenizer of the actor.
         eos_token_ids: Tokens that end a completion, in addition to those in the actor's files.
@@ -287,7 +349,7 @@ class EngineInfo:
         context_len: Context length of the model, in tokens.
         vocab_size: Vocabulary size of the model.
         device: Device of the first worker.
-        shares_prefixes: Whether rows can share prefixes, see TransformerConfig.shares_prefixes.
+        sharing: When training the actor computes shared prefixes once.
         device_name: Name of the first worker's GPU, such as "NVIDIA H100 80GB HBM3". "" for a CPU.
         dtype: Type of the weights, as the name of a torch dtype.
         attn_backend: Attention kernel of training and prefill.
@@ -314,7 +376,7 @@ class EngineInfo:
     n_adapter_params: int = 0
     tp_sums: str = ""
     device_name: str = ""
-    shares_prefixes: bool = True
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from areno.engine.memory import (
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
-from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
+from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, Sharing, UpdateSpec
 from areno.engine.state.checkpointer import StateCheckpointer
 from areno.engine.token_budget import TokenBudgets
 from areno.engine.train.backend import LossFn
@@ -107,7 +107,7 @@ class Worker:
             cost=Cost.of(config, self.dtype.itemsize),
             routes=self._route_shape,
             tp_sums=self.context.tp.sum_backend,
-            shares_prefixes=config.shares_prefixes,
+            sharing=self.roles["actor"].backend.train_sharing,
         )
 
     @property
@@ -303,7 +303,7 @@ class Worker:
         optimizer = self.roles["actor"].backend.optimizer
         return 0 if optimizer is None else optimizer.steps
 
-    def load_role(self, name: str, spec: RoleSpec) -> bool:
+    def load_role(self, name: str, spec: RoleSpec) -> Sharing:
         """Load the model of another role. First drops the KV cache, because its size depends on the remaining memory.
 
         Args:
@@ -311,13 +311,13 @@ class Worker:
             spec: Description of the model.
 
         Returns:
-            Whether rows can share prefixes in this model. False if another rank could not load the model.
+            When training this model computes shared prefixes once. Never if another rank could not load the model.
         """
         self.end_rollout(drop=True)
         self.states.forget()
         self.roles.load(name, spec)
         self._set_threads()
-        return name in self.roles and self.roles[name].backend.model.config.shares_prefixes
+        return self.roles[name].backend.train_sharing if name in self.roles else Sharing()
 
     def release_role(self, name: str) -> None:
         """Free the memory of a role."""

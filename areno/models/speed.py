@@ -60,6 +60,7 @@ _LOGIT_BYTES = 12  # bytes per row and token of the vocabulary, to sample from l
 _ADAPTER_LAYER_S = 25e-6  # additional time of a layer with adapters
 _LAYER_S = 36e-6  # time between the kernels of a layer in a decode step, which CUDA graphs launch
 _LAUNCH_S = {True: 3e-3, False: 1e-3}  # time in which the host launches a layer's kernels: training, scoring
+_SEARCH_S = 10e-6  # time in which the host looks for the shared prefix of a row, and lays the row out
 _BETWEEN_S = 0.008  # time between two micro-batches in which the device waits
 _SUM_S, _SUMS = 9e-6, {True: 9, False: 4}  # a tensor-parallel sum in decoding; exchanges of a layer: training, scoring
 _UPDATE_BYTES = {"adam": 30.0, "adam_8bit": 18.0, "sgd": 14.0}  # bytes per trained parameter of an optimizer step
@@ -140,6 +141,35 @@ def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: R
     exchanged = _SUMS[work.trains] * 2.0 * work.n_tokens * config.hidden_size * (1 - 1 / work.tp_size)
     seconds = device_seconds(config, cost, work, rates) + config.num_layers * exchanged / rates.link_bytes_s
     return max(seconds, launched) + n_micro_batches * _BETWEEN_S
+
+
+def tokens_in_launch(config: TransformerConfig, cost: Cost, *, trains: bool) -> int:
+    """Estimate the number of tokens that an H100 computes while the host launches the kernels of one pass.
+
+    A pass over fewer tokens takes as long as one over this number.
+
+    Args:
+        config: Shape of the model.
+        cost: Cost of the model. With `adapter_params`, only adapters are trained.
+        trains: Whether there is a backward pass.
+    """
+    return round(config.num_layers * _LAUNCH_S[trains] / _token_seconds(config, cost, trains=trains))
+
+
+def tokens_in_search(config: TransformerConfig, cost: Cost, *, trains: bool) -> float:
+    """Estimate the number of tokens that an H100 computes while the host looks for the shared prefix of one row.
+
+    Args:
+        config: Shape of the model.
+        cost: Cost of the model. With `adapter_params`, only adapters are trained.
+        trains: Whether there is a backward pass.
+    """
+    return _SEARCH_S / _token_seconds(config, cost, trains=trains)
+
+
+def _token_seconds(config: TransformerConfig, cost: Cost, *, trains: bool) -> float:
+    """Estimate the time of a token in the layers, on an H100."""
+    return device_seconds(config, cost, PassWork(row_lens=(1024,), n_predicted=0, trains=trains), H100) / 1024
 
 
 def _kept_elements(config: TransformerConfig) -> int:

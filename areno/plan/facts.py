@@ -88,7 +88,7 @@ def log_model(engine: Engine) -> None:
             ", ".join(lora.adapters.targets),
             _origin(lora),
         )
-    if engine.spec.share_prefixes != "off" and not info.shares_prefixes:
+    if engine.spec.share_prefixes != "off" and info.sharing.when == "off":
         logger.info("prefixes of rows are not shared in training, because the model has recurrent states")
     _log_memory(engine)
 

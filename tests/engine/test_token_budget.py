@@ -25,14 +25,11 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.models.cost import LOGITS_CHUNK, PassBytes
 from tests.helpers.critics import critic, critic_rows, reference
 from tests.helpers.fused_layers import DELTA
-from tests.helpers.large_shapes import ACTOR, CRITIC, QWEN3_8B, REF
+from tests.helpers.large_shapes import ACTOR, CRITIC, QWEN3_06B, QWEN3_8B, REF
 from tests.helpers.tiny_backend import WHOLE, loss_and_gradient, make, make_rows
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, rollout, spec, train_on, train_rows
 
 H100 = 80 * 2**30
-QWEN3_06B = replace(
-    QWEN3_8B, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_word_embeddings=True
-)
 SMALL = replace(QWEN3_06B, hidden_size=512, intermediate_size=1536, num_layers=6, num_heads=8, vocab_size=8192)
 
 

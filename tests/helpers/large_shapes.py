@@ -30,6 +30,9 @@ QWEN3_8B = TransformerConfig(
     hf={},
 )
 
+QWEN3_06B = replace(
+    QWEN3_8B, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_word_embeddings=True
+)
 ACTOR = Model("actor", QWEN3_8B, "adam", "actor")
 REF = Model("ref", QWEN3_8B, None, "ref")
 CRITIC = Model("critic", replace(QWEN3_8B, head="value"), "adam", "critic")

@@ -18,16 +18,16 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.memory import Option, free_unused, is_out_of_memory, training_hint
 from areno.engine.profiling import phase
-from areno.engine.spec import SharePrefixes, UpdateSpec
+from areno.engine.spec import SharePrefixes, Sharing, UpdateSpec
 from areno.engine.train.activations import KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, over_steps
-from areno.engine.train.micro_batches import StepMicroBatches, TrainResult, row_micro_batches
+from areno.engine.train.micro_batches import APART, StepMicroBatches, TrainResult, row_micro_batches
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, halved, pack_group, pack_step
-from areno.engine.train.prefixes import shares_prefixes
+from areno.engine.train.prefixes import saves_tokens
 from areno.engine.train.routes import StepRouting
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
@@ -73,7 +73,8 @@ class TrainBackend:
         beside: Function that returns setting changes that make the KV cache smaller, for out-of-memory errors.
 
     Attributes:
-        sharing: `share_prefixes`, or "off" if the model cannot share prefixes.
+        sharing: When scoring computes shared prefixes once.
+        train_sharing: When training computes shared prefixes once.
         params: Buffers that hold all parameters.
         flat: Buffers of parameters, gradients and master weights. None for a frozen model.
         optimizer: The optimizer. None for a frozen model.
@@ -106,8 +107,9 @@ class TrainBackend:
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
         self.section, self.device, self.exact, self._beside = section, model.device, exact, beside
-        self.sharing: SharePrefixes = share_prefixes if model.config.shares_prefixes else "off"
         on_cuda = self.device.type == "cuda"
+        rule = partial(Sharing.of, share_prefixes, model.config, model.embed.weight.element_size(), on_cuda=on_cuda)
+        self.sharing, self.train_sharing = rule(trains=False), rule(trains=True)
         self._split = sequence_parallel and model.tp.size > 1
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
@@ -163,7 +165,7 @@ class TrainBackend:
         """
         with self._out_of_memory_hint(update.mb_spec):
             # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
-            batches = [pack_step(step, update.rows_per_unit, self.device, self._shares(step)) for step in steps]
+            batches = [pack_step(step, update.rows_per_unit, self.device, step.shares) for step in steps]
             is_policy = self.model.config.head == "lm"
             if is_policy:
                 score = partial(self.scored_logprobs, sampling=update.sampling)
@@ -175,10 +177,6 @@ class TrainBackend:
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
                 old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
             return TrainResult(over_steps(stats), old, self._n_halvings)
-
-    def _shares(self, step: StepMicroBatches) -> bool:
-        """Return whether this model computes the shared prefixes of a step's rows once."""
-        return step.shares and self.sharing != "off"
 
     def scored_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
         """Compute log-probabilities without gradient, by the same forward pass that an update uses.
@@ -264,8 +262,8 @@ class TrainBackend:
         """
         if not rows:
             return []
-        share = shares_prefixes(rows, self.sharing)
-        groups = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, share)
+        rule = self.sharing if saves_tokens(rows, self.sharing.when) else APART
+        groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.size, rule)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec), self._prefix_passes():
             scored = []
             for group in groups:
@@ -453,7 +451,7 @@ class TrainBackend:
                 if not self.kept_layers.keep_less():
                     if not (update.may_halve and self.is_alone and not self._divides_grads):
                         raise
-                    halves = halved(step, given, update.rows_per_unit, self.device, self._shares(step))
+                    halves = halved(step, given, update.rows_per_unit, self.device, step.shares)
                     if len(halves) == len(batches):
                         raise
                     self._n_halvings += 1

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import EngineInfo, SharePrefixes, UpdateSpec
-from areno.engine.train.prefixes import Rows, linked_pieces, pieces, shares_prefixes
+from areno.engine.spec import EngineInfo, Sharing, UpdateSpec
+from areno.engine.train.prefixes import LinkedPieces, Rows, linked_pieces, pieces, saves_tokens
 from areno.engine.train.rows import FlatRows, Row, read_tokens
 from areno.errors import DataError, Key
 from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
+
+APART = Sharing("off")
 
 _BALANCED = 1.1  # largest cost of a rank, divided by the mean, with which rows are not divided further
 _PIECES = 4  # at least so many pieces of rows with a shared prefix for each data-parallel rank
@@ -121,7 +123,7 @@ def share_steps(
     section: str = "actor",
     cost: Cost | None = None,
     cp_size: int = 1,
-    share_prefixes: SharePrefixes = "off",
+    sharing: Sharing = APART,
 ) -> list[list[StepMicroBatches]]:
     """Divide rows into optimizer steps, and each step over the data-parallel ranks.
 
@@ -136,8 +138,8 @@ def share_steps(
         cost: Cost model from which the FLOPs of a row are computed, to give all ranks equal work. None gives all ranks
             about the same number of tokens.
         cp_size: Number of context-parallel ranks that share a micro-batch.
-        share_prefixes: When the model computes the prefixes that rows share once. Rows that share a prefix then stay
-            together as far as possible.
+        sharing: When the model computes the prefixes that rows share once. Rows that share a prefix then stay together
+            as far as possible.
 
     Returns:
         For each data-parallel rank, a list with its share of each step.
@@ -165,17 +167,19 @@ def share_steps(
             )
         trained = trained_of_unit[step]
         tokens = [[row.tokens for row in units[index]] for index in step]
-        shares_step = shares_prefixes([row for unit in tokens for row in unit], share_prefixes)
+        shares_step = saves_tokens([row for unit in tokens for row in unit], sharing.when)
         n_tokens, n_rows = int(trained.sum()), int((trained > 0).sum())
         of_ranks: list[StepMicroBatches] = []
         costs = [sum(_row_cost(row, cost) for row in units[index]) if dp_size > 1 else 1.0 for index in step]
         for mine in _split_units(tokens, costs, dp_size, shares_step):
             of_mine, spec = [tokens[place] for place in mine], update_of_units.mb_spec
-            found = row_micro_batches(of_mine, spec, cp_size, shares_step and not counts_micro_batches)
+            rule = sharing if shares_step and not counts_micro_batches else APART
+            found, shares_mine = row_micro_batches(of_mine, spec, cp_size, rule)
+            shares_mine = shares_mine or (shares_step and counts_micro_batches)
             groups = [[[row for at in batch for row in units[step[mine[at]]]] for batch in group] for group in found]
             if not mine:  # the rank takes part in collectives, but adds nothing to the loss
                 groups = [[[_untrained(units[index][0] for index in step)]]]
-            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, shares_step))
+            of_ranks.append(StepMicroBatches(groups, n_tokens, n_rows, 0, shares_mine))
         rounds = max(of_rank.n_backward for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
             steps.append(replace(of_rank, rounds=rounds))
@@ -195,14 +199,16 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     shares: list[list[int]] = []
     for most in (total, max(1, total // (_PIECES * n_shares))):
         found = pieces(units, most)
-        of_pieces = [size * sum(costs[i] for i in unit) / sum(n_tokens[i] for i in unit) for unit, size in found]
+        of_pieces = [
+            piece.size * sum(costs[i] for i in piece.units) / sum(n_tokens[i] for i in piece.units) for piece in found
+        ]
         shares = split_balanced(of_pieces, n_shares)
         loads = [sum(of_pieces[place] for place in share) for share in shares]
         if max(loads) <= _BALANCED * sum(loads) / n_shares:
             break
     if not all(shares):  # each rank needs a unit, if there are enough
         return split_balanced(costs, n_shares)
-    return [sorted(i for place in share for i in found[place][0]) for share in shares]
+    return [sorted(i for place in share for i in found[place].units) for share in shares]
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
@@ -299,30 +305,43 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
 
 
 def row_micro_batches(
-    units: Sequence[Rows], spec: MicroBatchSpec, cp_size: int = 1, share: bool = False
-) -> list[list[list[int]]]:
+    units: Sequence[Rows], spec: MicroBatchSpec, cp_size: int = 1, sharing: Sharing = APART
+) -> tuple[list[list[list[int]]], bool]:
     """Divide units of rows into micro-batches as `micro_batches` does.
 
     Args:
         units: Token ids of the rows of each unit.
         spec: Size of a micro-batch.
         cp_size: Number of context-parallel ranks that share a micro-batch.
-        share: Whether a prefix that rows of a micro-batch share counts once for `spec.max_tokens_per_mb`. Units that
-            share a prefix are then put together as far as possible.
+        sharing: When the model computes shared prefixes once. Such a prefix counts once for `spec.max_tokens_per_mb`,
+            and units that share a prefix are put together as far as possible.
 
     Returns:
-        Groups of micro-batches, and the unit indices of each micro-batch. Most groups have one micro-batch. The
-        micro-batches of a larger group have common prefixes, which are computed once, see `linked_pieces`. Context
-        parallelism has no such groups, because a rank does not have all keys of a prefix.
+        Groups of micro-batches with the unit indices of each micro-batch, and whether the model should compute shared
+        prefixes once. Most groups have one micro-batch. The micro-batches of a larger group have common prefixes, which
+        are computed once, see `linked_pieces`. Context parallelism has no such groups, because a rank does not have all
+        keys of a prefix.
     """
-    if not share or spec.max_tokens_per_mb is None:
-        return [[batch] for batch in micro_batches([sum(map(len, unit)) for unit in units], spec, cp_size)]
+    lengths = [sum(map(len, unit)) for unit in units]
+    apart = micro_batches(lengths, spec, cp_size)
+    if sharing.when == "off" or spec.max_tokens_per_mb is None:
+        return [[batch] for batch in apart], sharing.when != "off"
     most = spec.max_tokens_per_mb * cp_size
-    found = linked_pieces(units, most) if cp_size == 1 else [[piece] for piece in pieces(units, most)]
-    alone = [piece for piece, *others in found if not others]
-    batches = micro_batches([size for _, size in alone], spec, cp_size)
-    groups = [[sorted(unit for place in batch for unit in alone[place][0])] for batch in batches]
-    return sorted(groups + [[sorted(indices) for indices, _ in group] for group in found if len(group) > 1])
+    if cp_size == 1:
+        found = linked_pieces(units, most, sharing)
+    else:
+        found = [LinkedPieces([piece], [piece.n_computed]) for piece in pieces(units, most)]
+    alone = [each.pieces[0] for each in found if len(each.pieces) == 1]
+    linked = [each for each in found if len(each.pieces) > 1]
+    batches = micro_batches([piece.size for piece in alone], spec, cp_size)
+    passes = [sum(alone[place].n_computed for place in batch) for batch in batches]
+    passes += [n for each in linked for n in each.passes]
+    passes_apart = [sum(lengths[unit] for unit in batch) for batch in apart]
+    of_device = ([n // cp_size for n in sizes] for sizes in (passes, passes_apart))
+    if not sharing.is_faster(*of_device, n_rows=sum(map(len, units))):
+        return [[batch] for batch in apart], False
+    groups = [[sorted(unit for place in batch for unit in alone[place].units)] for batch in batches]
+    return sorted(groups + [[sorted(piece.units) for piece in each.pieces] for each in linked]), True
 
 
 def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
@@ -351,7 +370,7 @@ def share_rows(
     routes: Sequence[np.ndarray] | None,
     n_shares: int,
     info: EngineInfo,
-    share_prefixes: SharePrefixes = "off",
+    sharing: Sharing = APART,
 ) -> tuple[list[list[int]], list[list[list[np.ndarray]]]]:
     """Check rows that will be scored, and distribute them over the copies of a model.
 
@@ -360,7 +379,7 @@ def share_rows(
         routes: Experts of each row's tokens. None lets the router choose.
         n_shares: Number of copies of the model. Each copy gets one share.
         info: Facts about the model, such as the size of its vocabulary.
-        share_prefixes: When the model computes the prefixes that rows share once.
+        sharing: When the model computes the prefixes that rows share once.
 
     Returns:
         (indices, columns), two lists with one entry for each share. An entry of `indices` has the indices of the
@@ -375,7 +394,7 @@ def share_rows(
         for index, tokens in enumerate(rows)
     ]
     costs = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
-    share = n_shares > 1 and shares_prefixes(checked, share_prefixes)
+    share = n_shares > 1 and saves_tokens(checked, sharing.when)
     shares = _split_units([[tokens] for tokens in checked], costs, n_shares, share)
     columns = [checked] if routes is None else [checked, list(routes)]
     return shares, [[[column[index] for index in share] for column in columns] for share in shares]

@@ -10,22 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from areno.engine.spec import WORTH_SHARING, SharePrefixes
+from areno.engine.spec import WORTH_SHARING, SharePrefixes, Sharing
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 _LEAST_OF_SHORT = 4  # the same where all rows are short
 KEYS = 8  # copied keys of shared tokens take about as much memory as one computed token
-KEPT = 3  # computed tokens that take about as much memory as a token whose keys and gradients are kept in all layers
-WORTH_A_PASS = 0.05  # part of the tokens that a forward and a backward pass over prefixes must save
+KEPT = 2  # computed tokens that take about as much memory as a token whose keys and gradients are kept in all layers
+WORTH_A_PASS = 0.95  # share of the time, from which a pass over the prefixes of several micro-batches is worthwhile
 
 _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 
 Rows = Sequence[np.ndarray]
-Piece = tuple[list[int], int]
-"""(indices of units, size), see `pieces`."""
+
+
+class Piece(NamedTuple):
+    """Units of rows that share prefixes and are computed together.
+
+    Attributes:
+        units: Indices of the units.
+        size: Number of computed tokens and, because each row has copies of the keys of its prefix, a KEYS-th of the
+            other tokens. It stands for the memory of a pass.
+        n_computed: Number of computed tokens. It stands for the time of a pass.
+    """
+
+    units: list[int]
+    size: int
+    n_computed: int
+
+    def joined(self, unit: int, size: int, n_computed: int) -> Piece:
+        """Return the piece with one more unit."""
+        return Piece([*self.units, unit], self.size + size, self.n_computed + n_computed)
 
 
 def least_shared(rows: Rows) -> int:
@@ -301,47 +319,70 @@ def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
         units: The rows of each unit, which stay together. The first row of a unit stands for it.
         most: Largest size of a piece with more than one unit.
 
-    Returns:
-        For each piece, (indices of its units, size). The size is the number of computed tokens and, because each row
-        has copies of the keys of its prefix, a KEYS-th of the other tokens.
     """
-    return _pieces(units, _sizes(units), most)
+    return _pieces(_joins(units), most)
 
 
-def _pieces(units: Sequence[Rows], sizes: Iterable[tuple[int, int, int]], most: int) -> list[Piece]:
-    """Divide the units whose `_sizes` are given into pieces, see `pieces`."""
+class _Join(NamedTuple):
+    """A unit, and its tokens as part of a piece that has the unit before it.
+
+    Attributes:
+        unit: Index of the unit.
+        common: Number of tokens that it has in common with the unit before.
+        size: Size that it adds to the piece.
+        n_computed: Number of computed tokens that it adds to the piece.
+        alone: The piece that has no other unit.
+    """
+
+    unit: int
+    common: int
+    size: int
+    n_computed: int
+    alone: Piece
+
+
+def _pieces(joins: Iterable[_Join], most: int) -> list[Piece]:
+    """Divide units into pieces, see `pieces`."""
     found: list[Piece] = []
-    for index, common, more in sizes:
-        if common and found and found[-1][1] + more <= most:
-            indices, total = found[-1]
-            found[-1] = [*indices, index], total + more
+    for join in joins:
+        if join.common and found and found[-1].size + join.size <= most:
+            found[-1] = found[-1].joined(join.unit, join.size, join.n_computed)
         else:
-            found.append(([index], _size(units[index])))
+            found.append(join.alone)
     return found
 
 
-def _size(unit: Rows) -> int:
-    """Return the size of a piece with one unit, see `pieces`."""
-    size = len(unit[0])
-    if len(unit) > 1:
-        size = n_computed(unit)
-        size += (sum(map(len, unit)) - size) // KEYS
-    return size
+def _joins(units: Sequence[Rows]) -> Iterator[_Join]:
+    """Yield the units in an order in which units with a common prefix are neighbours.
 
-
-def _sizes(units: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of a unit, number of tokens shared with the unit before, size that the unit adds to a piece).
-
-    Units with a common prefix are neighbours. The first row of a unit stands for it.
+    The first row of a unit stands for it.
     """
     firsts = [unit[0] for unit in units]
     least = least_shared(firsts)
     for index, common in sorted_rows(firsts):
+        unit = units[index]
+        size = computed = len(unit[0])
+        if len(unit) > 1:
+            computed = n_computed(unit)
+            size = computed + (sum(map(len, unit)) - computed) // KEYS
         saved = max(0, common - least + 1)  # at least so many tokens are shared, see _Tree
-        yield index, common, _size(units[index]) - saved + -(-saved // KEYS)
+        yield _Join(index, common, size - saved + -(-saved // KEYS), computed - saved, Piece([index], size, computed))
 
 
-def linked_pieces(units: Sequence[Rows], most: int) -> list[list[Piece]]:
+class LinkedPieces(NamedTuple):
+    """Pieces whose common prefixes are computed in a pass of their own, or one piece.
+
+    Attributes:
+        pieces: The pieces.
+        passes: Number of computed tokens of each pass: that of the prefixes, if there are several pieces, and those of
+            the pieces.
+    """
+
+    pieces: list[Piece]
+    passes: list[int]
+
+
+def linked_pieces(units: Sequence[Rows], most: int, sharing: Sharing) -> list[LinkedPieces]:
     """Divide units of rows into pieces as `pieces` does, and link pieces that have a prefix in common.
 
     The common prefixes of linked pieces are computed in a forward pass of their own, before the pieces. Their keys,
@@ -351,56 +392,58 @@ def linked_pieces(units: Sequence[Rows], most: int) -> list[list[Piece]]:
     Args:
         units: The rows of each unit, which stay together. The first row of a unit stands for it.
         most: Largest size of a piece with more than one unit.
+        sharing: The rule of the model, which estimates the time of passes.
 
     Returns:
-        Lists of linked pieces, see `pieces`. Most lists have one piece.
+        The linked pieces. Most of the results have one piece.
     """
-    groups: list[list[tuple[int, int, int]]] = []  # units with a common prefix
-    for sizes in _sizes(units):
-        if sizes[1]:
-            groups[-1].append(sizes)
+    groups: list[list[_Join]] = []  # units with a common prefix
+    for join in _joins(units):
+        if join.common:
+            groups[-1].append(join)
         else:
-            groups.append([sizes])
-    found: list[list[Piece]] = []
+            groups.append([join])
+    found: list[LinkedPieces] = []
     for group in groups:
-        fits = sum(more for _, _, more in group) <= most
-        if not fits and len(units[0]) == 1 and (linked := _linked(group, most)):
+        apart = _pieces(group, most)
+        linked = _linked(group, most) if len(apart) > 1 and len(units[0]) == 1 else None
+        # Pieces that are not linked are put together with others, so that their passes are not small.
+        if linked and sharing.time(linked.passes) < WORTH_A_PASS * sum(piece.n_computed for piece in apart):
             found.append(linked)
         else:
-            found += [[piece] for piece in _pieces(units, group, most)]
+            found += [LinkedPieces([piece], [piece.n_computed]) for piece in apart]
     return found
 
 
-def _linked(sizes: Sequence[tuple[int, int, int]], most: int) -> list[Piece]:
-    """Return linked pieces of units with a common prefix, or an empty list if it is better not to link them.
+def _linked(joins: Sequence[_Join], most: int) -> LinkedPieces | None:
+    """Return linked pieces of units with a common prefix. None if the prefixes would take too much memory.
 
     Args:
-        sizes: The `_sizes` of these units, which are too large for one piece.
+        joins: The units, which are too large for one piece.
         most: Largest size of a piece, together with the prefixes that stay in memory.
     """
 
-    def cut(room: int) -> tuple[list[Piece], int, int]:
-        """Return pieces of at most a size, the tokens of their common prefixes, and the tokens saved by linking."""
-        found: list[Piece] = []
-        n_prefixes = n_saved = 0
-        seen = 0  # tokens at the beginning of the unit that are counted in n_prefixes
-        for index, common, more in sizes:
-            seen = min(seen, common)
-            if found and found[-1][1] + more <= room:
-                found[-1] = [*found[-1][0], index], found[-1][1] + more
+    def cut(room: int) -> LinkedPieces:
+        """Return pieces of at most a size. The first of the passes is that of the prefixes."""
+        found, of_prefixes = [joins[0].alone], [0]  # of each piece, the tokens that the pass over the prefixes computes
+        seen = 0  # tokens at the beginning of the unit that are counted in of_prefixes
+        for join in joins[1:]:
+            seen = min(seen, join.common)
+            if found[-1].size + join.size <= room:
+                found[-1] = found[-1].joined(join.unit, join.size, join.n_computed)
                 continue
-            if found:
-                n_prefixes, n_saved, seen = n_prefixes + common - seen, n_saved + common, common
-            found.append(([index], more))
-        return found, n_prefixes, n_saved
+            of_prefixes[-1], seen = join.common - seen, join.common
+            found.append(Piece([join.unit], join.size, join.n_computed))
+            of_prefixes.append(0)
+        own = [piece.n_computed - others for piece, others in zip(found, of_prefixes, strict=True)]
+        return LinkedPieces(found, [sum(of_prefixes), *own])
 
-    found, n_prefixes, n_saved = cut(most // 2)
+    found = cut(most // 2)
+    n_prefixes = found.passes[0]
     if KEPT * n_prefixes > most // 2:
-        return []
-    larger, n_of_larger, n_saved_of_larger = cut(most - KEPT * n_prefixes)
-    if n_of_larger <= n_prefixes:
-        found, n_saved = larger, n_saved_of_larger
-    return found if n_saved >= WORTH_A_PASS * sum(more for _, _, more in sizes) else []
+        return None
+    larger = cut(most - KEPT * n_prefixes)
+    return larger if larger.passes[0] <= n_prefixes else found
 
 
 def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
@@ -420,12 +463,12 @@ def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
     return routes_N if np.array_equal(routes_N[forest.places_U[known]], routes_U[known]) else None
 
 
-def shares_prefixes(rows: Rows, when: SharePrefixes) -> bool:
-    """Return whether to compute the tokens of shared prefixes once.
+def saves_tokens(rows: Rows, when: SharePrefixes) -> bool:
+    """Return whether enough tokens are saved if those of shared prefixes are computed once.
 
     Args:
         rows: int64 token ids of each row.
-        when: "auto" shares if enough tokens are saved, "on" if any are.
+        when: The setting share_prefixes. A tenth of the tokens is enough for "auto", and one token for "on".
     """
     if when == "off":
         return False

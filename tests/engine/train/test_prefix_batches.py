@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import UpdateSpec
+from areno.engine.spec import Sharing, UpdateSpec
 from areno.engine.train import prefixes
 from areno.engine.train.micro_batches import row_micro_batches, share_steps
 from areno.engine.train.packing import pack_group
-from areno.engine.train.prefixes import forest_of, n_computed, pieces, shares_prefixes
+from areno.engine.train.prefixes import forest_of, n_computed, pieces, saves_tokens
 from areno.engine.train.rows import read_rows
+from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
 from tests.helpers.shared_rows import Rows, cases, group, n_nodes, train_rows, tree
 from tests.helpers.tiny_backend import VOCAB, WHOLE
+
+ON = Sharing("on")
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +80,41 @@ def test_short_prefixes_are_not_worth_a_segment(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("when", "prompt", "expected"), [("auto", 12, True), ("auto", 1, False), ("on", 1, True)])
 def test_auto_shares_if_it_saves_a_tenth(when: Any, prompt: int, expected: bool) -> None:
     rows = group(prompt, [10, 10], VOCAB)
-    assert shares_prefixes(rows, when) == expected
-    assert not shares_prefixes(rows, "off")
+    assert saves_tokens(rows, when) == expected
+    assert not saves_tokens(rows, "off")
+
+
+PASSES = [
+    (Sharing("auto"), [60, 30], [100], True),
+    (Sharing("auto"), [60, 36], [100], False),  # less than a twentieth faster
+    (Sharing("on"), [60, 36], [100], True),
+    (Sharing("auto", in_launch=100), [60, 60], [120, 120], False),  # the host takes 115 for each pass
+    (Sharing("auto", in_launch=50), [60, 60], [120, 120], True),
+    (Sharing("auto", in_search=20), [60], [120], True),
+    (Sharing("auto", in_search=30), [60], [120], False),
+]
+
+
+@pytest.mark.parametrize(("sharing", "shared", "apart", "expected"), PASSES)
+def test_auto_counts_what_the_host_takes(sharing: Any, shared: list[int], apart: list[int], expected: bool) -> None:
+    assert sharing.is_faster(shared, apart, n_rows=2) == expected
+
+
+def test_small_passes_are_not_shared_or_linked_on_a_gpu() -> None:
+    """A 0.6B model, whose passes of less than about 10,000 tokens wait for the host."""
+    rule = Sharing.of("auto", QWEN3_06B, 2, trains=True, on_cuda=True)
+    assert 5_000 < rule.in_launch < 20_000
+    assert Sharing.of("auto", QWEN3_06B, 2, trains=True, on_cuda=False) == Sharing("auto")
+    assert Sharing.of("off", QWEN3_06B, 2, trains=True, on_cuda=True) == Sharing("off")
+    units = [[row] for row in group(1024, [1024] * 16, 9999)]
+    for budget, shares in ((4096, False), (32768, True)):
+        groups, found = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=budget), sharing=rule)
+        assert found == shares
+        assert max(map(len, groups)) == 1
+    large = Sharing.of("auto", QWEN3_8B, 2, trains=True, on_cuda=True)
+    groups, found = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=8192), sharing=large)
+    assert found
+    assert max(map(len, groups)) > 1
 
 
 def test_a_shared_prefix_counts_once_in_a_micro_batch() -> None:
@@ -86,33 +122,33 @@ def test_a_shared_prefix_counts_once_in_a_micro_batch() -> None:
     random.Random(0).shuffle(rows)
     units = [[row] for row in rows]
     spec = MicroBatchSpec(max_tokens_per_mb=120)
-    batches = [batch for (batch,) in row_micro_batches(units, spec, share=True)]
+    batches = [batch for (batch,) in row_micro_batches(units, spec, sharing=ON)[0]]
     assert sorted(itertools.chain(*batches)) == list(range(len(rows)))
     sizes = [n_computed([rows[i] for i in batch]) for batch in batches]
     assert sum(sizes) <= 6 * (20 + 5 + 6 + 7 + 8)  # no group is cut
     assert max(sizes) <= 120
     assert len(batches) == 3
-    assert len(row_micro_batches(units, spec)) > 5
+    assert len(row_micro_batches(units, spec)[0]) > 5
 
 
 def test_a_group_larger_than_a_micro_batch_is_cut() -> None:
     rows = group(20, [10] * 9, VOCAB)
     spec, units = MicroBatchSpec(max_tokens_per_mb=60), [[row] for row in rows]
-    groups = row_micro_batches(units, spec, share=True)
+    groups = row_micro_batches(units, spec, sharing=ON)[0]
     assert [len(batch) for (batch,) in groups] == [3, 3, 3]  # the prompt is too long to be kept: computed three times
     (piece,) = pieces([[rows[0]]], 5)  # a single row may exceed the budget
-    assert piece == ([0], 30)
+    assert piece == ([0], 30, 30)
     units = [[row] for row in group(8, [10] * 9, VOCAB)]
-    (linked,) = row_micro_batches(units, spec, share=True)
-    assert sorted(map(len, linked)) == [1, 2, 3, 3]
-    apart = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=30), cp_size=2, share=True)
+    (linked,) = row_micro_batches(units, spec, sharing=ON)[0]
+    assert sorted(map(len, linked)) == [3, 3, 3]
+    apart = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=30), cp_size=2, sharing=ON)[0]
     assert all(len(alone) == 1 for alone in apart)
 
 
 def test_pairs_are_not_linked() -> None:
     """The second rows of these pairs are equal, and would be kept in memory beside the prompt."""
     rows = group(8, [10] * 9, VOCAB)
-    groups = row_micro_batches([[row, rows[0]] for row in rows], MicroBatchSpec(max_tokens_per_mb=60), share=True)
+    groups = row_micro_batches([[row, rows[0]] for row in rows], MicroBatchSpec(max_tokens_per_mb=60), sharing=ON)[0]
     assert len(groups) > 1
     assert all(len(alone) == 1 for alone in groups)
 
@@ -120,18 +156,18 @@ def test_pairs_are_not_linked() -> None:
 @pytest.mark.parametrize(("prompt", "is_linked"), [(3, True), (1, False)])
 def test_prefixes_that_save_little_are_not_worth_a_pass(prompt: int, is_linked: bool) -> None:
     rows = [np.array([2] * prompt + [place] + row.tolist()) for place, row in enumerate(group(0, [30] * 9, VOCAB), 3)]
-    groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=50), share=True)
+    groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=50), sharing=ON)[0]
     assert any(len(linked) > 1 for linked in groups) == is_linked
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_linked_micro_batches_fit_beside_their_prefixes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "WORTH_A_PASS", 0.0)
+    monkeypatch.setattr(prefixes, "WORTH_A_PASS", 10.0)
     monkeypatch.setattr(prefixes, "KEPT", 1)
     rows = [np.concatenate([np.arange(2), row]) for row in tree(4, VOCAB, seed)]
     found = 0
     for most in range(130, 200, 10):
-        for linked in row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=most), share=True):
+        for linked in row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=most), sharing=ON)[0]:
             packs = pack_group([[rows[i] for i in batch] for batch in linked], torch.device("cpu"), share=True)
             for batch, one in zip(linked, packs, strict=True):
                 assert prefixes.KEPT * one.n_before + one.n_computed <= most or len(batch) == 1
@@ -148,14 +184,14 @@ def test_a_micro_batch_without_tokens_of_its_own_is_not_linked() -> None:
 
 def test_ranks_get_whole_groups() -> None:
     rows = [row for seed in range(8) for row in group(20, [5, 6, 7, 8], VOCAB, seed)]
-    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, share_prefixes="on")
+    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, sharing=ON)
     sizes = [n_computed([row.tokens for batch in step.micro_batches for row in batch]) for (step,) in shares]
     assert sizes == pytest.approx([4 * (20 + 5 + 6 + 7 + 8)] * 2, abs=4)  # prompts may begin alike by chance
 
 
 def test_two_ranks_share_a_single_group() -> None:
     rows = group(20, [5, 6, 7, 8], VOCAB)
-    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, share_prefixes="on")
+    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, sharing=ON)
     assert [sum(map(len, step.micro_batches)) for (step,) in shares] == [2, 2]
 
 
@@ -175,7 +211,7 @@ def test_common_prefixes_are_counted_in_blocks(at_once: int, monkeypatch: pytest
 def test_many_short_answers_are_cut_by_their_copies_of_keys() -> None:
     """A thousand answers of two tokens to a prompt of 512 would copy half a million keys."""
     rows = group(512, [2] * 1000, VOCAB)
-    groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=4096), share=True)
+    groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=4096), sharing=ON)[0]
     for batch in itertools.chain(*groups):
         n_keys = sum(len(rows[i]) for i in batch)
         assert n_computed([rows[i] for i in batch]) + n_keys / prefixes.KEYS <= 4096 + 512 / prefixes.KEYS
@@ -184,7 +220,7 @@ def test_many_short_answers_are_cut_by_their_copies_of_keys() -> None:
 def test_the_number_of_micro_batches_of_a_step_does_not_depend_on_sharing() -> None:
     rows = read_rows(train_rows([row for seed in range(4) for row in group(20, [5, 6], VOCAB, seed)]), VOCAB)
     update = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=60), gradient_accumulation_steps=2)
-    on, off = (share_steps(rows, update, share_prefixes=share)[0] for share in ("on", "off"))
+    on, off = (share_steps(rows, update, sharing=Sharing(share))[0] for share in ("on", "off"))
     assert [len(step.micro_batches) for step in on] == [len(step.micro_batches) for step in off] == [2, 2]
 
 
@@ -196,6 +232,6 @@ def test_rows_share_half_of_their_tokens_or_sixteen(
     head, others = list(range(6)), iter(range(100, 10_000))
     rows = [np.array([*head, *itertools.islice(others, length - 6)]) for _ in range(8)]
     assert n_computed(rows) == 8 * length - 7 * n_shared
-    assert shares_prefixes(rows, "auto") == (n_shared > 0)
+    assert saves_tokens(rows, "auto") == (n_shared > 0)
     long = [np.concatenate([np.arange(20), row]) for row in rows]
     assert n_computed(long) == 8 * (length + 20) - 7 * 26

@@ -16,12 +16,12 @@ import torch
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import UpdateSpec
+from areno.engine.spec import Sharing, UpdateSpec
 from areno.engine.train import prefixes
 from areno.engine.train.activations import KeptLayers
 from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
 from areno.engine.train.packing import LocalTokens, PrefixPass, halved, pack_group, pack_tokens
-from areno.engine.train.prefixes import shares_prefixes
+from areno.engine.train.prefixes import saves_tokens
 from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
 from areno.layers import rotary
@@ -39,6 +39,8 @@ from tests.helpers.tiny_backend import VOCAB, WHOLE, make, model_config
 from tests.helpers.tiny_engine import engine_spec
 from tests.helpers.two_ranks import load
 
+ON = Sharing("on")
+
 FAMILIES = "mistral mistral-window qwen3-window phi3-partial-tied smollm3-window olmo3 gemma3 glm4"
 
 
@@ -53,7 +55,7 @@ def test_rows_that_share_nothing_are_packed_as_without_sharing() -> None:
     local, plain = packed(rows, share=True), packed(rows, share=False)
     assert local.packed.shared is None
     assert torch.equal(local.tokens_n, plain.tokens_n)
-    assert not shares_prefixes(rows, "on")
+    assert not saves_tokens(rows, "on")
 
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
@@ -152,9 +154,8 @@ LOSSES = {
 def step(backend: Any, rows: list[Any], loss_fn: Any, share: Any, spec: MicroBatchSpec = WHOLE, **how: Any) -> Any:
     update = UpdateSpec(spec, **how)
     checked = read_rows(rows, VOCAB)
-    (steps,) = share_steps(checked, update, share_prefixes=share)
+    (steps,) = share_steps(checked, update, sharing=Sharing(share))
     assert all(one.shares == (share == "on") for one in steps)
-    backend.sharing = share
     return backend.train(steps, loss_fn, update)
 
 
@@ -230,6 +231,7 @@ def test_the_prompt_of_a_group_passes_the_model_once() -> None:
     step(backend, train_rows(rows), LOSSES["grpo"], "on")
     assert sum(seen) == 4 * (20 + 5 + 6 + 7)
     seen.clear()
+    backend.sharing = ON
     backend.logprobs(rows, SamplingConfig(), WHOLE)
     assert sum(seen) == 4 * (20 + 5 + 6 + 7)
 
@@ -239,7 +241,7 @@ def test_scores_are_those_of_rows_apart(name: str) -> None:
     rows = cases(VOCAB)[name]
     backend = make()
     expected = backend.logprobs(rows, SamplingConfig(temperature=0.7), WHOLE)
-    backend.sharing = "on"
+    backend.sharing = ON
     for spec in (WHOLE, MicroBatchSpec(max_tokens_per_mb=25), MicroBatchSpec(mini_bs=1)):
         found = backend.logprobs(rows, SamplingConfig(temperature=0.7), spec)
         for shared, apart, row in zip(found, expected, rows, strict=True):
@@ -252,7 +254,7 @@ def test_a_model_with_recurrent_states_does_not_share(tmp_path: Path) -> None:
 
     random_model("qwen3.5", tmp_path)
     backend = TrainBackend(load(tmp_path), None, attn_backend="sdpa", share_prefixes="on")
-    assert backend.sharing == "off"
+    assert backend.sharing == backend.train_sharing == Sharing("off")
     rows = group(14, [3, 12, 0], 101)
     assert all(len(scores) for scores in backend.logprobs(rows, SamplingConfig(), WHOLE))
 
@@ -277,7 +279,7 @@ def linked_rows(name: str) -> Rows:
 def test_a_step_with_linked_micro_batches_is_that_of_rows_apart(name: str, loss: str, recompute: bool) -> None:
     rows, seen = train_rows(linked_rows(name)), []
     one, other = make(recompute=recompute), make(recompute=recompute)
-    ((the_step,),) = share_steps(read_rows(rows, VOCAB), UpdateSpec(LINKED[name]), share_prefixes="on")
+    ((the_step,),) = share_steps(read_rows(rows, VOCAB), UpdateSpec(LINKED[name]), sharing=ON)
     assert any(len(group) > 1 for group in the_step.groups)
     one.model.embed.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     found = step(one, rows, LOSSES[loss], "on", LINKED[name])
@@ -299,7 +301,7 @@ def test_linked_micro_batches_of_float64_have_the_gradients_of_rows_apart(monkey
     model.zero_grad()
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected.dtype)
     starts = np.cumsum([0, *map(len, rows)])
-    (batches,) = row_micro_batches([[row] for row in rows], LINKED["tree"], share=True)
+    (batches,) = row_micro_batches([[row] for row in rows], LINKED["tree"], sharing=ON)[0]
     packs = pack_group([[rows[i] for i in batch] for batch in batches], torch.device("cpu"), share=True)
     (prefix,) = {id(packed.prefix): packed.prefix for packed in packs}.values()
 
@@ -325,7 +327,7 @@ def test_linked_micro_batches_score_as_rows_apart(name: str) -> None:
     rows = linked_rows(name)
     backend = make()
     expected = backend.logprobs(rows, SamplingConfig(), WHOLE)
-    backend.sharing = "on"
+    backend.sharing = ON
     for shared, apart in zip(backend.logprobs(rows, SamplingConfig(), LINKED[name]), expected, strict=True):
         np.testing.assert_allclose(shared, apart, atol=2e-5)
     assert backend._prefix is None
@@ -345,7 +347,7 @@ def test_old_logprobs_of_linked_micro_batches() -> None:
 
 def test_halved_micro_batches_stay_linked() -> None:
     rows = read_rows(train_rows(linked_rows("groups")), VOCAB)
-    ((the_step,),) = share_steps(rows, UpdateSpec(LINKED["groups"]), share_prefixes="on")
+    ((the_step,),) = share_steps(rows, UpdateSpec(LINKED["groups"]), sharing=ON)
     before = [len(linked) for linked in the_step.groups]
     old = [torch.arange(sum(row.n_tokens for row in batch)) for batch in the_step.micro_batches]
     tokens = [row.tokens for batch in the_step.micro_batches for row in batch]
@@ -358,7 +360,7 @@ def test_halved_micro_batches_stay_linked() -> None:
     assert torch.equal(torch.cat([pack.old_logprobs for _, pack in packs]), torch.cat(old))
 
 
-@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_a_step_of_linked_micro_batches_that_runs_out_of_memory_is_halved(
     what: str, place: int, monkeypatch: pytest.MonkeyPatch
@@ -431,7 +433,7 @@ def test_share_rows_keeps_groups_together() -> None:
     spec = engine_spec("examples/quickstart/model")
     with Engine(spec) as engine:
         rows = [row for seed in range(4) for row in group(30, [5, 6], 16, seed)]
-        shares, _ = share_rows(rows, None, 2, engine.info, "on")
+        shares, _ = share_rows(rows, None, 2, engine.info, ON)
     assert sorted(itertools.chain(*shares)) == list(range(8))
     assert all({i // 2 * 2, i // 2 * 2 + 1} <= set(share) for share in shares for i in share)
 
